@@ -52,13 +52,13 @@ def answer_offer(
     plan: SignedPlan,
     base: SignedPlan | None,
     *,
-    vouch: Callable[[bytes], bytes],
+    sign_vote: Callable[[bytes], bytes],
 ) -> PlanVote:
     """Vote for a plan or refuse it. Make the chain's record durable before sending the answer.
     Args: vouch: signs the body of a vote in our name."""
     vote = chain.vote(source, offer.term, plan, base)
     if vote.accepted:
-        signature = vouch(vote_body(offer.term, plan.digest))
+        signature = sign_vote(vote_body(offer.term, plan.digest))
         return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
     newer = b"" if base is None else _newer(chain, base)
     return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)

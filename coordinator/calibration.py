@@ -42,7 +42,7 @@ from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
-from shoal.protocol.messages import Calibrated, Comparison
+from shoal.protocol.messages import Comparison, LayoutCalibration
 from shoal.protocol.plan import Bound, Foreseen, Plan
 
 WARM_UP_STEPS = 4
@@ -198,7 +198,7 @@ class Calibration:
         """True if the step from `version` is one of the synchronous steps at the run's start."""
         return version < self._synchronous_steps
 
-    def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
+    def predict_step_time(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
         """Record the objective's current prediction for the live layout.
         Args: synchronous: the same for synchronous steps; None: those are over."""
         self._today = today
@@ -262,15 +262,15 @@ class Calibration:
 
     # --- to others, and from them ---
 
-    def tell(self) -> Calibrated | None:
+    def tell(self) -> LayoutCalibration | None:
         """Return what the next coordinator needs to continue the comparison; None: nothing has been compared."""
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
         era, off = self._layout[0], tuple(self._off)
-        return Calibrated(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
+        return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
-    def take_over(self, told: Calibrated | None) -> None:
+    def take_over(self, told: LayoutCalibration | None) -> None:
         """Continue from another coordinator's comparison if it describes the live layout; its corrections apply to any
         layout."""
         if told is None or not (

@@ -52,7 +52,7 @@ class Certificates:
                 del self._said[keys]
         self._new = tuple(self._proven(plan))
 
-    def hear(self, peer: PeerID, attested: Iterable[Attested], *, holds: Holds) -> None:
+    def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: Holds) -> None:
         """Count the attestations of `peer` for the layers that the live plan gives it. Ignore other layers and invalid
         signatures."""
         plan = self._plan
@@ -65,7 +65,7 @@ class Certificates:
             if keys not in groups or (age, keys) in self._known or word.era > plan.era or word.version <= 0:
                 continue
             said = self._said.setdefault(keys, {}).setdefault(peer, {})
-            if said.get(age) == word or not holds(peer, word.signature, word.body):
+            if said.get(age) == word or not verify(peer, word.signature, word.body):
                 continue
             said[age] = word
             if len(said) > ATTESTED_MAX:
@@ -134,7 +134,7 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
     return [age for age, keys in found.items() if keys >= wanted]
 
 
-def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, are_enough: AreEnough) -> str:
+def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: Holds, are_enough: AreEnough) -> str:
     """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
     missing, or an era that begins at an uncertified version; empty: nothing."""
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
@@ -143,7 +143,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, ar
         return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
-        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds, are_enough)):
+        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, verify, are_enough)):
             return flaw
     at = plan.restore_era, plan.restore_version
     if plan.era == base.era or plan.mandate:
@@ -155,7 +155,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, ar
     return ""
 
 
-def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds, are_enough: AreEnough) -> str:
+def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, verify: Holds, are_enough: AreEnough) -> str:
     groups = range(len(base.stages) + len(base.experts))
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
@@ -163,7 +163,7 @@ def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Hold
         return f"{what} is certified, but no group holds these layers"
     signers = jury([member.peer for member in base.group_members(group)], base.previous)
     places = ((signers[at], sign) for at, sign in entry.signatures if 0 <= at < len(signers))
-    signed = {peer for peer, sign in places if holds(peer, sign, entry.body)}
+    signed = {peer for peer, sign in places if verify(peer, sign, entry.body)}
     if not are_enough(signed, signers):
         return (
             f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority, or of one invite alone"

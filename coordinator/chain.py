@@ -69,7 +69,7 @@ class Adoption(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class TermPermission:
     """The answer to a candidate. `accepted` is the plan that we voted for after `live`."""
 
     granted: bool
@@ -112,9 +112,9 @@ class PlanChain:
         holds_order: checks the signature of an exclusion order.
     """
 
-    def __init__(self, run: str, *, owner: PeerID, holds: Holds, holds_order: Holds) -> None:
-        self.run, self._owner, self._holds = run, owner, holds
-        self.exclusions = Exclusions(owner=owner, holds=holds_order, plans=self._recent)
+    def __init__(self, run: str, *, owner: PeerID, verify: Holds, verify_order: Holds) -> None:
+        self.run, self._owner, self._verify = run, owner, verify
+        self.exclusions = Exclusions(owner=owner, verify=verify_order, plans=self._recent)
         self.links = ChainLog()
         self.live: SignedPlan | None = None
         self.granted_term = 0
@@ -145,21 +145,21 @@ class PlanChain:
             self._term_heard = limit
         return term <= limit
 
-    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> Grant:
+    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> TermPermission:
         """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
-            return Grant(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
+            return TermPermission(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
         if not base.plan.has(candidate):
-            return Grant(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
+            return TermPermission(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
         if term <= base.plan.term and candidate != base.plan.coordinator:
-            return Grant(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")
+            return TermPermission(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")
         if not self.takes_term(term):
-            return Grant(granted=False, reason=f"no honest candidate is at term {term}")
+            return TermPermission(granted=False, reason=f"no honest candidate is at term {term}")
         refusal = self._claim(candidate, term)
         if refusal:
-            return Grant(granted=False, reason=refusal)
-        return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
+            return TermPermission(granted=False, reason=refusal)
+        return TermPermission(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
 
     def must_judge(self, plan: SignedPlan) -> bool:
         """True if `plan` may follow the live plan and this peer has not voted for it yet."""
@@ -215,7 +215,7 @@ class PlanChain:
         flaw, lacks = self._flaw(plan, after)
         if flaw:
             return Adoption(False, flaw, lacks)
-        before, reign = self.height, self.live.plan.reign if self.live else 0
+        before, override_epoch = self.height, self.live.plan.override_epoch if self.live else 0
         if after is not None:
             self.links.add(after)
         self.live = plan
@@ -223,19 +223,19 @@ class PlanChain:
         self._remember(plan)
         self.exclusions.obeyed(plan.plan)
         self.accepted, self.accepted_term = None, 0
-        if plan.plan.term >= self.granted_term or plan.plan.reign > reign:
+        if plan.plan.term >= self.granted_term or plan.plan.override_epoch > override_epoch:
             # This plan voids a grant of the same term to another candidate, which cannot have a majority any more. And
             # promises under a plan that the owner overruled bind no peer.
             self.granted_term, self.granted_to = plan.plan.term, plan.plan.coordinator
-            self._term_heard = 0 if plan.plan.reign > reign else self._term_heard
+            self._term_heard = 0 if plan.plan.override_epoch > override_epoch else self._term_heard
         assert self.height > before, "two plans of one height obeyed"
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
         """Say why not to obey `plan`, which is above ours. Returns: (reason, whether only links are missing)."""
         if plan.plan.mandate:
-            if self.live is not None and plan.plan.reign <= self.live.plan.reign:
-                return f"the mandate of reign {plan.plan.reign} has been used", False
+            if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
+                return f"the mandate of reign {plan.plan.override_epoch} has been used", False
             return "", False  # its owner's signature was checked when it was opened
         if not plan.plan.previous:
             is_first = plan.plan.height == (0, 1, 1) and plan.plan.coordinator == self._owner
@@ -243,14 +243,14 @@ class PlanChain:
         base = after or self.live
         if base is None or plan.plan.previous != base.digest:
             return f"plan {plan.plan.order} does not follow our plan {self.order}", True
-        return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, holds=self._holds), False
+        return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
         """Handle a plan that has the height of another plan that we obeyed. Votes for both mean that electors voted
         twice; a plan without votes may come from anybody, and is only refused."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
-        proven = base is not None and not proof_flaw(plan, base, owner=self._owner, holds=self._holds)
+        proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
         owners = bool(plan.plan.mandate) or (not plan.plan.previous and plan.plan.coordinator == self._owner)
         if not proven and not owners:
             return Adoption(False, f"plan {plan.plan.order} has no votes, and we obeyed another of that order")
@@ -317,8 +317,8 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     new, old = plan.plan, base.plan
     if new.previous != base.digest:
         return f"plan {new.order} does not follow our plan {old.order}"
-    if new.reign != old.reign:
-        return f"reign {new.reign} begins without a mandate"
+    if new.override_epoch != old.override_epoch:
+        return f"reign {new.override_epoch} begins without a mandate"
     if new.sequence <= old.sequence:
         return f"sequence {new.sequence} does not follow {old.sequence}"
     if new.sequence > old.sequence + SEQUENCE_JUMP_MAX:
@@ -349,7 +349,7 @@ def _keys_of(plan: Plan) -> frozenset[bytes]:
     return frozenset(keys)
 
 
-def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Holds) -> str:
+def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: Holds) -> str:
     """Say why the votes in `plan` do not make it the live successor of `base`; empty: they do."""
     proof, electors = plan.proof, base.plan.electors
     if proof is None:
@@ -360,5 +360,5 @@ def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Hold
     if len(proof.votes) > len(electors) or not is_quorum(votes, base.plan, owner):
         return f"{len(votes)} of {len(electors)} have voted for plan {plan.plan.order}, which is no majority"
     body = vote_body(proof.ballot, plan.digest)
-    forged = next((peer for peer, signature in votes.items() if not holds(peer, signature, body)), None)
+    forged = next((peer for peer, signature in votes.items() if not verify(peer, signature, body)), None)
     return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""

@@ -43,14 +43,18 @@ class ChainLog:
     def find(self, digest: str) -> SignedPlan | None:
         return next((plan for plan in self._links if plan.digest == digest), None)
 
-    def after(self, digest: str, reign: int) -> tuple[bytes, ...]:
+    def after(self, digest: str, override_epoch: int) -> tuple[bytes, ...]:
         """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
-        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's `reign` is
-        lower."""
+        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's
+        `override_epoch` is lower."""
         links = list(self._links)
         at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
         wanted = links[at + 1 :] if at is not None else links[-2:]
-        if self.mandated is not None and self.mandated.plan.reign > reign and self.mandated not in wanted:
+        if (
+            self.mandated is not None
+            and self.mandated.plan.override_epoch > override_epoch
+            and self.mandated not in wanted
+        ):
             wanted.insert(0, self.mandated)
         fitting: list[bytes] = []
         spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES

@@ -54,18 +54,18 @@ class ChainSync:
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []
-        last, reign = self._chain.live, self._chain.height[0]
+        last, override_epoch = self._chain.live, self._chain.height[0]
         for plan in links:
             if plan.plan.mandate or not plan.plan.previous or (last is not None and plan.plan.previous == last.digest):
                 found.append((plan, None))
             elif base is not None and not link_flaw(plan, base):
                 found.append((plan, base))
-            elif may_trust and plan.plan.reign <= reign:
+            elif may_trust and plan.plan.override_epoch <= override_epoch:
                 base = plan  # to be obeyed, the next link must be above our plan
                 continue
             else:
                 continue
-            last, reign = plan, max(reign, plan.plan.reign)
+            last, override_epoch = plan, max(override_epoch, plan.plan.override_epoch)
         if found or base is None or not links or len(self._asked) >= ASKED_MAX:
             return found, []
         # The first link has filled the message.
@@ -74,9 +74,9 @@ class ChainSync:
         return [], [self._question(peer, base)]
 
     def _question(self, peer: PeerID, behind: SignedPlan | None) -> Ask:
-        digest, reign = (behind.digest, behind.plan.reign) if behind is not None else ("", 0)
-        return Ask(peer=peer, message=ChainRequest(after=digest, reign=reign))
+        digest, override_epoch = (behind.digest, behind.plan.override_epoch) if behind is not None else ("", 0)
+        return Ask(peer=peer, message=ChainRequest(after=digest, override_epoch=override_epoch))
 
 
 def answer(chain: PlanChain, request: ChainRequest) -> ChainLinks:
-    return ChainLinks(links=chain.links.after(request.after, request.reign))
+    return ChainLinks(links=chain.links.after(request.after, request.override_epoch))

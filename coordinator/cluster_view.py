@@ -11,15 +11,14 @@ from dataclasses import replace
 import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, Snapshot
-from shoal.coordinator.allocate.prospect import choose_formats, foresee
+from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.era import Disks, disks_of, holders, is_last_holder
+from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.handover import adverts, fitting
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.plan_notes import PlanNotes
@@ -30,9 +29,10 @@ from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
 from shoal.coordinator.swarm_status import swarm_status
+from shoal.coordinator.transfer_size import adverts, fitting
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
-from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
+from shoal.protocol.messages import Heartbeat, Reset, SwarmStatus, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
@@ -89,7 +89,7 @@ class ClusterView:
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
-        self._inherited: HandOver | None = None
+        self._inherited: TransferLeadership | None = None
         """The state that the previous coordinator transferred, for the term that we may get."""
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
@@ -198,7 +198,7 @@ class ClusterView:
 
     # --- between coordinators ---
 
-    def inherit(self, handover: HandOver) -> None:
+    def inherit(self, handover: TransferLeadership) -> None:
         """Keep the transferred state of the previous coordinator, for the term that we may get. The first plan of that
         term already uses it to place experts."""
         self._inherited = handover
@@ -224,10 +224,10 @@ class ClusterView:
         self._inherited = None
         self.experts.rest()
 
-    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> HandOver:
+    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits.
         Args: searched: whether a search has found nothing better than the live plan's layout."""
-        handover = HandOver(
+        handover = TransferLeadership(
             plan=live.link,
             roster=adverts(self.roster, now_s),
             era=self.ledger.era,
@@ -252,7 +252,7 @@ class ClusterView:
 
     # --- queries ---
 
-    def disks(self, now_s: float, *, among: Layout | None = None) -> Disks:
+    def catalog(self, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
         """The snapshots to which the run may roll back. Args: among: as in `disks_of`."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
@@ -295,11 +295,11 @@ class ClusterView:
         """
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
-        return live.fresh and known and max(self.version_max, version or 0) <= live.restore_version
+        return live.not_started and known and max(self.version_max, version or 0) <= live.restore_version
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
         """True if the state of a group of `live` would be lost with `peer`."""
-        held = holders(live, self.roster, self.disks(now_s), self.spec.model, fresh=False, now_s=now_s)
+        held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
@@ -341,16 +341,22 @@ class ClusterView:
         }
 
     def snapshot(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, knows_network: bool
-    ) -> Snapshot:
+        self,
+        peers: tuple[MeasuredPeer, ...],
+        previous: Plan | None,
+        catalog: CheckpointCatalog,
+        now_s: float,
+        *,
+        knows_network: bool,
+    ) -> SwarmSnapshot:
         """Collect all inputs of a layout. Args: as in `Survey.snapshot`."""
-        found = self.survey.snapshot(peers, previous, disks, knows_network=knows_network)
+        found = self.survey.snapshot(peers, previous, catalog, knows_network=knows_network)
         chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
         return replace(
             found,
             peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
             horizon_s=self._horizon_s(now_s),
-            going_back_s=self._going_back_s(disks, now_s),
+            going_back_s=self._going_back_s(catalog, now_s),
             unreachable=self.unreachable(peers, now_s),
         )
 
@@ -366,13 +372,13 @@ class ClusterView:
     def unreachable(self, peers: Sequence[MeasuredPeer], now_s: float) -> frozenset[Pair]:
         return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
 
-    def _going_back_s(self, disks: Disks, now_s: float) -> float:
+    def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
         """Estimate the seconds lost by a roll-back: the time of the roll-back, plus half a snapshot interval, or the
         whole run so far if a snapshot is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
-        has_any = disks.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
+        has_any = catalog.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
         elapsed_s = self._elapsed_s(now_s)
         is_late = not has_any and elapsed_s > 2.0 * interval_s
         lost_s = elapsed_s if is_late or math.isinf(interval_s) else interval_s / 2.0
@@ -386,7 +392,7 @@ class ClusterView:
         flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
-    def foresee(
+    def predict_step_time(
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, synchronous: bool = False
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
@@ -396,7 +402,7 @@ class ClusterView:
         """
         snapshot = self._snapshot_of(stages, now_s)
         wire = self.survey.takes.under(formats) if formats is not None else None
-        return None if snapshot is None else foresee(snapshot, stages, wire, synchronous=synchronous)
+        return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
         """Choose the formats of these stages' tensors; None: the run allows only one.
@@ -412,13 +418,13 @@ class ClusterView:
         sequence, formats = self._formats
         return formats if sequence == live.sequence and formats != live.formats else None
 
-    def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:
+    def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> SwarmSnapshot | None:
         """Return the members of these stages as they are now; None: too many for a prediction in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
             return None
-        found = self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True)
+        found = self.survey.snapshot(peers, None, CheckpointCatalog(parts={}), knows_network=True)
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
@@ -428,9 +434,9 @@ class ClusterView:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
             is_synchronous = self.calibration.is_synchronous(self.version_max)
-            self.calibration.foresee(
-                self.foresee(live.stages, now_s, live.formats),
-                synchronous=self.foresee(live.stages, now_s, live.formats, synchronous=True)
+            self.calibration.predict_step_time(
+                self.predict_step_time(live.stages, now_s, live.formats),
+                synchronous=self.predict_step_time(live.stages, now_s, live.formats, synchronous=True)
                 if is_synchronous
                 else None,
             )
@@ -460,7 +466,7 @@ class ClusterView:
         """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
         because a plan that rolls back reads their disks only. No snapshot is safe while the era has not started,
         because members may still roll back."""
-        if live.fresh:
+        if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
             self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
@@ -468,8 +474,8 @@ class ClusterView:
             beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
             holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
             layers = held_keys(self.spec.model, placed=self.places_experts)
-            disks = Disks.of(holdings).only(self.certificates.layers)
-            self._safe = disks.newest_safe(layers) or (0, 0)
+            catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
+            self._safe = catalog.newest_safe(layers) or (0, 0)
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
@@ -488,7 +494,7 @@ class ClusterView:
             self._notes.tell(now_s),
             self.calibration.comparison(),
             self.survey.reach.pairs(now_s, live.members),
-            self.disks(now_s),
+            self.catalog(now_s),
             self.refusals.tell(now_s),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),

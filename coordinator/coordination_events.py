@@ -89,7 +89,7 @@ class Expelled(msgspec.Struct, frozen=True):
     peers: tuple[PeerID, ...]
 
 
-class TimerFired(msgspec.Struct, frozen=True):
+class CoordinationTimerFired(msgspec.Struct, frozen=True):
     """The timer has fired."""
 
 
@@ -114,7 +114,7 @@ Event = (
     | ReportDue
     | HeadFound
     | Heard
-    | TimerFired
+    | CoordinationTimerFired
     | Leaving
     | ExclusionHeard
     | Expelled
@@ -186,13 +186,13 @@ class Search(msgspec.Struct, frozen=True):
     job: SearchJob
 
 
-class Tell(msgspec.Struct, frozen=True):
+class TellNode(msgspec.Struct, frozen=True):
     """Tell the node that a step is complete."""
 
     record: StepRecord
 
 
-class Note(msgspec.Struct, frozen=True):
+class LogReason(msgspec.Struct, frozen=True):
     """Log the reason of a decision."""
 
     text: str
@@ -216,7 +216,7 @@ Command = (
     | Introduce
     | LookUp
     | Search
-    | Tell
-    | Note
+    | TellNode
+    | LogReason
     | Alarm
 )

@@ -14,7 +14,8 @@ The life of a plan:
 - Before the first plan every peer reports to the owner.
 - Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
   live when a majority of its predecessor's electors has voted for it; `PlanLive` and heartbeat replies spread it.
-- At the term's end the coordinator sends `HandOver` to the first peer in the next term's rank. That peer requests the
+- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank. That peer
+requests the
   term from the electors, then votes for a plan with the same layout. The old coordinator keeps the role until that plan
   is live, and asks the next peer if it takes too long.
 - A silent coordinator is replaced by the first peer in rank that notices: a pre-vote, the term, the votes, three round
@@ -54,6 +55,7 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     Command,
+    CoordinationTimerFired,
     Event,
     ExclusionHeard,
     Expelled,
@@ -61,8 +63,8 @@ from shoal.coordinator.coordination_events import (
     Heard,
     Introduce,
     Leaving,
+    LogReason,
     LookUp,
-    Note,
     Obey,
     Persist,
     PutOut,
@@ -72,8 +74,7 @@ from shoal.coordinator.coordination_events import (
     Searched,
     SendHeartbeat,
     SpreadOrder,
-    Tell,
-    TimerFired,
+    TellNode,
     Unanswered,
 )
 from shoal.coordinator.diagnosis import name_of
@@ -91,7 +92,6 @@ from shoal.protocol.messages import (
     ChainLinks,
     ChainRequest,
     Done,
-    HandOver,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -106,13 +106,14 @@ from shoal.protocol.messages import (
     SwarmStatus,
     TermGrant,
     TermRequest,
+    TransferLeadership,
 )
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
 
-StatementHolds = Callable[[Topic, PeerID, bytes, bytes], bool]
+VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
 """(topic, signer, signature, body) -> whether this is the signer's valid statement about this run."""
 
 TICK_HEARTBEATS = 0.5
@@ -156,8 +157,8 @@ class CoordinationCore:
         chain: PlanChain,
         policy: ReplanPolicy,
         sign: Callable[[Plan], SignedPlan],
-        vouch: Callable[[bytes], bytes],
-        holds: StatementHolds,
+        sign_vote: Callable[[bytes], bytes],
+        verify: VerifyStatement,
         rng: random.Random,
         now_s: float,
     ) -> None:
@@ -165,8 +166,8 @@ class CoordinationCore:
         self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
         """The proof that the run is done; empty: none known."""
-        self._rng, self._vouch, self._model = rng, vouch, spec.model
-        self._holds_end, self._holds_state = partial(holds, "end"), partial(holds, "state")
+        self._rng, self._sign_vote, self._model = rng, sign_vote, spec.model
+        self._verify_end, self._verify_state = partial(verify, "end"), partial(verify, "state")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
         """The revision of our spec, and the highest revision that a peer has reported."""
@@ -177,8 +178,8 @@ class CoordinationCore:
             owner=owner,
             chain=chain,
             sign=sign,
-            vouch=vouch,
-            holds=partial(holds, "vote"),
+            sign_vote=sign_vote,
+            verify=partial(verify, "vote"),
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=self.view.experts,
             certificates=self.view.certificates,
@@ -298,7 +299,7 @@ class CoordinationCore:
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
-        if self.is_coordinator or self._follower.is_brisk(now_s):
+        if self.is_coordinator or self._follower.is_fast_tick(now_s):
             self._tick_at_s = min(self._tick_at_s, now_s + BRISK_HEARTBEATS * self._heartbeat_s)
         return commands
 
@@ -334,7 +335,7 @@ class CoordinationCore:
                 for peer in event.peers:
                     self.view.roster.leave(peer)
                 self._tick_at_s = now_s
-            case TimerFired():
+            case CoordinationTimerFired():
                 return self._timer_fired(now_s)
         return []
 
@@ -360,7 +361,7 @@ class CoordinationCore:
                 return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
             case ChainRequest() as request:
                 return [Reply(message=chain_sync.answer(self.chain, request))]
-            case HandOver() as message:
+            case TransferLeadership() as message:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)
             case Leave():
@@ -393,7 +394,7 @@ class CoordinationCore:
                 return [Reply(message=Refusal(reason="this run is full"))]
             flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
-            self.view.certificates.hear(source, heartbeat.attested, holds=self._holds_state)
+            self.view.certificates.hear(source, heartbeat.attested, verify=self._verify_state)
         commands: list[Command] = [Reply(message=self._answer(source, heartbeat, now_s, leads=leads, ends=self.ends))]
         commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in flaws]
@@ -415,7 +416,7 @@ class CoordinationCore:
 
     def _true_ends(self, ends: Ends) -> Ends:
         plan, body = self.plan, self.end_body()
-        return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._holds_end(p, sign, body))
+        return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._verify_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
         """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
@@ -458,7 +459,7 @@ class CoordinationCore:
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
-        if request.sounding:
+        if request.prevote:
             opinion = answer_pre_vote(self.chain, source, request, base)
             if opinion.granted:
                 self._follower.gives_way(source, base.plan, now_s)
@@ -480,20 +481,20 @@ class CoordinationCore:
             electorate = self.view.electorate
             flaw = flaw or electorate.flaw(plan.plan, live, now_s, self._name_of)
             flaw = flaw or certified_flaw(
-                plan.plan, live, self._model, holds=self._holds_state, are_enough=electorate.are_enough
+                plan.plan, live, self._model, verify=self._verify_state, are_enough=electorate.are_enough
             )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
                 # A coordinator that we can hear but that cannot hear us removes us from the plan; then our vote does
                 # not reach it either, so a note is enough.
                 is_ours = not plan.plan.has(self.me)
-                commands += [Note(text=text) if is_ours else Alarm(text=text)] if text else []
+                commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
                 return [*commands, Reply(message=vote)]
-        reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
+        reply = answer_offer(self.chain, event.source, offer, plan, event.base, sign_vote=self._sign_vote)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
-    def _take_over(self, source: PeerID, message: HandOver, plan: SignedPlan, now_s: float) -> list[Command]:
+    def _take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
         commands = self._adopt(plan, now_s, source)
         live = self.chain.live
         if live is None or live.digest != plan.digest or live.plan.coordinator != source:
@@ -527,14 +528,14 @@ class CoordinationCore:
             case Standing() as standing:
                 self.judge.told(event.peer, standing)
                 return commands
-            case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
+            case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.prevote:
                 return commands + self._rounds.sounded(event, now_s)
             case _:
                 return commands + self._rounds.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
         match event.asked:
-            case TermRequest(sounding=True):
+            case TermRequest(prevote=True):
                 self._follower.unanswered(event.peer, event.asked)
             case TermRequest() | PlanOffer():
                 self._proposer.unanswered(event)
@@ -623,7 +624,7 @@ class CoordinationCore:
             return [Alarm(text=reason)] if self.chain.num_forks > num_forks else []
         commands: list[Command] = [Persist(record=self.chain.record()), Obey(plan=plan)]
         if overtaken := self._proposer.drop():
-            commands.append(Note(text=f"plan {plan.plan.order} overtook our proposal"))
+            commands.append(LogReason(text=f"plan {plan.plan.order} overtook our proposal"))
         new_term = before is None or before.plan.height[:2] != plan.plan.height[:2]
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
@@ -632,7 +633,9 @@ class CoordinationCore:
         self.policy.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
         self.view.electorate.obey(plan.plan, now_s, follows=before is not None and plan.plan.previous == before.digest)
         if before is not None and was_coordinator and not self.is_coordinator:
-            commands += [Tell(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)]
+            commands += [
+                TellNode(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)
+            ]
         if new_term:
             # A new coordinator plans once it has heard every member, so report at once.
             soon_s = 0.0 if self.is_coordinator else SOON_HEARTBEATS * self._heartbeat_s * self._rng.random()
@@ -648,7 +651,7 @@ class CoordinationCore:
 
     def _tell(self, now_s: float) -> list[Command]:
         records = self.view.completed_steps(self.plan, now_s, flush=self.done) if self.plan else []
-        return [Tell(record=record) for record in records]
+        return [TellNode(record=record) for record in records]
 
     def _eligible(self, plan: Plan) -> bool:
         able = self._own is None or self._own.advert.willing_to_coordinate

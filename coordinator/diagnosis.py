@@ -6,7 +6,7 @@ same.
 
 from collections.abc import Collection, Sequence
 
-from shoal.coordinator.era import Disks, holders
+from shoal.coordinator.era import CheckpointCatalog, holders
 from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
@@ -35,15 +35,19 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
     return ""
 
 
-def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: int, now_s: float) -> tuple[str, ...]:
+def risks(
+    live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, step: int, now_s: float
+) -> tuple[str, ...]:
     """Name the stages with their training on one machine only: one holder, and no snapshot on another peer's disk."""
     if step <= 0:
         return ()  # the seed can rebuild it
     alone: list[tuple[int, PeerID]] = []
-    for index, held in enumerate(holders(live, roster, disks, model, fresh=False, now_s=now_s)[: len(live.stages)]):
+    for index, held in enumerate(
+        holders(live, roster, catalog, model, not_started=False, now_s=now_s)[: len(live.stages)]
+    ):
         if len(held) == 1:
             (holder,) = held
-            if not _has_copy(disks, holder, frozenset(group_keys(model, live, index))):
+            if not _has_copy(catalog, holder, frozenset(group_keys(model, live, index))):
                 alone.append((index, holder))
     if len(alone) == 1:
         ((index, holder),) = alone
@@ -143,9 +147,9 @@ def _joined(parts: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
-def _has_copy(disks: Disks, holder: PeerID, keys: frozenset[str]) -> bool:
+def _has_copy(catalog: CheckpointCatalog, holder: PeerID, keys: frozenset[str]) -> bool:
     """True if one snapshot has all of `keys` on disks of peers other than `holder`."""
     return any(
         keys <= frozenset().union(*(held for peer, held in parts.items() if peer != holder))
-        for parts in disks.parts.values()
+        for parts in catalog.parts.values()
     )

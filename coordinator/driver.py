@@ -25,6 +25,7 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     Command,
+    CoordinationTimerFired,
     Event,
     ExclusionHeard,
     Expelled,
@@ -32,8 +33,8 @@ from shoal.coordinator.coordination_events import (
     Heard,
     Introduce,
     Leaving,
+    LogReason,
     LookUp,
-    Note,
     Obey,
     Publish,
     PutOut,
@@ -43,8 +44,7 @@ from shoal.coordinator.coordination_events import (
     Search,
     SendHeartbeat,
     SpreadOrder,
-    Tell,
-    TimerFired,
+    TellNode,
     Unanswered,
 )
 from shoal.coordinator.core import CoordinationCore
@@ -70,7 +70,6 @@ from shoal.protocol.messages import (
     ChainRequest,
     Done,
     Exclude,
-    HandOver,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -87,6 +86,7 @@ from shoal.protocol.messages import (
     SwarmStatus,
     TermGrant,
     TermRequest,
+    TransferLeadership,
 )
 from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
@@ -112,7 +112,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     TermRequest: TermGrant,
     PlanOffer: PlanVote,
     PlanLive: Done,
-    HandOver: Done,
+    TransferLeadership: Done,
     Ping: Ping,
     PingRequest: Ping,
     ChainRequest: ChainLinks,
@@ -178,7 +178,7 @@ class Coordination:
         identity, run, seals, members = endpoint.identity, endpoint.run, endpoint.seals, endpoint.members
         members.show(endpoint.peer_id, members.certificate)  # our own invite counts too
 
-        def holds(topic: Topic, signer: PeerID, signature: bytes, body: bytes) -> bool:
+        def verify(topic: Topic, signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, topic, run=run, body=body)
 
         def invite_of(peer: PeerID) -> bytes | None:
@@ -190,11 +190,13 @@ class Coordination:
             me=endpoint.peer_id,
             owner=owner,
             spec=spec,
-            chain=PlanChain(run, owner=owner, holds=partial(holds, "vote"), holds_order=partial(holds, "exclusion")),
+            chain=PlanChain(
+                run, owner=owner, verify=partial(verify, "vote"), verify_order=partial(verify, "exclusion")
+            ),
             policy=ReplanPolicy(ClusterView(endpoint.run, spec, invite_of), allocator, has_lost_all=has_lost_all),
             sign=lambda plan: sign_plan(identity, plan),
-            vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
-            holds=holds,
+            sign_vote=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
+            verify=verify,
             rng=rng,
             now_s=clock.now_s(),
         )
@@ -209,7 +211,7 @@ class Coordination:
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
         self.said = ""  # last note as a coordinator, such as the reason why it waits
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer = Timer(clock, lambda: self._feed(TimerFired()))
+        self._timer = Timer(clock, lambda: self._feed(CoordinationTimerFired()))
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
@@ -268,7 +270,17 @@ class Coordination:
         """Restore the stored state, then answer calls, send heartbeats and take part in coordination.
         Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         self._restore()
-        for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
+        for kind in (
+            Heartbeat,
+            TermRequest,
+            PlanOffer,
+            PlanLive,
+            TransferLeadership,
+            Leave,
+            Ping,
+            StandingRequest,
+            Reset,
+        ):
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(ChainRequest, self._answer)
         self._endpoint.on_heard = self._hear
@@ -279,7 +291,7 @@ class Coordination:
         self._spawn(self._discovery.meet())
         if self.plan is None and self._core.owner == self._endpoint.peer_id:
             self._spawn(self._searcher.prepare())  # while the others arrive
-        self._feed(TimerFired())
+        self._feed(CoordinationTimerFired())
 
     @property
     def excluded(self) -> Excluded:
@@ -392,9 +404,9 @@ class Coordination:
                 self._spawn(self._look_up())
             case Search():
                 self._spawn(self._searcher.run(command.job))
-            case Tell():
+            case TellNode():
                 self._callbacks.on_step(command.record)
-            case Note():
+            case LogReason():
                 if command.text != self.said:
                     logger.info("%s", command.text)
                 self.said = command.text
@@ -467,7 +479,7 @@ class Coordination:
                 knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
             case PlanLive():
                 plan = self._plans.need_link(message.plan, source)
-            case HandOver():
+            case TransferLeadership():
                 plan = self._plans.need_link(message.plan, source)
             case Reset():
                 base = self._plans.need_link(message.live, source)

@@ -5,11 +5,11 @@ dead, after three heartbeats if one lives and may be downloading it. The next er
 is complete on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on
 disks or in flight under the old number belongs to another history.
 
-The era's first plan is `fresh`: members without state start from the era's beginning. After the first commit comes a
-plan that is not fresh, so that a peer that restarts or joins late downloads the state instead of starting the era a
-second time. If a newer snapshot is complete except for absent disks, the run waits for them: thirty heartbeats, or as
-long as training the same steps again would take, whichever is longer. A swarm that was switched off as a whole recovers
-by the same rule.
+The era's first plan is `not_started`: members without state start from the era's beginning. After the first commit
+comes a plan that is not fresh, so that a peer that restarts or joins late downloads the state instead of starting the
+era a second time. If a newer snapshot is complete except for absent disks, the run waits for them: thirty heartbeats,
+or as long as training the same steps again would take, whichever is longer. A swarm that was switched off as a whole
+recovers by the same rule.
 """
 
 from collections import Counter
@@ -37,13 +37,13 @@ SAFE_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disks:
+class CheckpointCatalog:
     """The snapshots on disks: (era, version) -> peer -> its layers."""
 
     parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
 
     @classmethod
-    def of(cls, holdings: Iterable[tuple[PeerID, Sequence[Holding]]]) -> "Disks":
+    def of(cls, holdings: Iterable[tuple[PeerID, Sequence[Holding]]]) -> "CheckpointCatalog":
         """Collect the holdings that peers report. Skip version 0, which the seed can rebuild."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for peer, held in holdings:
@@ -53,7 +53,7 @@ class Disks:
                     by_peer[peer] = by_peer.get(peer, frozenset()) | frozenset(holding.layers)
         return cls(parts=parts)
 
-    def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "Disks":
+    def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
         """Keep only certified layers. Args: certified: (era, version) -> its certified layers; None: all count."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
@@ -61,7 +61,7 @@ class Disks:
             kept = {peer: held if sound is None else held & sound for peer, held in by_peer.items()}
             if kept := {peer: held for peer, held in kept.items() if held}:
                 parts[age] = kept
-        return Disks(parts=parts)
+        return CheckpointCatalog(parts=parts)
 
     @property
     def newest(self) -> tuple[int, int] | None:
@@ -153,7 +153,7 @@ class HolderWatch:
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
 
 
-def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
+def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
     """Return the snapshots of the live peers, and the layers that they carry from one layout to the next.
     Args: among: only peers that a plan with this layout would reach; None: all."""
     peers = roster.alive(now_s)
@@ -162,38 +162,38 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
         peers = tuple(peer for peer in peers if peer in members)
     beats = ((peer, roster.presences[peer].heartbeat) for peer in peers)
     carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats if beat)
-    return Disks.of(carried)
+    return CheckpointCatalog.of(carried)
 
 
 def holders(
-    live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
+    live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, not_started: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """Return the peers that hold each group's state or, under a `fresh` plan, can rebuild it."""
-    floor = _version_min(live, disks, model)
+    """Return the peers that hold each group's state or, under a `not_started` plan, can rebuild it."""
+    floor = _version_min(live, catalog, model)
     holding: dict[int, set[PeerID]] = {}
     for peer, group, version in _said(live, roster, now_s):
         if version >= floor:
             holding.setdefault(group, set()).add(peer)
     num_stages = len(live.stages)
-    stored = disks.layers((live.restore_era, live.restore_version)) if fresh else frozenset()
+    stored = catalog.layers((live.restore_era, live.restore_version)) if not_started else frozenset()
     found = []
     for index in range(num_stages + len(live.experts)):
-        begins = fresh and (live.restore_version == 0 or stored.issuperset(group_keys(model, live, index)))
+        begins = not_started and (live.restore_version == 0 or stored.issuperset(group_keys(model, live, index)))
         found.append(_members(live, index) if begins else frozenset(holding.get(index, ())))
     return found
 
 
-def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: float) -> frozenset[int]:
+def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, now_s: float) -> frozenset[int]:
     """Return the groups with a state that a living peer reports at a version that does not count."""
-    floor = _version_min(live, disks, model)
+    floor = _version_min(live, catalog, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 
 
-def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
+def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
     """Return the lowest version that counts: a peer at an older one does not hold this era's state. A peer more than
     one commit behind a complete snapshot has restarted the era on its own. One commit behind is possible: a group peer
     committed and crashed before it sent its sums, and the member then commits without it."""
-    snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
+    snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
     return max(live.restore_version, snapshot[1] - 1)
@@ -231,19 +231,23 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
     return frozenset(member.peer for member in plan.group_members(group))
 
 
-def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec, *, placed: bool) -> Beginning:
+def next_beginning(
+    live: Plan | None, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, placed: bool
+) -> Beginning:
     """Return the beginning of the next era, after all eras that any peer has reported: the newest snapshot that is
-    complete on `disks`."""
+    complete on `catalog`."""
     heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
     last = live.era if live else 0
     # A later era is not believed: no peer would follow a plan with such a jump.
     era_max = (last + ERA_JUMP_MAX if live else ERA_MAX) - 1
-    era = 1 + max(last, *(era for era in (*heard, *(era for era, _ in disks.parts)) if era <= era_max), 0)
-    from_era, version = disks.newest_whole(held_keys(model, placed=placed)) or (0, 0)
+    era = 1 + max(last, *(era for era in (*heard, *(era for era, _ in catalog.parts)) if era <= era_max), 0)
+    from_era, version = catalog.newest_whole(held_keys(model, placed=placed)) or (0, 0)
     return Beginning(era=era, version=version, from_era=from_era)
 
 
-def stages_on(disks: Disks, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec) -> tuple[int, ...]:
+def stages_on(
+    catalog: CheckpointCatalog, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec
+) -> tuple[int, ...]:
     """Return the stages of `plan` for which `peer` has all layers of `snapshot` on its disk."""
     ranges = (group_keys(model, plan, index) for index in range(len(plan.stages)))
-    return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))
+    return tuple(index for index, keys in enumerate(ranges) if catalog.has(peer, snapshot, keys))

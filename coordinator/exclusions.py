@@ -6,7 +6,7 @@ from contextlib import suppress
 import msgspec
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.exclusion import Exclusion, Holds, exclusion_holds, in_force, open_exclusion
+from shoal.protocol.exclusion import Exclusion, VerifySignature, exclusion_holds, in_force, open_exclusion
 from shoal.protocol.identity import PeerID, peer_id_of
 from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
 from shoal.protocol.membership import Excluded, invite_name
@@ -26,8 +26,8 @@ class Exclusions:
         plans: the live plan, and its predecessor while some peers still vote by that.
     """
 
-    def __init__(self, *, owner: PeerID, holds: Holds, plans: Callable[[], Sequence[SignedPlan]]) -> None:
-        self._owner, self._holds, self._plans = owner, holds, plans
+    def __init__(self, *, owner: PeerID, verify: VerifySignature, plans: Callable[[], Sequence[SignedPlan]]) -> None:
+        self._owner, self._verify, self._plans = owner, verify, plans
         self._orders: tuple[Exclusion, ...] = ()
         self._voted: dict[tuple[str, bytes], Exclusion] = {}
         self.excluded = Excluded()
@@ -43,7 +43,7 @@ class Exclusions:
             return False
         if not order.signature:
             order = self._with_votes_so_far(order)
-        if not exclusion_holds(order, owner=self._owner, plans=self._plans(), holds=self._holds):
+        if not exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify):
             return False
         return self._take(order)
 
@@ -54,7 +54,7 @@ class Exclusions:
         except RemoteError:
             return False
         known = order in self._orders
-        return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), holds=self._holds)
+        return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify)
 
     def obeyed(self, plan: Plan) -> None:
         """Take the orders of a live plan; its voters have checked them."""
@@ -120,7 +120,7 @@ class Exclusions:
         name = (order.base, order.body)
         votes = dict(self._voted[name].votes) if name in self._voted else {}
         for at, signature in order.votes[: len(electors)]:
-            if 0 <= at < len(electors) and at not in votes and self._holds(electors[at], signature, order.body):
+            if 0 <= at < len(electors) and at not in votes and self._verify(electors[at], signature, order.body):
                 votes[at] = signature
         summed = msgspec.structs.replace(order, votes=tuple(sorted(votes.items())))
         if votes and (name in self._voted or len(self._voted) < EXCLUSIONS_MAX):

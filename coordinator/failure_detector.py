@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from shoal.coordinator.coordination_events import Ask, Command, Note
+from shoal.coordinator.coordination_events import Ask, Command, LogReason
 from shoal.coordinator.leader_monitor import PING_HEARTBEATS
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
@@ -116,7 +116,7 @@ class FailureDetector:
         if not reporters:
             return []
         names = ", ".join(reporter[-8:] for reporter in reporters)
-        return [Note(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
+        return [LogReason(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
 
     def vouched(self, helper: PeerID, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
         """Record that `helper` has pinged `peer` for us and got an answer."""
@@ -128,7 +128,7 @@ class FailureDetector:
         inquiry.vouchers[helper] = None
         if now_s < inquiry.vouched_s + VOUCHED_HEARTBEATS * self._heartbeat_s:
             roster.signed(peer, now_s)
-        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
+        return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
         """Return the members that reach a peer that we cannot, from `OUT_OF_REACH_HEARTBEATS` after their first answer
@@ -163,7 +163,7 @@ class FailureDetector:
                 return []
         del self._inquiries[peer]
         roster.lose(peer, dead=True)
-        return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
+        return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, roster: Roster, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
         """Ping suspects, and remove those that neither two neighbours nor we can reach.
@@ -190,7 +190,9 @@ class FailureDetector:
             ):
                 del self._inquiries[peer]
                 roster.lose(peer)
-                commands.append(Note(text=f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"))
+                commands.append(
+                    LogReason(text=f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we")
+                )
                 continue
             if now_s >= inquiry.help_at_s and unanswered:
                 inquiry.help_at_s = now_s + self._heartbeat_s

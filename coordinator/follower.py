@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.coordinator import election
-from shoal.coordinator.coordination_events import Answered, Ask, Command, Note
+from shoal.coordinator.coordination_events import Answered, Ask, Command, LogReason
 from shoal.coordinator.leader_monitor import PING_HEARTBEATS, LeaderMonitor
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Ping, TermGrant, TermRequest
@@ -67,9 +67,9 @@ class Follower:
         self._term_max = 0
         self._turn: tuple[Plan | None, int | None] = None, None
 
-    def is_brisk(self, now_s: float) -> bool:
+    def is_fast_tick(self, now_s: float) -> bool:
         """True if a pre-vote or pings need the short tick."""
-        return self._pre_vote is not None or self.watch.is_brisk(now_s)
+        return self._pre_vote is not None or self.watch.is_fast_tick(now_s)
 
     def hold_off(self, until_s: float) -> None:
         """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
@@ -118,7 +118,7 @@ class Follower:
             return commands, None
         pre_vote = self._pre_vote
         if pre_vote is None:
-            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
+            commands.append(LogReason(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
             self._is_asking = True
             pre_vote = self._pre_vote = PreVote(
                 base=live,
@@ -130,7 +130,7 @@ class Follower:
         if now_s >= pre_vote.expires_at_s:
             self.back_off(now_s)
             text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
-            return [*commands, Note(text=text)], None
+            return [*commands, LogReason(text=text)], None
         return commands + self._ask(pre_vote, now_s), self._agreed(pre_vote)
 
     def count(self, event: Answered) -> Agreed | None:
@@ -169,7 +169,7 @@ class Follower:
             return []
         pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
         coordinator = pre_vote.base.plan.coordinator
-        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, handed_over=False, sounding=True)
+        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, handed_over=False, prevote=True)
         left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
         peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
         again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)

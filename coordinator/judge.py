@@ -53,7 +53,7 @@ NOBODY = Acquaintance()
 
 
 @dataclass(slots=True, kw_only=True)
-class Inquiry:
+class PlanInquiry:
     """The questions about one plan."""
 
     digest: str
@@ -67,7 +67,7 @@ class Judge:
 
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of
-        self._inquiry: Inquiry | None = None
+        self._inquiry: PlanInquiry | None = None
 
     def questions(self, offered: SignedPlan, live: Plan, knows: Acquaintance, now_s: float) -> tuple[PeerID, ...]:
         """Return the members to ask for their standing before `offered` is judged; each is asked once."""
@@ -79,7 +79,7 @@ class Judge:
             asks += [peer for peer in live.members if peer != self._me and live.groups_of(peer)]
         peers = tuple(dict.fromkeys(asks))[:ASKED_MAX]
         expires_at_s = now_s + ANSWER_HEARTBEATS * self._heartbeat_s
-        self._inquiry = Inquiry(digest=offered.digest, waiting=set(peers), expires_at_s=expires_at_s)
+        self._inquiry = PlanInquiry(digest=offered.digest, waiting=set(peers), expires_at_s=expires_at_s)
         return peers
 
     def told(self, peer: PeerID, standing: Standing | None) -> None:
@@ -124,7 +124,7 @@ def _left_out(plan: Plan, live: Plan, knows: Acquaintance) -> list[PeerID]:
 
 def _goes_back(plan: Plan, live: Plan) -> bool:
     """True if the plan discards what the live layout has trained, instead of continuing where that layout ends."""
-    ended = live.ends_at > 0 and (plan.restore_era, plan.restore_version) == (live.era, live.ends_at)
+    ended = live.cutover_version > 0 and (plan.restore_era, plan.restore_version) == (live.era, live.cutover_version)
     return plan.era != live.era and not ended
 
 

@@ -5,14 +5,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shoal.coordinator.coordination_events import Answered, Ask, Command, LookUp, Note, Publish, Search, Unanswered
+from shoal.coordinator.coordination_events import Answered, Ask, Command, LogReason, LookUp, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
 from shoal.coordinator.leadership_transfer import LeadershipTransfer
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, Heartbeat, Ping, PingRequest
+from shoal.protocol.messages import Heartbeat, Ping, PingRequest, TransferLeadership
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import SwarmSpec
@@ -89,13 +89,13 @@ class Leader:
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
         """Handle a heartbeat that the view has recorded. Check the peers that it calls silent at the next tick, and
         plan at once if it attests a state or reports the end of the live layout."""
-        if heartbeat.attested or (plan.ends_at and heartbeat.carried is not None):
+        if heartbeat.attested or (plan.cutover_version and heartbeat.carried is not None):
             self._plan_at_s = now_s
         self._detector.heard(peer)
         self._detector.report(peer, heartbeat.silent, plan, now_s)
 
     def answered(self, event: Answered, now_s: float) -> list[Command]:
-        if isinstance(event.asked, HandOver):
+        if isinstance(event.asked, TransferLeadership):
             self._transfer.accepted(event.peer, event.took_s, now_s)
         if isinstance(event.asked, Ping):
             return self._detector.answered(event.peer, self._policy.view.roster, now_s)
@@ -104,9 +104,9 @@ class Leader:
         return []
 
     def unanswered(self, event: Unanswered, plan: Plan, now_s: float) -> list[Command]:
-        if isinstance(event.asked, HandOver):
+        if isinstance(event.asked, TransferLeadership):
             self._transfer.declined(event.peer, now_s)
-            return [Note(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
+            return [LogReason(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
         if isinstance(event.asked, Ping) and event.refused:
             return self._detector.refused(
                 event.peer,
@@ -142,7 +142,7 @@ class Leader:
             commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
         if alone:
             self._head_at_s = min(self._head_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
-            return [*commands, Note(text=f"makes no plans: {why}")], None
+            return [*commands, LogReason(text=f"makes no plans: {why}")], None
         if busy:
             return commands, None
         vouchers = self._detector.vouchers(now_s)
@@ -155,7 +155,7 @@ class Leader:
             if heir == self._me:
                 return commands, KeepRole()
             if heir is not None:
-                commands.append(Note(text=f"term {live.plan.term} ends, {heir[-8:]} is next"))
+                commands.append(LogReason(text=f"term {live.plan.term} ends, {heir[-8:]} is next"))
                 commands.append(Ask(peer=heir, message=self._policy.hand_over(live, now_s)))
         if self._transfer.is_waiting:
             return commands, None
@@ -192,11 +192,11 @@ class Leader:
             return [], None
         self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
         found, reason = self._policy.next_plan(live.plan, now_s, sequence=sequence)
-        notes: list[Command] = [Note(text=reason)] if reason else []
+        notes: list[Command] = [LogReason(text=reason)] if reason else []
         match found:
             case Layout():
                 self._policy.settle(live.plan, now_s)
-                return [Note(text=reason)], found
+                return [LogReason(text=reason)], found
             case SearchJob():
                 return [*notes, Search(job=found)], None
             case None:

@@ -123,13 +123,13 @@ class LeaderMonitor:
             self._ping_at_s = now_s
         self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
 
-    def is_brisk(self, now_s: float) -> bool:
+    def is_fast_tick(self, now_s: float) -> bool:
         """True if we ping the coordinator."""
         return self._close or now_s < self._alarm_until_s
 
     def takes_ping(self, now_s: float) -> bool:
         """True, once for each ping, if it is time to ping the coordinator."""
-        if not self.is_brisk(now_s) or now_s < self._ping_at_s:
+        if not self.is_fast_tick(now_s) or now_s < self._ping_at_s:
             return False
         self._ping_at_s = now_s + PING_HEARTBEATS * self._heartbeat_s
         return True

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
-from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
+from shoal.protocol.messages import CommitReport, TransferLeadership, ValidationReport
 
 HISTORY_STEPS = 1024
 """Number of steps with records; a report for an older one counts as a repetition."""
@@ -235,18 +235,18 @@ class Ledger:
                 self._validation = report
                 self.validation_loss, self.validation_step = report.loss, report.step
 
-    def take_over(self, will: HandOver, now_s: float) -> None:
+    def take_over(self, transfer: TransferLeadership, now_s: float) -> None:
         """Take over what the previous coordinator knew and we do not. From another era only the run's rate counts."""
-        self.pace.take_over(will.pace, now_s)
-        if will.era != self.era:
+        self.pace.take_over(transfer.pace, now_s)
+        if transfer.era != self.era:
             return
-        if will.loss is not None and will.version > self._loss_step:
-            self.loss, self._loss_step = will.loss, will.version - 1
-        if will.validation_loss is not None:
-            self.validation_loss, self.validation_step = will.validation_loss, will.validation_step
+        if transfer.loss is not None and transfer.version > self._loss_step:
+            self.loss, self._loss_step = transfer.loss, transfer.version - 1
+        if transfer.validation_loss is not None:
+            self.validation_loss, self.validation_step = transfer.validation_loss, transfer.validation_step
         for stage in range(self._num_stages):
-            self.note_version(stage, will.step)
-        self.staleness_mean = will.staleness_steps_mean
+            self.note_version(stage, transfer.step)
+        self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
         """Return the records of the steps that are due, in the order of steps: a step waits for those before it.

@@ -105,7 +105,7 @@ class LinkSurvey:
         )
 
     def _suspects(self, now_s: float) -> set[PeerID]:
-        self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self._links.suspects()}
+        self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self._links.degraded_links()}
         return set(self._suspected_s)
 
     def _is_unconfirmed(self, peer: PeerID, other: PeerID, now_s: float) -> bool:

@@ -114,7 +114,7 @@ class LinkBook:
         self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
         self.targets: set[PeerID] = set()
         """Peers towards which another peer has probed its link."""
-        self._fallen: dict[tuple[PeerID, PeerID], float] = {}
+        self._degraded: dict[tuple[PeerID, PeerID], float] = {}
         """(from, towards) -> bytes/s of each link that has become slow and has stayed so."""
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
@@ -132,22 +132,22 @@ class LinkBook:
             _add(link.sent, report.bytes_per_s)
             pair = reporter, report.peer
             if link.sent.count and link.sent.value < before / ODD:
-                self._fallen[pair] = link.sent.value
-            elif report.bytes_per_s > ODD * self._fallen.get(pair, math.inf):
-                del self._fallen[pair]
+                self._degraded[pair] = link.sent.value
+            elif report.bytes_per_s > ODD * self._degraded.get(pair, math.inf):
+                del self._degraded[pair]
             _add(link.received, report.received_bytes_per_s)
             link.num_probes = PROBES_CERTAIN if report.has_fallen else min(max(report.num_probes, 0), PROBES_CERTAIN)
             if link.num_probes:
                 self.targets.add(report.peer)
             if len(links) > LINKS_KEPT_MAX:
                 target, _ = links.popitem(last=False)
-                self._fallen.pop((reporter, target), None)
+                self._degraded.pop((reporter, target), None)
 
     def keep(self, peers: Collection[PeerID]) -> None:
         """Forget the reports of all other peers."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
         self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
-        self._fallen = {pair: rate for pair, rate in self._fallen.items() if pair[0] in peers and pair[1] in peers}
+        self._degraded = {pair: rate for pair, rate in self._degraded.items() if pair[0] in peers and pair[1] in peers}
 
     def seen_by_others(self) -> frozenset[PeerID]:
         """The peers from which another peer has received data."""
@@ -164,11 +164,11 @@ class LinkBook:
             if target in among
         )
 
-    def suspects(self) -> dict[PeerID, int]:
+    def degraded_links(self) -> dict[PeerID, int]:
         """Return the peers with a possibly slow line -> number of their slow links: several, and more than at any peer
         at the other ends."""
         ends: dict[PeerID, set[PeerID]] = {}
-        for reporter, target in self._fallen:
+        for reporter, target in self._degraded:
             ends.setdefault(reporter, set()).add(target)
             ends.setdefault(target, set()).add(reporter)
         return {
@@ -179,10 +179,12 @@ class LinkBook:
 
     def _has_slow_line(self, num_others: int) -> set[PeerID]:
         """Return the peers with so many slow links that older figures of their other links are out of date."""
-        return {peer for peer, slow in self.suspects().items() if slow >= max(SLOW_LINE_MIN, SLOW_LINE * num_others)}
+        return {
+            peer for peer, slow in self.degraded_links().items() if slow >= max(SLOW_LINE_MIN, SLOW_LINE * num_others)
+        }
 
     def _is_out_of_date(self, sender: PeerID, receiver: PeerID, slow_lines: set[PeerID]) -> bool:
-        return not slow_lines.isdisjoint((sender, receiver)) and (sender, receiver) not in self._fallen
+        return not slow_lines.isdisjoint((sender, receiver)) and (sender, receiver) not in self._degraded
 
     def known_from(self, peer: PeerID) -> set[PeerID]:
         """The peers towards which `peer` has probed its link."""

@@ -38,9 +38,9 @@ class Layout:
     beginning: Beginning | None = None
     """The start of a new era with this layout, after a roll-back or a division; None: the previous plan's era
     continues."""
-    ends_at: int = 0
-    """The version at which `following` replaces this layout (`Plan.ends_at`); 0: no end is set."""
-    following: tuple[Stage, ...] = ()
+    cutover_version: int = 0
+    """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: no end is set."""
+    next_layout: tuple[Stage, ...] = ()
     """The stages after these. Members download their missing layers, before an end is set."""
     foreseen: Foreseen | None = None
     """Predicted throughput of `stages`; None: no prediction."""
@@ -54,8 +54,8 @@ class Layout:
             stages=plan.stages,
             spares=plan.spares,
             reason=reason,
-            ends_at=plan.ends_at,
-            following=plan.following,
+            cutover_version=plan.cutover_version,
+            next_layout=plan.next_layout,
             foreseen=plan.foreseen,
             formats=plan.formats,
         )

@@ -12,8 +12,8 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Command,
     Introduce,
+    LogReason,
     LookUp,
-    Note,
     Publish,
     Reply,
     Search,
@@ -23,7 +23,7 @@ from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
 from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.proposer import Carried, GivenUp, Progress, Proposer
+from shoal.coordinator.proposer import GivenUp, PlanAdopted, Progress, Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
@@ -55,20 +55,20 @@ class PlanRounds:
         if not watch.head_known:
             return []
         if watch.run_exists(now_s):
-            return [Note(text="waiting for the plan of this run")]
+            return [LogReason(text="waiting for the plan of this run")]
         found, reason = self._policy.first_plan(now_s, own=own)
         match found:
             case Layout():
                 return [
-                    Note(text=reason),
+                    LogReason(text=reason),
                     *self._went_live(
                         self._proposer.make(None, 1, self._policy.foreseen(found, now_s), now_s), (), now_s
                     ),
                 ]
             case SearchJob():
-                return [Note(text=reason), Search(job=found)]
+                return [LogReason(text=reason), Search(job=found)]
             case None:
-                return [Note(text=reason)]
+                return [LogReason(text=reason)]
 
     def reported(self, sequence: int, now_s: float) -> list[Command]:
         """Handle a peer's report that it obeys the plan of this sequence."""
@@ -93,18 +93,24 @@ class PlanRounds:
             return [*commands, Reply(message=Refusal(reason="obeys no plan of the run yet: look again"))]
         if live.plan.mandate == reset.mandate:
             return [*commands, Reply(message=Done())]  # asked twice
-        if live.digest != base.digest or mandate.reign <= live.plan.reign or mandate.previous != base.digest:
-            reason = f"obeys plan {self._chain.order} of reign {live.plan.reign}: look again"
+        if (
+            live.digest != base.digest
+            or mandate.override_epoch <= live.plan.override_epoch
+            or mandate.previous != base.digest
+        ):
+            reason = f"obeys plan {self._chain.order} of reign {live.plan.override_epoch}: look again"
             return [*commands, Reply(message=Refusal(reason=reason))]
         sequence = self._proposer.next_sequence(live)
         layout, reason = self._policy.reset_plan(live, reset, mandate, now_s, sequence=sequence)
         if layout is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
         layout = self._policy.foreseen(layout, now_s)
-        plan = self._proposer.make(live, mandate.term, layout, now_s, mandate=reset.mandate, reign=mandate.reign)
+        plan = self._proposer.make(
+            live, mandate.term, layout, now_s, mandate=reset.mandate, override_epoch=mandate.override_epoch
+        )
         commands.append(Introduce(peers=reset.roster))
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
-        return [*commands, Note(text=layout.reason), Reply(message=Done())]
+        return [*commands, LogReason(text=layout.reason), Reply(message=Done())]
 
     def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
         """Propose the result of `Leader.work`. We coordinate."""
@@ -125,7 +131,7 @@ class PlanRounds:
         if agreed is None or self._proposer.is_busy:
             return []
         base, term = agreed
-        note = Note(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
+        note = LogReason(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
         return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
@@ -149,7 +155,7 @@ class PlanRounds:
         view.electorate.refused(self._chain.live.plan, plan)
         name = name_of(event.peer, view.roster)
         text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
-        return [Note(text=text)] if text else []
+        return [LogReason(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
         """Count a member's answer to our pre-vote."""
@@ -166,13 +172,13 @@ class PlanRounds:
         wanted = self._policy.searched(event)
         if event.is_bug:
             return [Alarm(text=event.reason)]
-        return [Note(text=event.reason)] if wanted else []
+        return [LogReason(text=event.reason)] if wanted else []
 
     def _conclude(self, progress: Progress, now_s: float) -> list[Command]:
         """Act on the result of a proposal. Returns: the proposer's commands and further ones."""
         commands, outcome = progress
         match outcome:
-            case Carried() as won:
+            case PlanAdopted() as won:
                 commands = commands + self._went_live(won.plan, won.voters, now_s)
                 if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:
                     # This finishes a dead coordinator's plan; our own plan follows in the same term.
@@ -182,7 +188,7 @@ class PlanRounds:
             case GivenUp() as lost:
                 self._follower.back_off(now_s)
                 self._leader.lost(now_s, outbid=lost.outbid)
-                return [*commands, Note(text=lost.reason), LookUp()]
+                return [*commands, LogReason(text=lost.reason), LookUp()]
             case None:
                 return commands
 

@@ -23,7 +23,7 @@ PROPOSAL_HEARTBEATS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class PlanAdopted:
     """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. The plan
     need not be ours."""
 
@@ -41,7 +41,7 @@ class GivenUp:
     outbid: bool
 
 
-Progress = tuple[list[Command], Carried | GivenUp | None]
+Progress = tuple[list[Command], PlanAdopted | GivenUp | None]
 """(what to do next, result). None: the proposal continues, or there is none."""
 
 
@@ -66,8 +66,8 @@ class Proposer:
         owner: PeerID,
         chain: PlanChain,
         sign: Callable[[Plan], SignedPlan],
-        vouch: Callable[[bytes], bytes],
-        holds: Holds,
+        sign_vote: Callable[[bytes], bytes],
+        verify: Holds,
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
         certificates: Certificates,
@@ -75,7 +75,7 @@ class Proposer:
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
-        self._vouch, self._holds = vouch, holds
+        self._sign_vote, self._verify = sign_vote, verify
         self._sign, self._is_fresh, self._experts, self._roll = sign, is_fresh, experts, roll
         self._certificates = certificates
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
@@ -137,7 +137,7 @@ class Proposer:
         if agreed:
             signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
             plan = ballot.plan
-            if plan is not None and not self._holds(event.peer, signature, vote_body(ballot.term, plan.digest)):
+            if plan is not None and not self._verify(event.peer, signature, vote_body(ballot.term, plan.digest)):
                 return [], None  # such a vote would make the plan's proof invalid
             ballot.agreed[event.peer] = signature
             return self._advance(now_s)
@@ -179,7 +179,7 @@ class Proposer:
         now_s: float,
         *,
         mandate: bytes = b"",
-        reign: int | None = None,
+        override_epoch: int | None = None,
     ) -> SignedPlan:
         """Sign a plan with this layout, on `base`. Args: reign: the reign that a mandate begins; None: the base's."""
         sequence = self.next_sequence(base)
@@ -203,14 +203,14 @@ class Proposer:
             rollbacks=_rollbacks(before, begins),
             restore_version=restored[1],
             restore_era=restored[0],
-            fresh=base is None or begins is not None or self._is_fresh(base),
+            not_started=base is None or begins is not None or self._is_fresh(base),
             seed=sequence,
             reason=layout.reason,
             mandate=mandate,
-            reign=reign if reign is not None else before.reign if before else 0,
+            override_epoch=override_epoch if override_epoch is not None else before.override_epoch if before else 0,
             exclusions=self._chain.exclusions.orders,
-            ends_at=layout.ends_at,
-            following=layout.following,
+            cutover_version=layout.cutover_version,
+            next_layout=layout.next_layout,
             experts=self._experts.place(stages, goes_on or ended, sequence=sequence, begins=goes_on is None),
             foreseen=layout.foreseen,
             formats=layout.formats,
@@ -253,7 +253,7 @@ class Proposer:
         must be on disk before the plan goes live; then we ask ourselves like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
-        return {self._me: self._vouch(body) if body else b""}
+        return {self._me: self._sign_vote(body) if body else b""}
 
     def _advance(self, now_s: float) -> Progress:
         """Advance from the term to the votes, or from the votes to a live plan, if a majority agrees."""
@@ -263,7 +263,7 @@ class Proposer:
         base = ballot.base.plan
         if ballot.plan is not None:
             self._ballot = None
-            return [], Carried(
+            return [], PlanAdopted(
                 plan=ballot.proven(), voters=base.members, term=ballot.term, handed_over=ballot.handed_over
             )
         if (found := ballot.found) is not None:
@@ -323,4 +323,4 @@ def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
     """True if the era that `begins` continues where the layout of `before` ends."""
-    return before.ends_at > 0 and (begins.from_era, begins.version) == (before.era, before.ends_at)
+    return before.cutover_version > 0 and (begins.from_era, begins.version) == (before.era, before.cutover_version)

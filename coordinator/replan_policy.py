@@ -8,20 +8,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.coordinator.allocate.dividing import Change, following_change, lacking_bytes
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
-from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, Snapshot
+from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.diagnosis import name_of
-from shoal.coordinator.era import Disks, HolderWatch, behind, group_name, holders, next_beginning
+from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.reachability import Pair
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
-from shoal.protocol.messages import HandOver, Holding, Reset
+from shoal.protocol.messages import Holding, Reset, TransferLeadership
 from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
@@ -77,7 +77,7 @@ class ReplanPolicy:
         self._fetched_s = 0.0
         """The smallest number of bytes that the members of the following layout still lacked, and when it was reached.
         """
-        self._following: tuple[Stage, ...] = ()
+        self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
         """The stages after the live plan's, and when we first saw them."""
         self._change: Change | None = None
@@ -107,8 +107,8 @@ class ReplanPolicy:
         self._live_s = now_s
         if places_of(plan) != self._places:
             self._places, self._placed_s = places_of(plan), now_s
-        if plan.following != self._following:
-            self._following, self._follows_s, self._change = plan.following, now_s, None
+        if plan.next_layout != self._next_layout:
+            self._next_layout, self._follows_s, self._change = plan.next_layout, now_s, None
         if plan.era != self._era:
             self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
             self.awaited = frozenset()
@@ -156,20 +156,20 @@ class ReplanPolicy:
         if awaits_links and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
         ages = {(held.era, held.version) for held in own}
-        disks = view.disks(now_s).only(lambda age: None if age in ages else frozenset())
+        catalog = view.catalog(now_s).only(lambda age: None if age in ages else frozenset())
         swarm = self._swarm(peers, now_s)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
-            snapshot = view.snapshot(peers, None, disks, now_s, knows_network=True)
+            snapshot = view.snapshot(peers, None, catalog, now_s, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
-        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, now_s, sequence=1)
+        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, catalog, now_s, sequence=1)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
         # If there are snapshots, all peers have stopped and lost their plans.
-        beginning = self._beginning(None, disks)
-        if awaited := self._awaited(disks, beginning, now_s):
+        beginning = self._beginning(None, catalog)
+        if awaited := self._awaited(catalog, beginning, now_s):
             return None, awaited
-        if disks.era_max < 0:
+        if catalog.era_max < 0:
             return layout, reason
         return _restarted(layout, beginning, "restart from disk")
 
@@ -180,64 +180,64 @@ class ReplanPolicy:
         if view.roster.unheard(now_s):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
         view.compare(live, now_s)
-        disks = view.disks(now_s)
-        fresh = live.fresh and view.version_max <= live.restore_version
-        held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
-        late = behind(live, view.roster, disks, view.spec.model, now_s)
+        catalog = view.catalog(now_s)
+        not_started = live.not_started and view.version_max <= live.restore_version
+        held = holders(live, view.roster, catalog, view.spec.model, not_started=not_started, now_s=now_s)
+        late = behind(live, view.roster, catalog, view.spec.model, now_s)
         lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s, behind=late)
         peers = view.measured(live, now_s)
         swarm = self._swarm(peers, now_s)
-        under_way = live.fresh and not fresh
+        under_way = live.not_started and not not_started
         is_whole = self._is_whole(live, peers)
-        if live.ends_at and not lost and is_whole:
-            return self._end(live, disks, now_s)
+        if live.cutover_version and not lost and is_whole:
+            return self._end(live, catalog, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
-        if view.certificates.is_due and not (live.ends_at or lost or under_way):
+        if view.certificates.is_due and not (live.cutover_version or lost or under_way):
             # A leaving member may be the last that can vote for it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
                 certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
                 return certified, certified.reason
-        if is_quiet and live.following and not live.ends_at:
-            return self._prepared(live, peers, disks, now_s)
+        if is_quiet and live.next_layout and not live.cutover_version:
+            return self._prepared(live, peers, catalog, now_s)
         if is_quiet:
-            return self._better(live, peers, disks, now_s, sequence=sequence)
-        self.awaited, waits_for = self._may_return(live, lost[0], disks, now_s) if lost else (frozenset(), "")
+            return self._better(live, peers, catalog, now_s, sequence=sequence)
+        self.awaited, waits_for = self._may_return(live, lost[0], catalog, now_s) if lost else (frozenset(), "")
         if waits_for:
             return None, waits_for  # a plan now would remove the silent peer, and its state
-        layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
+        layout, reason = self._repaired(peers, live, catalog, now_s, sequence=sequence)
         too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
-            layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
+            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
             return None, reason
         if lost:
-            within = view.disks(now_s, among=layout)  # other peers' snapshots cannot be downloaded
+            within = view.catalog(now_s, among=layout)  # other peers' snapshots cannot be downloaded
             beginning = self._beginning(live, within)
             what = f"{group_name(live, lost[0])} has no holder left"
             if beginning.version == view.version_max == view.version_said > 0:  # reported by the last member to leave
                 what, beginning = "the run was stopped", replace(beginning, loses=False)
             # If a part of the swarm still trains, an older snapshot now is better than a newer one later.
             waits = beginning.version == 0 or not any(held)
-            awaited = self._awaited(disks, beginning, now_s) if waits else ""
+            awaited = self._awaited(catalog, beginning, now_s) if waits else ""
             if not awaited:
                 return _restarted(layout, beginning, what)
             if swarm == self._settled_for or divides:
                 self._settled_for = swarm
                 return None, f"{what}: {awaited}"
-        goes_on = live.following and not live.ends_at and is_whole
+        goes_on = live.next_layout and not live.cutover_version and is_whole
         if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
-            layout = replace(layout, following=live.following)  # members continue to download their missing layers
+            layout = replace(layout, next_layout=live.next_layout)  # members continue to download their missing layers
         if layout.places() == places_of(live):
             if under_way:
                 # A peer that restarts, or gets this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
                 return layout, layout.reason
-            if live.following and not goes_on:
+            if live.next_layout and not goes_on:
                 return _called_off(live, "a member leaves")
             self._settled_for = swarm
             return None, ""
@@ -254,10 +254,10 @@ class ReplanPolicy:
         )
         if not peers:
             return None, "the reset names no reachable peer"
-        disks = self.view.disks(now_s)
-        layout, reason = self._repaired(peers, live.plan, disks, now_s, sequence=sequence)
+        catalog = self.view.catalog(now_s)
+        layout, reason = self._repaired(peers, live.plan, catalog, now_s, sequence=sequence)
         if layout is None and mandate.era:
-            layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
+            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
@@ -273,7 +273,9 @@ class ReplanPolicy:
         if layout.foreseen is not None:
             return layout  # it is the live layout with its prediction
         formats = layout.formats or self.view.choose_formats(layout.stages, now_s)
-        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, formats), len(layout.stages))
+        foreseen = self.view.calibration.expected(
+            self.view.predict_step_time(layout.stages, now_s, formats), len(layout.stages)
+        )
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
@@ -281,7 +283,7 @@ class ReplanPolicy:
         may exceed a term, and an heir would start it anew."""
         return self._holders.is_waiting(now_s)
 
-    def hand_over(self, live: SignedPlan, now_s: float) -> HandOver:
+    def hand_over(self, live: SignedPlan, now_s: float) -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits."""
         return self.view.hand_over(live, now_s, searched=self._has_searched(live.plan, now_s))
 
@@ -294,11 +296,17 @@ class ReplanPolicy:
         return _swarm(peers, self.view.unreachable(peers, now_s))
 
     def _repaired(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, sequence: int
+        self,
+        peers: tuple[MeasuredPeer, ...],
+        previous: Plan | None,
+        catalog: CheckpointCatalog,
+        now_s: float,
+        *,
+        sequence: int,
     ) -> tuple[Layout | None, str]:
         """Return a layout at once, by rules that move few peers."""
         knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
-        snapshot = self.view.snapshot(peers, previous, disks, now_s, knows_network=knows)
+        snapshot = self.view.snapshot(peers, previous, catalog, now_s, knows_network=knows)
         try:
             layout = self._allocator.allocate(snapshot, previous, seed=sequence)
         except NoLayout as flaw:
@@ -313,15 +321,15 @@ class ReplanPolicy:
         return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)
 
     def _divided_anew(
-        self, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
+        self, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
     ) -> Layout | None:
         """Return another division into stages, for a run that rolls back with too few peers for its stages; None: these
         peers could not begin a run either."""
-        layout, _ = self._repaired(peers, None, disks, now_s, sequence=sequence)
+        layout, _ = self._repaired(peers, None, catalog, now_s, sequence=sequence)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
     ) -> tuple[Next, str]:
         """Return the result of a search, or a search to begin, while the swarm is unchanged."""
         view, swarm = self.view, self._swarm(peers, now_s)
@@ -336,16 +344,16 @@ class ReplanPolicy:
             return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            return self._preparing(live, peers, disks, layout, now_s)
+            return self._preparing(live, peers, catalog, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
             return None, ""  # without the members that still download, any other layout looks better
-        is_due = not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
+        is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
-            snapshot = self._compared(peers, live, disks, now_s)
+            snapshot = self._compared(peers, live, catalog, now_s)
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
@@ -363,11 +371,13 @@ class ReplanPolicy:
             or links.is_confirming(live.members, now_s)
         )
 
-    def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
+    def _compared(
+        self, peers: tuple[MeasuredPeer, ...], live: Plan, catalog: CheckpointCatalog, now_s: float
+    ) -> SwarmSnapshot:
         """Return a snapshot with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
-            self.view.snapshot(peers, live, disks, now_s, knows_network=True),
+            self.view.snapshot(peers, live, catalog, now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
@@ -382,7 +392,7 @@ class ReplanPolicy:
     # --- another division into stages ---
 
     def _preparing(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, layout: Layout, now_s: float
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, layout: Layout, now_s: float
     ) -> tuple[Next, str]:
         """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
         set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
@@ -390,19 +400,21 @@ class ReplanPolicy:
         announced = self._announced(live, layout, now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
-        change = self._foreseen_change(live, peers, disks, layout.stages, now_s)
+        change = self._foreseen_change(live, peers, catalog, layout.stages, now_s)
         if change is not None and change.stands_still():
             return announced
         self._unfetched_bytes, self._fetched_s = None, now_s
         reason = f"{layout.reason}: its members fetch what they lack"
-        prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, following=layout.stages)
+        prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, next_layout=layout.stages)
         return prepared, reason
 
-    def _prepared(self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float) -> tuple[Next, str]:
+    def _prepared(
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float
+    ) -> tuple[Next, str]:
         """Return the end of the live layout once its members have downloaded what they can for the following one,
         nothing has arrived for long, or a standstill for the rest is cheaper."""
         presences = self.view.roster.presences
-        seen = {peer: presences.get(peer) for stage in live.following for peer in stage.peers}
+        seen = {peer: presences.get(peer) for stage in live.next_layout for peer in stage.peers}
         beats = {peer: p.heartbeat for peer, p in seen.items() if p is not None and p.heartbeat is not None}
         if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
             return None, ""  # a member has not obeyed the plan yet
@@ -412,16 +424,16 @@ class ReplanPolicy:
             self._unfetched_bytes, self._fetched_s = left_bytes, now_s
         patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * self.view.ledger.pace.usual_step_s)
         waits = left_bytes > 0 and now_s < self._fetched_s + patience_s
-        if waits and not self._is_too_slow(live, peers, disks, left, now_s):
+        if waits and not self._is_too_slow(live, peers, catalog, left, now_s):
             return None, ""
-        after = Layout(stages=live.following, spares=(), reason="another division into stages")
+        after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
         return self._announced(live, after, now_s)
 
     def _is_too_slow(
         self,
         live: Plan,
         peers: tuple[MeasuredPeer, ...],
-        disks: Disks,
+        catalog: CheckpointCatalog,
         left: Mapping[PeerID, int],
         now_s: float,
     ) -> bool:
@@ -430,19 +442,24 @@ class ReplanPolicy:
         if fetched_s < SEEN_AHEAD_S:
             return False
         if self._change is None:
-            self._change = self._foreseen_change(live, peers, disks, live.following, now_s)
-        lacked = lacking_bytes(self.view.survey.workload, live, live.following)
+            self._change = self._foreseen_change(live, peers, catalog, live.next_layout, now_s)
+        lacked = lacking_bytes(self.view.survey.workload, live, live.next_layout)
         least = min((1.0 - left[peer] / lacked[peer] for peer in left if lacked[peer] > 0.0), default=1.0)
-        ahead_s = fetched_s / least if least > 0.0 else math.inf
-        return self._change is not None and self._change.stands_still(ahead_s)
+        precopy_s = fetched_s / least if least > 0.0 else math.inf
+        return self._change is not None and self._change.stands_still(precopy_s)
 
     def _foreseen_change(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, following: Sequence[Stage], now_s: float
+        self,
+        live: Plan,
+        peers: tuple[MeasuredPeer, ...],
+        catalog: CheckpointCatalog,
+        next_layout: Sequence[Stage],
+        now_s: float,
     ) -> Change | None:
         """Return the cost of a change to these stages; None: no prediction, or the swarm is too large."""
         if len(peers) > NETWORK_PEERS_MAX:
             return None
-        return following_change(self._compared(peers, live, disks, now_s), live, following)
+        return next_layout_change(self._compared(peers, live, catalog, now_s), live, next_layout)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
@@ -451,59 +468,62 @@ class ReplanPolicy:
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
-        ends_at = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
+        cutover_version = (
+            view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
+        )
         if times == 1:
-            ends_at = self._sooner(live, layout, now_s, ends_at=ends_at)
-        if ends_at >= view.spec.training.steps:
+            cutover_version = self._sooner(live, layout, now_s, cutover_version=cutover_version)
+        if cutover_version >= view.spec.training.steps:
             return None, ""  # the run is over before it pays
         self._ends_s, self._notice = now_s, times
         announced = Layout(
             stages=live.stages,
             spares=live.spares,
-            reason=f"{layout.reason}: at step {ends_at}",
-            ends_at=ends_at,
-            following=layout.stages,
+            reason=f"{layout.reason}: at step {cutover_version}",
+            cutover_version=cutover_version,
+            next_layout=layout.stages,
         )
         return announced, announced.reason
 
-    def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
+    def _sooner(self, live: Plan, layout: Layout, now_s: float, *, cutover_version: int) -> int:
         """Return the first version that every member knows in time, or the one after it, if that costs less than
-        waiting until `ends_at`. Ending early repeats the started part of the next step; until `ends_at` all started
-        steps are finished. A stage at its maximum lead makes one whole step more after the others' next commit."""
+        waiting until `cutover_version`. Ending early repeats the started part of the next step; until `cutover_version`
+        all started steps are finished. A stage at its maximum lead makes one whole step more after the others' next
+        commit."""
         view, pace = self.view, self.view.ledger.pace
-        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
+        slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(layout.stages, now_s)
         if slow is None or quick is None:
-            return ends_at
+            return cutover_version
         sure_s = SURE_HEARTBEATS * self._heartbeat_s
         if view.version_max > view.ledger.step + view.spec.training.s_max:
             sure_s -= pace.usual_step_s
         expected = pace.commits_within(sure_s, now_s, believed_s=view.spec.tokens_per_step / slow.tokens_per_s)
         if expected is None:
-            return ends_at
+            return cutover_version
         commits, begun = expected
         first = view.version_max + commits
-        if not live.restore_version < first < ends_at:
-            return ends_at
-        waits = (ends_at - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
+        if not live.restore_version < first < cutover_version:
+            return cutover_version
+        waits = (cutover_version - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
         if waits > begun / quick.tokens_per_s:
             return first
-        return first + 1 if waits > 0.0 else ends_at
+        return first + 1 if waits > 0.0 else cutover_version
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
         """True if every member of the plan is present and stays."""
         here = {peer.peer for peer in peers if not peer.draining}
         return here.issuperset(live.members)
 
-    def _end(self, live: Plan, disks: Disks, now_s: float) -> tuple[Next, str]:
+    def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
         """Return the layout after the live one, once every stage and placed expert is at the version at which that
         ends."""
-        view, version = self.view, live.ends_at
+        view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
-            after = Layout(stages=live.following, spares=(), reason="another division into stages")
+            after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
             return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
-        if view.ledger.step < version or not disks.covers((live.era, version), wanted):
+        if view.ledger.step < version or not catalog.covers((live.era, version), wanted):
             self._ended_s = None
         elif self._ended_s is None:
             self._ended_s = now_s
@@ -513,11 +533,11 @@ class ReplanPolicy:
         patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
         late = self._ended_s is not None and now_s >= self._ended_s + patience_s
         if self._ended_s is not None and (late or view.ledger.has_reported(version)):
-            members = {peer for stage in live.following for peer in stage.peers}
+            members = {peer for stage in live.next_layout for peer in stage.peers}
             spares = tuple(peer for peer in live.members if peer not in members)
             reason = _divided(live, version)
-            beginning = Beginning(era=self._beginning(live, disks).era, version=version, from_era=live.era)
-            layout = Layout(stages=live.following, spares=spares, reason=reason, beginning=beginning)
+            beginning = Beginning(era=self._beginning(live, catalog).era, version=version, from_era=live.era)
+            layout = Layout(stages=live.next_layout, spares=spares, reason=reason, beginning=beginning)
             return layout, reason
         idle_s = view.ledger.pace.idle_s(now_s)
         end_patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * view.ledger.pace.usual_step_s)
@@ -531,7 +551,9 @@ class ReplanPolicy:
         """True if the state of a group of `live` would be lost with `peer`, or returns with it."""
         return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
 
-    def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> tuple[frozenset[PeerID], str]:
+    def _may_return(
+        self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
+    ) -> tuple[frozenset[PeerID], str]:
         """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait.
         A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as
         the roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary
@@ -540,7 +562,7 @@ class ReplanPolicy:
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
             return frozenset(), ""
-        beginning = self._beginning(live, disks)
+        beginning = self._beginning(live, catalog)
         steps = view.version_max - beginning.version
         wait_s = min(RETURN_HEARTBEATS * self._heartbeat_s + steps * step_s, RETURN_S_MAX)
         silent = [
@@ -555,13 +577,13 @@ class ReplanPolicy:
         sentence = f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
         return frozenset(silent), sentence
 
-    def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
+    def _awaited(self, catalog: CheckpointCatalog, beginning: Beginning, now_s: float) -> str:
         """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing. The present
         disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left politely has
         saved its layers at the same version as the others."""
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
-        view, newest = self.view, disks.newest
+        view, newest = self.view, catalog.newest
         begins_at = beginning.from_era, beginning.version
         if newest is None or newest <= begins_at:
             claimed = view.claimed
@@ -577,14 +599,14 @@ class ReplanPolicy:
         if self._holders.is_hopeless(now_s, relearn_s=steps * view.step_s_at_best(now_s)):
             return ""
         wanted = held_keys(view.spec.model, placed=view.places_experts)
-        missing = set(wanted) - disks.layers(newest)
+        missing = set(wanted) - catalog.layers(newest)
         keys = [key for key in wanted if key in missing]
         layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
         return f"waiting for a peer that has {layers} of step {version} on its disk"
 
-    def _beginning(self, live: Plan | None, disks: Disks) -> Beginning:
+    def _beginning(self, live: Plan | None, catalog: CheckpointCatalog) -> Beginning:
         view = self.view
-        return next_beginning(live, view.roster, disks, view.spec.model, placed=view.places_experts)
+        return next_beginning(live, view.roster, catalog, view.spec.model, placed=view.places_experts)
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -592,9 +614,9 @@ def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     return tuple(stage.layers for stage in stages)
 
 
-def _holds_all(live: Plan, following: Sequence[Stage]) -> bool:
-    """True if every member of `following` holds all of its layers in the live layout."""
-    for stage in following:
+def _holds_all(live: Plan, next_layout: Sequence[Stage]) -> bool:
+    """True if every member of `next_layout` holds all of its layers in the live layout."""
+    for stage in next_layout:
         for peer in stage.peers:
             now = live.stage_of(peer)
             if now is None:
@@ -607,8 +629,8 @@ def _holds_all(live: Plan, following: Sequence[Stage]) -> bool:
 
 def _divided(live: Plan, version: int) -> str:
     """Describe the change of stages after `live`."""
-    before, after = len(live.stages), len(live.following)
-    layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
+    before, after = len(live.stages), len(live.next_layout)
+    layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.next_layout))
     noun = "stage" if before == 1 else "stages"
     if before == after:
         return f"the boundaries of the {noun} moved at step {version}: layers {layers}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.plan_layout import Layout, Places, places_of
 from shoal.coordinator.reachability import Pair
 from shoal.protocol.identity import PeerID
@@ -61,7 +61,7 @@ Swarm = tuple[object, ...]
 class SearchJob:
     """One search. `previous` is None for a first plan."""
 
-    snapshot: Snapshot
+    snapshot: SwarmSnapshot
     previous: Plan | None
     swarm: Swarm
     seed: int
@@ -74,7 +74,7 @@ class _Searched:
     places: Places | None
     """The places of the plan that was searched; None: a first plan."""
     swarm: Swarm
-    snapshot: Snapshot
+    snapshot: SwarmSnapshot
     is_bug: bool = False
     """The search raised an exception; another for these places and this swarm would too."""
 
@@ -157,7 +157,7 @@ class SearchSchedule:
 
     def begin(
         self,
-        snapshot: Snapshot,
+        snapshot: SwarmSnapshot,
         plan: Plan | None,
         swarm: Swarm,
         now_s: float,
@@ -222,7 +222,7 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
     return stays and not any(peer.draining for peer in peers)
 
 
-def has_drifted(before: Snapshot, after: Snapshot) -> bool:
+def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
     """True if figures of the same peers have changed by more than noise, or many are new."""
     pairs = zip(before.peers, after.peers, strict=True)
     if any(_ratio(a.flop_per_s, b.flop_per_s) > SPEED_DRIFT for a, b in pairs):

@@ -3,10 +3,10 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
 from shoal.coordinator.cost.workload import FormatBytes, Workload
-from shoal.coordinator.era import Disks, stages_on
+from shoal.coordinator.era import CheckpointCatalog, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.measured import LinkBook, SpeedBook
 from shoal.coordinator.reachability import Reachability
@@ -83,16 +83,16 @@ class Survey:
         )
 
     def snapshot(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
-    ) -> Snapshot:
+        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, catalog: CheckpointCatalog, *, knows_network: bool
+    ) -> SwarmSnapshot:
         """Collect all inputs of a layout.
         Args: knows_network: include the links between `peers`, which takes a while for many peers.
         """
         model = self._spec.model
-        whole = disks.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
+        whole = catalog.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 
         def homes(peer: MeasuredPeer) -> tuple[int, ...]:
-            on_disk = stages_on(disks, peer.peer, whole, previous, model) if whole and previous else ()
+            on_disk = stages_on(catalog, peer.peer, whole, previous, model) if whole and previous else ()
             stages = (peer.synced_stage, self._former.get(peer.peer), *on_disk)
             return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
 
@@ -102,7 +102,7 @@ class Survey:
         in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
         whole_bytes = int(w.resident_bytes(0, w.num_layers, members=1) + in_flight_bytes)
         uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
-        return Snapshot(
+        return SwarmSnapshot(
             peers=tuple(
                 replace(
                     p,

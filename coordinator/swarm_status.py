@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from shoal.coordinator.diagnosis import out_of_reach, risks, unsound, waits_for
-from shoal.coordinator.era import Disks
+from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.reachability import Pair
@@ -29,7 +29,7 @@ def swarm_status(
     plans: tuple[PlanNote, ...],
     comparison: Comparison | None,
     unreachable: Collection[Pair],
-    disks: Disks,
+    catalog: CheckpointCatalog,
     refusals: tuple[str, ...],
     *,
     owner: PeerID,
@@ -71,7 +71,7 @@ def swarm_status(
         stands_s=stands_s,
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
         risks=(
-            *risks(live, roster, disks, spec.model, step=ledger.version_max, now_s=now_s),
+            *risks(live, roster, catalog, spec.model, step=ledger.version_max, now_s=now_s),
             *out_of_reach(unreachable, roster),
             *unsound(live, roster),
             *refusals,

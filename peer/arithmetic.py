@@ -33,7 +33,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
 
 
-class Held(Protocol):
+class LayerRuntime(Protocol):
     """Some layers, as one replica has them; `shoal.peer.pipeline.shard.Shard` documents it."""
 
     spec: RunSpec
@@ -51,7 +51,7 @@ class Held(Protocol):
     def is_stepping(self) -> bool: ...
 
     @property
-    def is_light(self) -> bool: ...
+    def is_learner(self) -> bool: ...
 
     @property
     def remembers(self) -> bool: ...
@@ -66,7 +66,7 @@ class Held(Protocol):
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]: ...
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None: ...
+    def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None: ...
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]: ...
 
@@ -75,7 +75,7 @@ class Held(Protocol):
     def make_room(self) -> None: ...
 
 
-class Runtime(Held, Protocol):
+class Runtime(LayerRuntime, Protocol):
     """One replica's part of the model, with or without its experts."""
 
     flop: JobFlop
@@ -117,7 +117,7 @@ class TrunkRuntime(Runtime, Protocol):
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[Payload | float]: ...
 
 
-class HeldExpert(Held, Protocol):
+class HeldExpert(LayerRuntime, Protocol):
     """One holder's expert; `ExpertShard` documents it."""
 
     expert: int

@@ -85,7 +85,7 @@ class BaseLayers:
         return {key: stored for key in known if (stored := await self._here(key)) is not None}
 
     async def get(
-        self, keys: Sequence[str], holders: Sequence[PeerID], *, mates: Collection[PeerID] = ()
+        self, keys: Sequence[str], holders: Sequence[PeerID], *, group_peers: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
         """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
 
@@ -98,7 +98,7 @@ class BaseLayers:
                 found |= await self.read([key for key in keys if key not in found])
                 for key in keys:
                     if key not in found:
-                        found |= await self._fetch((key,), holders, mates)
+                        found |= await self._fetch((key,), holders, group_peers)
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
@@ -176,14 +176,14 @@ class BaseLayers:
     # --- from others ---
 
     async def _fetch(
-        self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
     ) -> Mapping[str, Tensor]:
         """Fetch, compare and keep. If the layers differ from the spec, ask each holder alone."""
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
         foreign: tuple[str, ...] = ()
         for asked in (others, *([peer] for peer in others)):
             try:
-                found = await self._fetch_from(keys, asked, mates if asked is others else ())
+                found = await self._fetch_from(keys, asked, group_peers if asked is others else ())
             except (Unreachable, Refused, RemoteError):
                 if asked is others:
                     raise
@@ -198,7 +198,7 @@ class BaseLayers:
         raise Unreachable(self._endpoint.peer_id, f"no peer has the run's own base of {', '.join(foreign)}")
 
     async def _fetch_from(
-        self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
     ) -> Mapping[str, LayerState]:
         vectors = self._arithmetic.vectors
         fetcher = StateFetcher(
@@ -211,8 +211,8 @@ class BaseLayers:
             vectors=vectors,
         )
         begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
-        relay = Relay(INITIAL, 0, mates, vectors=vectors)
-        if mates:
+        relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
+        if group_peers:
             self._pass_on(relay)
         with relay:
             state = await fetcher.fetch(
@@ -245,4 +245,4 @@ class BaseLayers:
 
     def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
         digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
-        return tuple(key for key, layer in layers.items() if layer.proof() != digests[key])
+        return tuple(key for key, layer in layers.items() if layer.secure_digest() != digests[key])

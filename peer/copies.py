@@ -88,7 +88,7 @@ class Copies:
     async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
         plan = self._plan()
         await self.save(group, state)
-        if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
+        if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
             return  # the next holders fetch it, wait for it, and have copies made of it too
         if not await self._after_first_step(state.version):
             return
@@ -118,7 +118,7 @@ class Copies:
 
     def _begins_with(self, version: int) -> bool:
         plan = self._plan()
-        return plan is not None and plan.fresh and version <= plan.restore_version
+        return plan is not None and plan.not_started and version <= plan.restore_version
 
     @property
     def _goes(self) -> bool:
@@ -228,7 +228,7 @@ def moves_on(plan: Plan, group: int) -> bool:
     return all(
         any(
             peer not in members
-            for after in plan.following
+            for after in plan.next_layout
             if after.first_layer <= layer < after.last_layer
             for peer in after.peers
         )

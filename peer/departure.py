@@ -1,7 +1,7 @@
 """How a peer leaves without taking learnt state with it.
 
-If another member with the same layers stays, we drain: our work ends and is committed (`Tenure.drain`). If none does,
-we are the last holder, and our layers would be lost to the run until we come back. Then:
+If another member with the same layers stays, we drain: our work ends and is committed (`GroupMembership.drain`). If
+none does, we are the last holder, and our layers would be lost to the run until we come back. Then:
 
     halt   stage 0's leader begins no further step (`Halt`) and names the version at which every stage stops
     save   at that version every member writes its layers to its disk (`Save`), and we ask others to keep copies of ours
@@ -19,8 +19,8 @@ from typing import Final
 
 from shoal.peer.archive import Archive
 from shoal.peer.copies import Copies
+from shoal.peer.group_membership import GroupMembership
 from shoal.peer.pipeline.state import StageState
-from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -62,15 +62,15 @@ class Departure:
         spec: RunSpec,
         archive: Archive,
         copies: Copies,
-        tenures: Callable[[], Sequence[Tenure]],
+        memberships: Callable[[], Sequence[GroupMembership]],
         plan: Callable[[], Plan | None],
-        drains: Callable[[PeerID, Tenure], bool],
+        drains: Callable[[PeerID, GroupMembership], bool],
         stays: Callable[[PeerID], bool],
         say: Callable[[str], None],
     ) -> None:
         self._endpoint, self._clock, self._spec = endpoint, clock, spec
         self._archive, self._copies = archive, copies
-        self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
+        self._memberships, self._plan, self._drains, self._say = memberships, plan, drains, say
         self._stays = stays
         self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
         """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
@@ -83,51 +83,51 @@ class Departure:
     async def run(self, timeout_s: float) -> bool:
         """Leave all groups. Returns: True if all our work is committed or saved."""
         until_s = self._clock.now_s() + timeout_s
-        left = await asyncio.gather(*(self._leave(tenure, until_s) for tenure in self._tenures()))
+        left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._memberships()))
         return all(left)
 
     # --- one group ---
 
-    async def _leave(self, tenure: Tenure, until_s: float) -> bool:
+    async def _leave(self, membership: GroupMembership, until_s: float) -> bool:
         began_s = self._clock.now_s()
         saved = tried = False
         while (left_s := until_s - self._clock.now_s()) > 0.0:
-            if not self._is_last(tenure):
+            if not self._is_last(membership):
                 if saved:
                     await self._until_counted_out(until_s)
-                if await tenure.drain(left_s, unless=lambda: self._is_last(tenure)):
+                if await membership.drain(left_s, unless=lambda: self._is_last(membership)):
                     return True
-                if not self._is_last(tenure) or (plan := self._plan()) is None:
+                if not self._is_last(membership) or (plan := self._plan()) is None:
                     return saved
-                tenure.stay(plan)  # we are the last holder now: take traffic until the halt
+                membership.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
-                await self._halt(tenure, until_s)
-                if self._is_last(tenure):  # else another member that stays has come meanwhile
-                    tried, saved = True, await self._save(tenure, until_s)
-            elif not self._may_have_successor(tenure, began_s):
+                await self._halt(membership, until_s)
+                if self._is_last(membership):  # else another member that stays has come meanwhile
+                    tried, saved = True, await self._save(membership, until_s)
+            elif not self._may_have_successor(membership, began_s):
                 return saved
             else:
                 await asyncio.sleep(_POLL_S)
         return saved
 
-    def _is_last(self, tenure: Tenure) -> bool:
+    def _is_last(self, membership: GroupMembership) -> bool:
         """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
-        group = tenure.core.group
-        if not tenure.is_ready or group.is_light or tenure.version >= self._spec.training.steps:
+        group = membership.core.group
+        if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
-        if any(not self._drains(mate, tenure) for mate in group.whole_mates):
+        if any(not self._drains(mate, membership) for mate in group.full_members):
             return False  # this one stays; members that are in no plan drain, and are not asked
         rank, _ = group.standing
         return rank == 0
 
-    def _may_have_successor(self, tenure: Tenure, began_s: float) -> bool:
+    def _may_have_successor(self, membership: GroupMembership, began_s: float) -> bool:
         """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
         plan = self._plan()
         if plan is None:
             return False
-        mates = [peer for peer in tenure.core.group.mates if not self._drains(peer, tenure)]
+        group_peers = [peer for peer in membership.core.group.group_peers if not self._drains(peer, membership)]
         is_early = self._clock.now_s() < began_s + _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s
-        return bool(mates) or (is_early and len(plan.members) > len(plan.stages))
+        return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
         """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
@@ -141,24 +141,24 @@ class Departure:
 
     # --- halt ---
 
-    async def _halt(self, tenure: Tenure, until_s: float) -> None:
+    async def _halt(self, membership: GroupMembership, until_s: float) -> None:
         """Ask for a halt, and wait until the group reaches the halt version or the deadline."""
         began_s = self._clock.now_s()
         half_s = (until_s - began_s) * _HALT_SHARE / 2
         heartbeat_s = self._spec.swarm.heartbeat_s
         answered_s = began_s
-        while (now_s := self._clock.now_s()) < began_s + 2 * half_s and self._is_last(tenure):
+        while (now_s := self._clock.now_s()) < began_s + 2 * half_s and self._is_last(membership):
             halts_at = await self._ask_for_halt(at_once=now_s >= began_s + half_s)
             if halts_at is not None:
                 self._halts_at, answered_s = halts_at, now_s
             elif now_s >= answered_s + _PLAN_HEARTBEATS * heartbeat_s:
                 return  # stage 0 has no leader, so no step begins
             again_s = self._clock.now_s() + _ASK_AGAIN_S
-            while self._clock.now_s() < again_s and self._is_last(tenure):
-                if self._halts_at is not None and tenure.version >= self._halts_at:
+            while self._clock.now_s() < again_s and self._is_last(membership):
+                if self._halts_at is not None and membership.version >= self._halts_at:
                     return
                 await asyncio.sleep(_POLL_S)
-        logger.warning("leaving before the end of the step: version %d", tenure.version)
+        logger.warning("leaving before the end of the step: version %d", membership.version)
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
@@ -174,11 +174,11 @@ class Departure:
 
     # --- save ---
 
-    async def _save(self, tenure: Tenure, until_s: float) -> bool:
+    async def _save(self, membership: GroupMembership, until_s: float) -> bool:
         """Save our layers, which no other peer has, then copies. Returns: True if our disk has them."""
-        state = await self._made(tenure, until_s)
+        state = await self._made(membership, until_s)
         if state is None:
-            self.unsaved = f"step {tenure.version} is not saved: the step after it did not end in time"
+            self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"
             return False
         if state.version == 0:
             return True  # every peer can make version 0
@@ -189,11 +189,11 @@ class Departure:
         layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
         try:
             async with asyncio.timeout(max(_SAVE_S, until_s - self._clock.now_s())):
-                saved = await self._copies.save(tenure.group_id, state)
+                saved = await self._copies.save(membership.group_id, state)
             if saved:
                 await self._archive.note_rest(self._endpoint.era, state.version)
                 self._say(f"saved {layers} at step {state.version}: the run can go on from there")
-            keepers = await self._copies.give(tenure.group_id, state, until_s=until_s)
+            keepers = await self._copies.give(membership.group_id, state, until_s=until_s)
             if keepers:
                 machines = f"{len(keepers)} other machine{'s' if len(keepers) > 1 else ''}"
                 self._say(f"{machines} saved {layers} at step {state.version} too")
@@ -205,11 +205,11 @@ class Departure:
             self.unsaved = self._archive.unsaved or f"step {state.version} is not saved: the disk is too slow"
         return saved
 
-    async def _made(self, tenure: Tenure, until_s: float) -> StageState | None:
+    async def _made(self, membership: GroupMembership, until_s: float) -> StageState | None:
         """Wait for the state after the step that is being made; None: that does not end in time."""
         until_s = max(self._clock.now_s() + _SAVE_S, until_s)
         while True:
-            state = tenure.state
+            state = membership.state
             if state is not None or self._clock.now_s() >= until_s:
                 return state
             await asyncio.sleep(_POLL_S)
@@ -236,15 +236,19 @@ class Departure:
             raise Refused(me, "does not know the sender as a holder")
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        tenures = [tenure for tenure in self._tenures() if tenure.is_ready and not tenure.core.group.is_light]
-        newest = max((tenure.version for tenure in tenures), default=message.version)
+        memberships = [
+            membership
+            for membership in self._memberships()
+            if membership.is_ready and not membership.core.group.is_learner
+        ]
+        newest = max((membership.version for membership in memberships), default=message.version)
         if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
         self._count_save(source, message.version, plan)
         self._archive.want(message.version)
         self._answering[source] += 1
         try:
-            return await self._saved_version(message, tenures)
+            return await self._saved_version(message, memberships)
         finally:
             self._answering[source] -= 1
 
@@ -267,14 +271,14 @@ class Departure:
             )
         versions.add(version)
 
-    async def _saved_version(self, message: Save, tenures: Sequence[Tenure]) -> Saved:
+    async def _saved_version(self, message: Save, memberships: Sequence[GroupMembership]) -> Saved:
         until_s = self._clock.now_s() + _ANSWER_S
-        for tenure in tenures:
-            while tenure.is_ready and (tenure.version < message.version or tenure.is_stepping):
+        for membership in memberships:
+            while membership.is_ready and (membership.version < message.version or membership.is_stepping):
                 if self._clock.now_s() >= until_s:
-                    return Saved(version=tenure.version)
+                    return Saved(version=membership.version)
                 await asyncio.sleep(_POLL_S)
-            state = tenure.state
-            if tenure.is_ready and state is not None and state.version == message.version:
-                await self._copies.save(tenure.group_id, state)
+            state = membership.state
+            if membership.is_ready and state is not None and state.version == message.version:
+                await self._copies.save(membership.group_id, state)
         return Saved(version=message.version)

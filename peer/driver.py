@@ -17,20 +17,20 @@ from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
-from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
 from shoal.peer.experts.seats import DRAIN_S, ExpertSeats
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
+from shoal.peer.group_membership import GroupMembership
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.inference.service import InferenceService
 from shoal.peer.initial import InitialWeights, begun_numel
-from shoal.peer.kept_layers import KeptLayers
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
+from shoal.peer.partial_checkpoint import PartialCheckpoint
 from shoal.peer.pausing import Pausing
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.probe import FAR_S, DeviceProbe, LinkProbe, probe_device
@@ -39,14 +39,14 @@ from shoal.peer.replica.driver import Replica
 from shoal.peer.replica.first_stage import FirstReplica
 from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
 from shoal.peer.reports import Reports
-from shoal.peer.surroundings import BetweenLayouts, Listeners, Part, Surroundings
+from shoal.peer.retained_layers import RetainedLayers
+from shoal.peer.services import BetweenLayouts, GroupPart, Listeners, Services
 from shoal.peer.tasks import Tasks
-from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX, TOGETHER_MAX, UNSOUND_MAX
-from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
+from shoal.protocol.messages import Advert, CommitReport, Heartbeat, LinkReport, PresenceUpdate, ValidationReport
 from shoal.protocol.plan import Plan, SignedPlan, Stage
 from shoal.protocol.ports import Clock, Compute, Disk
 from shoal.protocol.spec import RunSpec
@@ -153,9 +153,9 @@ class PeerDriver:
         """Peers that sent non-finite or absurd gradients since this process began."""
         self._shortages = 0
         self._claim_bytes: int | None = None
-        self._short: dict[Part, asyncio.TimerHandle] = {}
+        self._short: dict[GroupPart, asyncio.TimerHandle] = {}
         """A part that paused for lack of memory -> the timer of its next try."""
-        self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
+        self.pausing = Pausing(clock, memberships=lambda: self._memberships, on_change=self._announce_presence)
         self._clock = clock
         self._saved_s = clock.now_s()
         """When our stage last wrote a snapshot, or we took our place there."""
@@ -163,14 +163,14 @@ class PeerDriver:
         self._neighbours = Neighbours(
             endpoint=endpoint,
             clock=clock,
-            own=self._hello,
+            own=self._presence,
             on_state=self._heard,
             on_reborn=self._reborn,
             on_silence=self._on_silence,
             silence_s=3.0 * spec.swarm.heartbeat_s,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
         )
-        self._carried = CarriedState()
+        self._retained = RetainedLayers()
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
         self._attesting = Attesting(
             self._archive,
@@ -227,14 +227,14 @@ class PeerDriver:
             spec=spec,
             archive=self._archive,
             copies=self._copies,
-            tenures=lambda: self._tenures,
+            memberships=lambda: self._memberships,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
             stays=self._stays,
             say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
-        self._surroundings = Surroundings(
+        self._services = Services(
             endpoint=endpoint,
             compute=compute,
             clock=clock,
@@ -246,7 +246,7 @@ class PeerDriver:
                 on_witness=self._witnessed_commit,
                 on_validation=self.reports.validated,
                 on_state=self._state_changed,
-                on_change=self._say_hello,
+                on_change=self._announce_presence,
                 on_resync=self._renew,
                 on_unreachable=self._neighbours.unreachable,
                 on_unsound=self._unsound.add,
@@ -258,10 +258,10 @@ class PeerDriver:
             inbox=self._inbox,
             server=self.server,
             between=BetweenLayouts(
-                carried=self._carried,
+                retained=self._retained,
                 ahead=self._ahead,
                 base=self._base,
-                kept=KeptLayers(disk, run=endpoint.run, spec=spec, run_blocking=run_blocking),
+                kept=PartialCheckpoint(disk, run=endpoint.run, spec=spec, run_blocking=run_blocking),
             ),
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
@@ -278,12 +278,12 @@ class PeerDriver:
             tasks=self._inference_tasks,
         )
         self.experts = ExpertSeats(
-            self._surroundings,
+            self._services,
             self._neighbours,
             plan=lambda: self._plan,
             is_leaving=lambda: self._is_leaving,
             on_begun=self.pausing.begun,
-            on_change=self._say_hello,
+            on_change=self._announce_presence,
         )
 
     @property
@@ -331,7 +331,7 @@ class PeerDriver:
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
-        self._say_hello()
+        self._announce_presence()
         drained = await self._departure.run(timeout_s)
         await self._neighbours.flush(2.0)  # group members wait for the last word of a peer that leaves
         return drained
@@ -385,26 +385,26 @@ class PeerDriver:
 
     def _carry(self, plan: Plan) -> None:
         """Prepare the next layout: keep our state if the layout ends here, fetch missing layers, keep gradients."""
-        self._carried.follow(plan)
+        self._retained.follow(plan)
         self._ahead.follow(plan)
-        self.server.trail.follow(plan)
+        self.server.gradient_log.follow(plan)
         self._get_base_ready(plan)
-        if not plan.following:
+        if not plan.next_layout:
             self.server.forget_ahead()
-        if plan.ends_at:
-            self._archive.want(plan.ends_at)
+        if plan.cutover_version:
+            self._archive.want(plan.cutover_version)
         if plan.era != self._endpoint.era:
             return
-        for tenure in self._tenures:
-            if tenure.is_ready and (state := tenure.state) is not None:
-                self._carried.take(plan, state.version, state.layers)
-                if plan.ends_at == state.version:
-                    self._sign(tenure, state)
+        for membership in self._memberships:
+            if membership.is_ready and (state := membership.state) is not None:
+                self._retained.take(plan, state.version, state.layers)
+                if plan.cutover_version == state.version:
+                    self._sign(membership, state)
 
     def _get_base_ready(self, plan: Plan) -> None:
-        place = next((stage for stage in plan.following if self._endpoint.peer_id in stage.peers), None)
-        if self._base is not None and place is not None and plan.following != self._base_for:
-            self._base_for = plan.following
+        place = next((stage for stage in plan.next_layout if self._endpoint.peer_id in stage.peers), None)
+        if self._base is not None and place is not None and plan.next_layout != self._base_for:
+            self._base_for = plan.next_layout
             keys = stage_layer_keys(self._spec.model, *place.layers)
             self._base_tasks.spawn(self._base.get_ready(keys, plan.members), "get the base ready")
 
@@ -438,15 +438,15 @@ class PeerDriver:
             revision=self._endpoint.revision,
             stage=replica.stage if replica else None,
             version=max(replica.version if replica else 0, self._archive.version_noted(self._endpoint.era)),
-            synced=replica is not None and replica.is_ready and not replica.is_light,
-            light=replica.light_layers if replica is not None and replica.is_ready else None,
+            synced=replica is not None and replica.is_ready and not replica.is_learner,
+            light=replica.learner_layers if replica is not None and replica.is_ready else None,
             draining=self._is_leaving,
             commits=self.reports.take_commits(),
             validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
             attested=self._attesting.told,
-            carried=self._carried.holding,
+            carried=self._retained.holding,
             unfetched_bytes=self._ahead.unfetched_bytes,
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
             loads=replica.expert_loads if replica else (),
@@ -472,7 +472,7 @@ class PeerDriver:
     @property
     def _unsaved_s(self) -> float:
         replica = self.replica
-        keeps = self._archive.keeps and replica is not None and replica.is_ready and not replica.is_light
+        keeps = self._archive.keeps and replica is not None and replica.is_ready and not replica.is_learner
         return self._clock.now_s() - self._saved_s if keeps else 0.0
 
     # --- plans ---
@@ -502,10 +502,10 @@ class PeerDriver:
         """Replay Hellos that came before the plan. Args: before: the plan that our replica followed; None: it is
         new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
-        for peer, hello in self._neighbours.words():
+        for peer, presence in self._neighbours.words():
             is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
             if self.replica and peer in audience and not is_known:
-                self.replica.peer_state(peer, hello)
+                self.replica.peer_state(peer, presence)
 
     def _count_out(self, before: Plan, plan: Plan) -> None:
         """Forget the members that were dropped since `before`, be it by a plan that we never saw."""
@@ -538,11 +538,11 @@ class PeerDriver:
         if self.replica is None:
             self._num_begun += 1
             kind = FirstReplica if stage == 0 else Replica
-            self.replica = kind(self._surroundings, plan, stage, incarnation=self._incarnation)
+            self.replica = kind(self._services, plan, stage, incarnation=self._incarnation)
             self._saved_s = self._clock.now_s()
             self.replica.start()
             self.pausing.begun(self.replica)
-            self.replica.experts_at(me, self._hello())
+            self.replica.experts_at(me, self._presence())
         else:
             self.replica.follow(plan)
 
@@ -560,10 +560,10 @@ class PeerDriver:
             await replica.close()
             self.server.forget(replica.runtime.keys)
 
-    def _renew(self, tenure: Part) -> None:
+    def _renew(self, membership: GroupPart) -> None:
         """Begin anew as a newcomer does: the state differs from the group's."""
-        if tenure is not self.replica:
-            self.experts.renew(tenure)
+        if membership is not self.replica:
+            self.experts.renew(membership)
             return
         self._renewing = True
         self._follow_soon()
@@ -572,14 +572,14 @@ class PeerDriver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    def _say_hello(self) -> None:
+    def _announce_presence(self) -> None:
         self._neighbours.say(self._audience)
         if self.replica:
-            self.replica.experts_at(self._endpoint.peer_id, self._hello())
+            self.replica.experts_at(self._endpoint.peer_id, self._presence())
 
     @property
     def _audience(self) -> list[PeerID]:
-        return list(dict.fromkeys(peer for tenure in self._tenures for peer in tenure.audience))
+        return list(dict.fromkeys(peer for membership in self._memberships for peer in membership.audience))
 
     @property
     def _is_leaving(self) -> bool:
@@ -590,71 +590,71 @@ class PeerDriver:
         """Number of our tenure. Each tenure begins without state, as each process does."""
         return self._endpoint.incarnation + self._num_begun
 
-    def _hello(self) -> Hello:
+    def _presence(self) -> PresenceUpdate:
         replica = self.replica
-        return Hello(
+        return PresenceUpdate(
             incarnation=self._incarnation,
             plan_sequence=self._plan.plan.sequence if self._plan else 0,
             stage=replica.stage if replica else -1,
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
-            light=replica.is_light if replica else False,
+            learner=replica.is_learner if replica else False,
             draining=self._is_leaving or (replica is not None and replica.is_draining),
             experts=self.experts.places,
         )
 
     @property
-    def _tenures(self) -> list[Tenure]:
-        return [self.replica, *self.experts.tenures] if self.replica else [*self.experts.tenures]
+    def _memberships(self) -> list[GroupMembership]:
+        return [self.replica, *self.experts.memberships] if self.replica else [*self.experts.memberships]
 
-    def _drains(self, peer: PeerID, tenure: Tenure) -> bool:
-        if tenure is self.replica:
+    def _drains(self, peer: PeerID, membership: GroupMembership) -> bool:
+        if membership is self.replica:
             return self._neighbours.drains(peer, self.replica.stage)
-        return self._neighbours.drains_from(peer, tenure.group_id)
+        return self._neighbours.drains_from(peer, membership.group_id)
 
     def _stays(self, peer: PeerID) -> bool:
         return peer in self._audience and self._neighbours.stays(peer)
 
-    def _heard(self, source: PeerID, hello: Hello) -> None:
-        for tenure in self._tenures:
-            tenure.peer_state(source, hello)
+    def _heard(self, source: PeerID, presence: PresenceUpdate) -> None:
+        for membership in self._memberships:
+            membership.peer_state(source, presence)
 
     def _reborn(self, peer: PeerID, incarnation: int) -> None:
-        for tenure in self._tenures:
-            tenure.peer_reborn(peer, incarnation)
+        for membership in self._memberships:
+            membership.peer_reborn(peer, incarnation)
 
     def _died(self, peer: PeerID) -> None:
-        for tenure in self._tenures:
-            tenure.peer_died(peer)
+        for membership in self._memberships:
+            membership.peer_died(peer)
 
     def _on_silence(self, peer: PeerID) -> None:
         if self._plan is not None and not self._plan.plan.has(peer):
             self._died(peer)  # it fell silent while it drained, or right after
             return
-        for tenure in self._tenures:
-            tenure.peer_silent(peer)
+        for membership in self._memberships:
+            membership.peer_silent(peer)
         if peer in self._audience:
             self._neighbours.say([peer])  # its answer says that it is there again
 
     def _current(self, keys: Collection[str]) -> StageState | None:
-        states = (tenure.state for tenure in self._tenures if tenure.is_ready)
+        states = (membership.state for membership in self._memberships if membership.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
     def _is_stepping(self, keys: Collection[str]) -> bool:
-        return any(tenure.is_stepping and set(keys) <= set(tenure.keys) for tenure in self._tenures)
+        return any(membership.is_stepping and set(keys) <= set(membership.keys) for membership in self._memberships)
 
     async def _stored(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        carried = self._carried.read(era, version)
+        carried = self._retained.read(era, version)
         found = {key: carried[key] for key in keys if key in carried}
         missing = tuple(key for key in keys if key not in found)
         return found | (await self._archive.read(era, version, missing) if missing else {})
 
     async def _witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-        for tenure in self._tenures:
-            state = tenure.state
-            if tenure.is_ready and state is not None and set(keys) <= state.layers.keys():
-                return await tenure.witnesses.offer(source, state, version)
+        for membership in self._memberships:
+            state = membership.state
+            if membership.is_ready and state is not None and set(keys) <= state.layers.keys():
+                return await membership.witnesses.offer(source, state, version)
         return None
 
     def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
@@ -731,53 +731,53 @@ class PeerDriver:
         self._note_end(report)
 
     def _note_end(self, report: CommitReport) -> None:
-        if self._plan and self._plan.plan.ends_at == report.step + 1 and self._on_end:
+        if self._plan and self._plan.plan.cutover_version == report.step + 1 and self._on_end:
             self._on_end()
 
-    def _state_changed(self, tenure: Part, state: StageState) -> None:
+    def _state_changed(self, membership: GroupPart, state: StageState) -> None:
         if self._on_state:
-            self._on_state(tenure.group_id, state)
+            self._on_state(membership.group_id, state)
         if self._plan and state.version > self._plan.plan.restore_version:
             self._tasks.spawn(self._archive.note_era(self._endpoint.era, state.version), "note the era")
         if self._plan and self._plan.plan.era == self._endpoint.era:
-            self._carried.take(self._plan.plan, state.version, state.layers)
-        if tenure is self.replica and self._archive.is_due(state.version):
+            self._retained.take(self._plan.plan, state.version, state.layers)
+        if membership is self.replica and self._archive.is_due(state.version):
             self._saved_s = self._clock.now_s()
         if self._archive.is_attested(state.version):
-            self._sign(tenure, state)
-        rank, num_ready = tenure.core.group.standing
-        self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
+            self._sign(membership, state)
+        rank, num_ready = membership.core.group.standing
+        self._copies.preserve(membership.group_id, state, rank=rank, num_ready=num_ready)
 
-    def _sign(self, tenure: Part, state: StageState) -> None:
+    def _sign(self, membership: GroupPart, state: StageState) -> None:
         has_stepped = self._plan is not None and state.version > self._plan.plan.restore_version
-        if has_stepped and not tenure.core.group.is_light:
+        if has_stepped and not membership.core.group.is_learner:
             self._tasks.spawn(self._attesting.sign(state, era=self._endpoint.era), f"sign version {state.version}")
 
-    def _run_short(self, tenure: Part) -> None:
+    def _run_short(self, membership: GroupPart) -> None:
         """Claim less memory after a job found none, even with all caches freed, so that the next plan gives us less.
 
         The new claim is 3/4 of the old one, and at most 5/4 of this stage's state and base. That is too little for this
         stage: plans count at least 16 bytes a parameter, of which the state is 12, and the base."""
-        state_bytes = tenure.state_bytes
-        if self._base is not None and tenure is self.replica:
+        state_bytes = membership.state_bytes
+        if self._base is not None and membership is self.replica:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
         before = self.advert().memory_bytes
         self._claim_bytes = min(3 * before // 4, 5 * state_bytes // 4)
         self._shortages += 1
-        if tenure in self._short:
+        if membership in self._short:
             return
         self._say(
             f"out of memory: this peer's work goes to others, and it claims {self._claim_bytes / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
-        self._short[tenure] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, tenure)
-        self._say_hello()
+        self._short[membership] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, membership)
+        self._announce_presence()
 
-    def _try_again(self, tenure: Part) -> None:
+    def _try_again(self, membership: GroupPart) -> None:
         """Resume: no plan has taken the stage from us, so there may be no other peer for it."""
-        del self._short[tenure]
-        if tenure in self._tenures and not self.pausing.is_paused:
-            tenure.resume()
+        del self._short[membership]
+        if membership in self._memberships and not self.pausing.is_paused:
+            membership.resume()
 
     def _fail(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

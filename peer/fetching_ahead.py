@@ -1,6 +1,6 @@
 """Fetches what this peer lacks for the following layout while it trains in the live one.
 
-It begins with a plan that names the following layout, but no end yet (`Plan.following`). Each layer is fetched from a
+It begins with a plan that names the following layout, but no end yet (`Plan.next_layout`). Each layer is fetched from a
 peer that trains it, at whatever version that is, and then steps with that peer's group: per step its part of the
 reduced gradient travels, a third of its state, or a sixth as bf16. So when the layout ends, only one step's gradient is
 still missing. Where gradients come faster than the line carries them, fewer layers are replayed, and the others are
@@ -131,7 +131,7 @@ class _Replayed:
 @dataclass(slots=True)
 class _Preparing:
     era: int
-    following: tuple[Stage, ...]
+    next_layout: tuple[Stage, ...]
     sources: dict[int, _Source] = field(default_factory=dict)
     has: dict[str, _Replayed] = field(default_factory=dict)
 
@@ -182,14 +182,14 @@ class FetchingAhead:
     def follow(self, plan: Plan) -> None:
         """Follow a newer plan: begin, go on, or drop what is here."""
         ready = self._preparing
-        if ready is not None and plan.fresh and (plan.era, plan.restore_era) == (ready.era + 1, ready.era):
+        if ready is not None and plan.not_started and (plan.era, plan.restore_era) == (ready.era + 1, ready.era):
             self._stop(ready)  # `ended` will ask for what is here
             return
-        if ready is not None and (plan.era, plan.following) != (ready.era, ready.following):
+        if ready is not None and (plan.era, plan.next_layout) != (ready.era, ready.next_layout):
             self.drop()
-        if not plan.following or plan.experts:
+        if not plan.next_layout or plan.experts:
             return
-        if self._preparing is None and plan.ends_at:
+        if self._preparing is None and plan.cutover_version:
             return  # it ends as soon as it can: a fetch now would only delay its last steps
         if self._preparing is None:
             self._preparing = self._begun(plan)
@@ -204,8 +204,8 @@ class FetchingAhead:
 
     def _begun(self, plan: Plan) -> _Preparing:
         me, model = self._endpoint.peer_id, self._spec.model
-        ready = _Preparing(plan.era, plan.following)
-        place = next((stage for stage in plan.following if me in stage.peers), None)
+        ready = _Preparing(plan.era, plan.next_layout)
+        place = next((stage for stage in plan.next_layout if me in stage.peers), None)
         if place is None:
             return ready
         now = plan.stage_of(me)

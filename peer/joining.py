@@ -1,6 +1,6 @@
 """How a replica gets its stage's state: from the run's seed or initial weights, from snapshots, or from its group.
 
-While the group's state comes slowly, the replica may be a light member (`light.py`).
+While the group's state comes slowly, the replica may be a light member (`learner.py`).
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from shoal.peer.arithmetic import Held
+from shoal.peer.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import Answer
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
@@ -16,7 +16,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import begins_with_weights, first_state, foreign_layers, layers_of
-from shoal.peer.light import LightMember
+from shoal.peer.learner import Learner
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.certificate import layers_at
@@ -52,7 +52,7 @@ class Joining:
         endpoint: Endpoint,
         compute: Compute,
         inbox: ChunkInbox,
-        runtime: Held,
+        runtime: LayerRuntime,
         group: GroupView,
         fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
         take_over: Callable[[StageState], Awaitable[None]],
@@ -74,7 +74,7 @@ class Joining:
         self._carried = carried
         self._ahead = ahead
         self._pass_on = pass_on
-        self._light: LightMember | None = None
+        self._light: Learner | None = None
         self._stepped = asyncio.Event()
         self._progress: FetchProgress | None = None
 
@@ -88,18 +88,18 @@ class Joining:
         """Note that the pipeline has stepped."""
         self._stepped.set()
 
-    async def run(self, plan: Plan, light: LightMember | None = None) -> None:
+    async def run(self, plan: Plan, learner: Learner | None = None) -> None:
         """Return once we hold the group's state, or what the era of `plan` begins with. Retry until then.
         Args: light: a light phase that we may pass through if the state comes slowly."""
-        self._light = light
+        self._light = learner
         try:
-            await self._come_by(plan)
+            await self._acquire(plan)
         finally:
             self._progress = self._light = None
 
-    async def _come_by(self, plan: Plan) -> None:
-        if not plan.fresh or not self._begin_era(plan.era):
-            await self._from_mates()
+    async def _acquire(self, plan: Plan) -> None:
+        if not plan.not_started or not self._begin_era(plan.era):
+            await self._from_group_peers()
         elif plan.restore_version:
             await self._from_snapshots(plan)
         elif begins_with_weights(self._runtime.spec):
@@ -161,12 +161,12 @@ class Joining:
             holders = self._to_ask(plan)
             try:
                 if missing:
-                    fetched = await self._with_mates(missing, holders, plan, known)
+                    fetched = await self._with_group_peers(missing, holders, plan, known)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
                 newest = self._newest() if self._newest is not None else plan
-                if newest.era == plan.era and not newest.fresh:
-                    await self._from_mates()
+                if newest.era == plan.era and not newest.not_started:
+                    await self._from_group_peers()
                     return
                 await asyncio.sleep(wait_s)
                 wait_s = min(2.0 * wait_s, _RETRY_S)
@@ -185,12 +185,12 @@ class Joining:
         except (Unreachable, Refused, RemoteError) as error:
             logger.info("cannot replay yet the steps of members that began before us: %s", error)
 
-    async def _with_mates(
+    async def _with_group_peers(
         self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
     ) -> Mapping[str, LayerState]:
         """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
         version, era = plan.restore_version, plan.restore_era
-        relay = Relay(era, version, self._group.mates, vectors=self._runtime.vectors)
+        relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
         self._pass_on(relay)
         with relay:
             state = await self._fetcher(missing).fetch(
@@ -211,14 +211,14 @@ class Joining:
         newest = self._newest() if self._newest is not None else plan
         return [me, *(peer for peer in newest.members if peer != me)]
 
-    async def _from_mates(self) -> None:
+    async def _from_group_peers(self) -> None:
         """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
         group, keys = self._group, self._runtime.keys
         while True:
             try:
-                light = self._light if self._runtime.state is None else None  # else we lack steps alone
-                if light is not None and await light.begin():
-                    await self._take_over(await light.run())
+                learner = self._light if self._runtime.state is None else None  # else we lack steps alone
+                if learner is not None and await learner.begin():
+                    await self._take_over(await learner.run())
                     return
                 state = await self._fetcher().fetch(
                     group.holders,
@@ -247,7 +247,7 @@ class Joining:
         alone could not send a step's gradient to many before the next step ends. Returns: False: the holder has not
         committed it. Raises: Unreachable: every holder is; Refused."""
         holders = self._group.holders
-        joining = sorted({self._group.me, *self._group.mates}.difference(holders))
+        joining = sorted({self._group.me, *self._group.group_peers}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0
         error = Unreachable(self._endpoint.peer_id, "all other members have gone")
         for holder in (*holders[first:], *holders[:first]):

@@ -1,4 +1,5 @@
-"""The presence of peers (`Hello`): what they say of themselves, in which order, and which of them are unreachable.
+"""The presence of peers (`PresenceUpdate`): what they say of themselves, in which order, and which of them are
+unreachable.
 
 Plans say where each peer should be; Hellos say where it is. They may overtake each other (a call and the answer to
 another call), so each has a number, and an older one changes nothing. A new incarnation has nothing of what the earlier
@@ -14,7 +15,7 @@ from shoal.peer.outbox import Outbox
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertPlace, Hello
+from shoal.protocol.messages import ExpertPlace, PresenceUpdate
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class Neighbours:
         *,
         endpoint: Endpoint,
         clock: Clock,
-        own: Callable[[], Hello],
-        on_state: Callable[[PeerID, Hello], None],
+        own: Callable[[], PresenceUpdate],
+        on_state: Callable[[PeerID, PresenceUpdate], None],
         on_reborn: Callable[[PeerID, int], None],
         on_silence: Callable[[PeerID], None],
         silence_s: float,
@@ -56,12 +57,12 @@ class Neighbours:
         self._silence_s = silence_s
         self._knows = knows
         self._count = 0
-        self._hellos: dict[PeerID, Hello] = {}
+        self._presences: dict[PeerID, PresenceUpdate] = {}
         self._silent: dict[PeerID, float] = {}
         self._posted: dict[PeerID, _Where] = {}
         self._told: dict[PeerID, _Where] = {}  # peer -> the last word that it answered
-        self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_reply, on_trouble=self.unreachable)
-        endpoint.on(Hello, self._on_hello)
+        self._outbox = Outbox(endpoint, expect=PresenceUpdate, on_reply=self._on_reply, on_trouble=self.unreachable)
+        endpoint.on(PresenceUpdate, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
         """Send our presence: it has changed, or these peers may not know it."""
@@ -78,27 +79,27 @@ class Neighbours:
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
         """True if `peer` is at `stage` and drains, by its last word."""
-        hello = self._hellos.get(peer)
-        return hello is not None and hello.draining and hello.stage == (-1 if stage is None else stage)
+        presence = self._presences.get(peer)
+        return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
 
     def stays(self, peer: PeerID) -> bool:
         """True if `peer` does not leave, by its last word. It tells its neighbours when that changes."""
-        hello = self._hellos.get(peer)
-        return hello is not None and not hello.draining
+        presence = self._presences.get(peer)
+        return presence is not None and not presence.draining
 
     def drains_from(self, peer: PeerID, group: int) -> bool:
         """True if `peer` leaves an expert's group, by its last word; a peer that leaves the run leaves all groups."""
-        hello = self._hellos.get(peer)
-        places = hello.experts if hello is not None else ()
-        return hello is not None and any(p.group == group and (p.draining or hello.draining) for p in places)
+        presence = self._presences.get(peer)
+        places = presence.experts if presence is not None else ()
+        return presence is not None and any(p.group == group and (p.draining or presence.draining) for p in places)
 
-    def words(self) -> list[tuple[PeerID, Hello]]:
+    def words(self) -> list[tuple[PeerID, PresenceUpdate]]:
         """Return the last word of each peer, in the order of names."""
-        return sorted(self._hellos.items())
+        return sorted(self._presences.items())
 
     def forget(self, peer: PeerID) -> None:
         """Forget a peer: no plan names it any more, or its words are of an earlier era."""
-        self._hellos.pop(peer, None)
+        self._presences.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
         self._posted.pop(peer, None)
@@ -116,7 +117,7 @@ class Neighbours:
 
     @property
     def _everybody(self) -> set[PeerID]:
-        return set(self._hellos) | set(self._silent) | set(self._told)
+        return set(self._presences) | set(self._silent) | set(self._told)
 
     @property
     def silent(self) -> tuple[PeerID, ...]:
@@ -136,11 +137,11 @@ class Neighbours:
     async def close(self) -> None:
         await self._outbox.close()
 
-    def _next(self) -> Hello:
+    def _next(self) -> PresenceUpdate:
         self._count += 1
         return msgspec.structs.replace(self._own(), count=self._count)
 
-    async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
+    async def _on_hello(self, source: PeerID, message: PresenceUpdate) -> PresenceUpdate:
         if not self._knows(source):
             # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
             raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
@@ -148,27 +149,35 @@ class Neighbours:
         return self._next()
 
     def _on_reply(self, source: PeerID, reply: object) -> None:
-        assert isinstance(reply, Hello)
+        assert isinstance(reply, PresenceUpdate)
         if self._outbox.is_empty(source) and (posted := self._posted.pop(source, None)) is not None:
             self._told[source] = posted
         self._heard(source, reply)
 
-    def _heard(self, source: PeerID, hello: Hello) -> None:
+    def _heard(self, source: PeerID, presence: PresenceUpdate) -> None:
         self._silent.pop(source, None)
-        before = self._hellos.get(source)
-        if before is not None and (hello.incarnation, hello.count) <= (before.incarnation, before.count):
+        before = self._presences.get(source)
+        if before is not None and (presence.incarnation, presence.count) <= (before.incarnation, before.count):
             return  # overtaken by a later word
-        self._hellos[source] = hello
-        if before is not None and hello.incarnation > before.incarnation:
+        self._presences[source] = presence
+        if before is not None and presence.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
             self._told.pop(source, None)
             self._outbox.forget(source)  # a call to the earlier incarnation may be under way
             self.say([source])  # the new one may have missed the word that was lost with it
-            self._on_reborn(source, hello.incarnation)
-        self._on_state(source, hello)
+            self._on_reborn(source, presence.incarnation)
+        self._on_state(source, presence)
 
 
-def _where(hello: Hello) -> _Where:
-    """Return the part of a Hello that others act on."""
-    experts = tuple(msgspec.structs.replace(place, version=0) for place in hello.experts)
-    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.light, hello.draining, experts
+def _where(presence: PresenceUpdate) -> _Where:
+    """Return the part of a PresenceUpdate that others act on."""
+    experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
+    return (
+        presence.incarnation,
+        presence.stage,
+        presence.ready,
+        presence.is_open,
+        presence.learner,
+        presence.draining,
+        experts,
+    )

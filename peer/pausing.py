@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from shoal.peer.tenures import Tenure
+from shoal.peer.group_membership import GroupMembership
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
@@ -26,9 +26,11 @@ HOLDS_PLACE_S: Final = 10.0
 class Pausing:
     """The pauses of one peer. Args: on_change: called when our presence has changed."""
 
-    def __init__(self, clock: Clock, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: Clock, *, memberships: Callable[[], Sequence[GroupMembership]], on_change: Callable[[], None]
+    ) -> None:
         self.is_leaving = False
-        self._tenures = tenures
+        self._memberships = memberships
         self._on_change = on_change
         self._clock = clock
         self._since_s = 0.0
@@ -56,8 +58,8 @@ class Pausing:
         self._task.cancel()
         self._task = None
         self.is_leaving = False
-        for tenure in self._tenures():
-            tenure.resume()
+        for membership in self._memberships():
+            membership.resume()
         self._on_change()
 
     async def close(self) -> None:
@@ -66,10 +68,10 @@ class Pausing:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def begun(self, tenure: Tenure) -> None:
+    def begun(self, membership: GroupMembership) -> None:
         """Pause a place that a plan has given us during the pause."""
         if self.is_paused:
-            tenure.pause(at_once=True)
+            membership.pause(at_once=True)
 
     async def _pause(self) -> None:
         self._apply(at_once=False)
@@ -81,5 +83,5 @@ class Pausing:
         await asyncio.Event().wait()
 
     def _apply(self, *, at_once: bool) -> None:
-        for tenure in self._tenures():
-            tenure.pause(at_once=at_once)
+        for membership in self._memberships():
+            membership.pause(at_once=at_once)

@@ -21,7 +21,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import sign_statement
 
-Holds = Callable[[PeerID, bytes, bytes], bool]
+VerifySignature = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body) -> True if it is the signer's `exclusion` statement about this run."""
 
 
@@ -119,10 +119,10 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
     return order
 
 
-def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], holds: Holds) -> bool:
+def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], verify: VerifySignature) -> bool:
     """True if the owner signed the order, or a majority of the electors of the plan that it names among `plans`."""
     if order.signature:
-        return holds(owner, order.signature, order.body)
+        return verify(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)
     if base is None or len(order.votes) > len(base.plan.electors):
         return False
@@ -130,6 +130,6 @@ def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPl
     if not is_quorum(voters, base.plan, owner):
         return False
     return all(
-        0 <= at < len(base.plan.electors) and holds(base.plan.electors[at], signature, order.body)
+        0 <= at < len(base.plan.electors) and verify(base.plan.electors[at], signature, order.body)
         for at, signature in order.votes
     )

@@ -63,7 +63,7 @@ TERM_MAX: Final = 1 << 48
 """The highest term of a plan, grant or claim: a number close to 2^64 could have no successor."""
 SEQUENCE_MAX: Final = 1 << 48
 """The highest plan sequence, and the highest `Plan.seed`."""
-REIGN_MAX: Final = 1 << 32
+OVERRIDE_EPOCH_MAX: Final = 1 << 32
 ERA_MAX: Final = 1 << 48
 VERSION_MAX: Final = 1 << 48
 TERM_JUMP_MAX: Final = 1 << 20
@@ -185,7 +185,7 @@ RECENT_PLANS_MAX: Final = 16
 """Obeyed plans that a peer remembers. A large swarm makes one every few seconds, and a drain takes thirty."""
 RECENT_PLAN_S: Final = 60.0
 """How long a plan counts after its successor: a drain takes half a minute from when the member hears of that."""
-DEPARTING_S_MAX: Final = 120.0
+DRAINING_S_MAX: Final = 120.0
 """How long a group waits for a removed member that says it drains: twice the longest drain. Without a bound, a member
 that keeps saying so would stop the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
@@ -231,4 +231,4 @@ REPLAYED_STEPS_MIN: Final = 16
 line."""
 LIGHT_STATE_S: Final = 60.0
 """A newcomer waits for its state if it arrives within this time; on a slower line it trains as a learner, with weights
-first (`../peer/light.py`). Weights take a sixth of the time, so below this they are not worth the extra download."""
+first (`../peer/learner.py`). Weights take a sixth of the time, so below this they are not worth the extra download."""

@@ -221,7 +221,7 @@ class HeartbeatReply(_Message, frozen=True):
     """The run is far slower than the known devices and links explain."""
 
 
-class TermRequest(_Message, frozen=True):
+class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
     """A candidate, a member of the live plan, asks the other members for `term` before it proposes a plan in it."""
 
     term: int
@@ -229,7 +229,7 @@ class TermRequest(_Message, frozen=True):
     """The sender's live plan; a receiver with an older one adopts it first."""
     handed_over: bool
     """The coordinator handed the term over, so members that still hear it need not wait for its silence."""
-    sounding: bool = False
+    prevote: bool = False
     """A pre-vote: the receiver says if it would grant the term, and promises nothing. So a peer that only lost its own
     way to the coordinator uses up no term."""
 
@@ -273,11 +273,11 @@ class PlanLive(_Message, frozen=True):
     plan: bytes
 
 
-class ChainRequest(_Message, frozen=True):
+class ChainRequest(_Message, frozen=True, rename={"override_epoch": "reign"}):
     """Asks for the live plans after the one with digest `after`, which the sender obeys; empty: it knows none."""
 
     after: str
-    reign: int
+    override_epoch: int
 
 
 class ChainLinks(_Message, frozen=True):
@@ -302,7 +302,7 @@ class Renewed(_Message, frozen=True):
     certificate: bytes
 
 
-class HandOver(_Message, frozen=True, kw_only=True):
+class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     """Transfers the leadership at the end of a term; `roster` lists the live peers for the successor's first plan."""
 
     plan: bytes
@@ -327,14 +327,14 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """Members of the plan that have been silent for a while."""
     records: "tuple[PeerRecord, ...]" = ()
     """Failures of members and recent members, where experts are placed."""
-    calibration: "Calibrated | None" = None
+    calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
     """Heartbeat statistics of irregular peers, which get longer timeouts."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
     """Pairs that cannot reach each other, confirmed by both."""
 
 
-class Calibrated(_Part, frozen=True, array_like=True):
+class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Measured against predicted speed of layouts."""
 
     learned: tuple[tuple[int, float, int], ...]
@@ -564,8 +564,9 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
     draining: bool = False
 
 
-class Hello(EraMessage, frozen=True, kw_only=True):
-    """The sender's presence, sent to its group and both neighbouring stages when it changes. The answer is a Hello."""
+class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename={"learner": "light"}):
+    """The sender's presence, sent to its group and both neighbouring stages when it changes. The answer is a
+    PresenceUpdate."""
 
     incarnation: int
     """Grows with every start of the sender's process and every stage that it enters: earlier state is gone."""
@@ -580,7 +581,7 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     """The sender holds its stage's state and takes part in rounds."""
     is_open: bool
     """The sender takes new traffic; a newcomer may be ready before that."""
-    light: bool = False
+    learner: bool = False
     """The sender is a learner: it takes part in rounds with its stage's weights alone, rounded to bf16. It serves no
     state, cannot hold its stage alone, owns no part of a sum and has no vote on digests."""
     draining: bool = False
@@ -588,7 +589,7 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     experts: tuple[ExpertPlace, ...] = ()
 
 
-class Progress(EraMessage, frozen=True):
+class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "apart"}):
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
@@ -599,13 +600,13 @@ class Progress(EraMessage, frozen=True):
     step: int
     indices: bytes
     """Bitmap: bit i is set if microbatch i is accumulated."""
-    lead: PeerID
+    leader: PeerID
     """The sender's choice of leader, or empty. A leader acts once all ready members name it."""
     claimed: bytes
     """Bitmap, stage 0 only: microbatches granted to the sender, accumulated or not."""
     loss_sum: float
     staleness_sum: int
-    apart: tuple[tuple[int, float, int], ...] = ()
+    held_out: tuple[tuple[int, float, int], ...] = ()
     """(index, loss, staleness) of repeated microbatches, held out of the sum: a round may leave them out."""
 
 
@@ -616,7 +617,7 @@ class RoundMember(_Part, frozen=True):
     """Bitmap of its contribution: its whole sum, and the held-out microbatches that the leader selects."""
 
 
-class RoundStart(EraMessage, frozen=True):
+class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
     """The group's leader opens the reduction of `step`; `members` are exactly its members, in rank order."""
 
     stage: int
@@ -630,7 +631,7 @@ class RoundStart(EraMessage, frozen=True):
     staleness_sum: int
     form: WireFormat = "fp32"
     """Wire format of the pieces, one of `WireSpec.sums`."""
-    light: tuple[PeerID, ...] = ()
+    learners: tuple[PeerID, ...] = ()
     """Learners: they contribute and get the reduced gradient, and own no part of the sum."""
 
 
@@ -691,7 +692,7 @@ class Again(EraMessage, frozen=True):
     items: tuple[tuple[int, int], ...]
 
 
-class HandBack(EraMessage, frozen=True):
+class Reject(EraMessage, frozen=True, tag="HandBack"):
     """The sender, of `stage`, rejects microbatches because it pauses or lags: (step, index, True if it may have run).
     The peer that sent them sends them elsewhere; those of stage 0 go back to its leader."""
 
@@ -699,7 +700,7 @@ class HandBack(EraMessage, frozen=True):
     items: tuple[tuple[int, int, bool], ...]
 
 
-class ExpertDone(EraMessage, frozen=True, kw_only=True):
+class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "again"}):
     """A member of `stage` has finished a microbatch: the holder's sum for these experts is complete in it.
 
     Refused if the holder lacks a part; then another holder gets all of it.
@@ -714,7 +715,7 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True):
     experts: tuple[tuple[int, int], ...]
     """(expert, number of layers with a backward). An expert without tokens has 0, and counts the microbatch all the
     same: every expert counts every microbatch of a step once."""
-    again: bool
+    retried: bool
     """The microbatch may have come before, maybe to another holder: keep its contribution separate."""
 
 
@@ -792,7 +793,7 @@ class Saved(_Message, frozen=True):
     version: int
 
 
-class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
+class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "holder"}):
     """Asks for elements [start, stop) of one tensor of one layer, as StateChunk frames. `tensor` 0: parameters, 1 and
     2: moments, 3: the reduced gradient with which the layer stepped to `version`."""
 
@@ -804,7 +805,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     stop: int
-    holder: PeerID | None = None
+    via: PeerID | None = None
     """The peer from which the receiver is to fetch the elements and pass them on; None: it has them."""
     base: int = -1
     """The sender's bf16 version, if the receiver offers the difference to it (`StateOffer.base`); -1: full values."""
@@ -929,7 +930,7 @@ Message = (
     | Exclude
     | Renew
     | Renewed
-    | HandOver
+    | TransferLeadership
     | Leave
     | StandingRequest
     | Standing
@@ -938,7 +939,7 @@ Message = (
     | SwarmStatus
     | HistoryRequest
     | History
-    | Hello
+    | PresenceUpdate
     | Progress
     | RoundStart
     | RoundEnded
@@ -948,7 +949,7 @@ Message = (
     | Grant
     | Repair
     | Again
-    | HandBack
+    | Reject
     | ExpertDone
     | ValidationResult
     | StateRequest
@@ -978,7 +979,7 @@ Message = (
 # `stage` is the receiver's, unless the field says otherwise.
 
 
-class Activation(EraMessage, frozen=True):
+class Activation(EraMessage, frozen=True, rename={"retried": "again"}):
     """Sent to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32, then
     their weights if the run leaves some targets out (`peer/pipeline/wire.py`)."""
 
@@ -987,7 +988,7 @@ class Activation(EraMessage, frozen=True):
     """The incarnation in the sender's Hello, which this frame may overtake."""
     step: int
     index: int
-    again: bool = False
+    retried: bool = False
     """The microbatch may have come before, maybe to another replica: keep its contribution separate."""
 
 

@@ -24,9 +24,9 @@ from shoal.protocol.limits import (
     ERA_MAX,
     EXCLUSION_BYTES_MAX,
     EXCLUSIONS_MAX,
+    OVERRIDE_EPOCH_MAX,
     PEER_ID_CHARS_MAX,
     PEERS_MAX,
-    REIGN_MAX,
     SEQUENCE_MAX,
     STAGES_MAX,
     TERM_MAX,
@@ -95,7 +95,18 @@ class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     stage: int
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    dict=True,
+    rename={
+        "not_started": "fresh",
+        "override_epoch": "reign",
+        "cutover_version": "ends_at",
+        "next_layout": "following",
+    },
+):
     """Stages in pipeline order. `sequence` counts the run's plans from 1, over all terms."""
 
     run: str
@@ -114,23 +125,23 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     restore_version: int = 0
     """The version at which this era began; 0: the run's seed."""
     restore_era: int = 0
-    fresh: bool = False
+    not_started: bool = False
     """No version of this era was committed when the plan was made: members without state start at its beginning."""
     seed: int = 0
     reason: str = ""
     mandate: bytes = b""
     """The owner's permission for this plan without votes (`sign_mandate`), after the loss of a majority; or empty."""
-    reign: int = 0
+    override_epoch: int = 0
     """Number of mandates so far. It counts before term and sequence: a mandate overrides every plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
     """Exclusion orders in force. A successor keeps them, or orders that name at least as much."""
-    ends_at: int = 0
-    """The cutover version, at which `following` replaces this layout; 0: not set. Under this plan no step from that
+    cutover_version: int = 0
+    """The cutover version, at which `next_layout` replaces this layout; 0: not set. Under this plan no step from that
     version on is committed; each member keeps its state of that version for the next holders, and the next layout
     recomputes the work of a step that had begun."""
-    following: tuple[Stage, ...] = ()
+    next_layout: tuple[Stage, ...] = ()
     """The next layout's stages; boundaries and number may differ. Its members are members of this plan, and the others
-    become spares. Until `ends_at` is set, members prefetch what they lack while they train."""
+    become spares. Until `cutover_version` is set, members prefetch what they lack while they train."""
     experts: tuple[ExpertGroup, ...] = ()
     """Expert holders, by stage, then expert. Either all experts are listed, and stages hold the rest of their layers;
     or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or another.
@@ -282,7 +293,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @property
     def height(self) -> tuple[int, int, int]:
         """(reign, term, sequence), a fencing token: a peer obeys only plans of greater height than all before."""
-        return (self.reign, self.term, self.sequence)
+        return (self.override_epoch, self.term, self.sequence)
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -346,13 +357,14 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The owner's permission for `coordinator` to make one plan of `reign` and `term` that is live without votes.
+    """The owner's permission for `coordinator` to make one plan of `override_epoch` and `term` that is live without
+    votes.
 
     The plan follows the plan with digest `previous`. With an `era` above 0 it begins that era from the snapshots of
     (`restore_era`, `restore_version`); with 0 it continues the current era.
     """
 
-    reign: int
+    override_epoch: int
     term: int
     coordinator: PeerID
     previous: str
@@ -362,8 +374,8 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     def flaw(self, plan: Plan) -> str:
         """Return why `plan` is not the mandated one; empty: it is."""
-        named = (plan.reign, plan.term, plan.coordinator, plan.previous)
-        if named != (self.reign, self.term, self.coordinator, self.previous):
+        named = (plan.override_epoch, plan.term, plan.coordinator, plan.previous)
+        if named != (self.override_epoch, self.term, self.coordinator, self.previous):
             return "has the mandate for another plan"
         beginning = (plan.era, plan.restore_era, plan.restore_version)
         if self.era and beginning != (self.era, self.restore_era, self.restore_version):
@@ -387,8 +399,8 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
         mandate = _MANDATE_DECODER.decode(envelope.body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
-    if not 0 < mandate.reign <= REIGN_MAX:
-        raise RemoteError(source, f"sent a mandate of reign {mandate.reign}")
+    if not 0 < mandate.override_epoch <= OVERRIDE_EPOCH_MAX:
+        raise RemoteError(source, f"sent a mandate of reign {mandate.override_epoch}")
     return mandate
 
 
@@ -445,7 +457,7 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
         return "it names a peer twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
         return "it names a member by an ID that is too long, or empty"
-    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape) or _roll_flaw(plan)
+    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _next_layout_flaw(plan, shape) or _roll_flaw(plan)
     if flaw:
         return flaw
     flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
@@ -473,15 +485,19 @@ def _formats_flaw(formats: Formats | None, num_stages: int, shape: PlanShape) ->
 
 
 def _numbers_flaw(plan: Plan) -> str | None:
-    if not (0 <= plan.reign <= REIGN_MAX and 0 < plan.term <= TERM_MAX and 0 < plan.sequence <= SEQUENCE_MAX):
-        return f"no run comes to term {plan.term} and sequence {plan.sequence} of reign {plan.reign}"
+    if not (
+        0 <= plan.override_epoch <= OVERRIDE_EPOCH_MAX
+        and 0 < plan.term <= TERM_MAX
+        and 0 < plan.sequence <= SEQUENCE_MAX
+    ):
+        return f"no run comes to term {plan.term} and sequence {plan.sequence} of reign {plan.override_epoch}"
     if not 0 <= plan.rollbacks <= plan.era:
         return f"no run goes back {plan.rollbacks} times by era {plan.era}"
     if not (0 <= plan.era <= ERA_MAX and 0 <= plan.restore_version <= VERSION_MAX and 0 <= plan.seed <= SEQUENCE_MAX):
         return f"no run comes to era {plan.era}, version {plan.restore_version} or seed {plan.seed}"
     if not 0 <= plan.restore_era <= max(0, plan.era - 1):
         return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
-    if plan.mandate and not plan.reign:
+    if plan.mandate and not plan.override_epoch:
         return "it has a mandate and no reign"
     return None
 
@@ -500,15 +516,15 @@ def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> 
     return f"it covers {at} of {shape.num_layers} layers" if at != shape.num_layers else None
 
 
-def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
-    if not plan.following:
-        return "it has an end and no following layout" if plan.ends_at else None
-    if plan.ends_at and not plan.restore_version <= plan.ends_at <= VERSION_MAX:
-        return f"it ends at version {plan.ends_at}"
-    peers = [peer for stage in plan.following for peer in stage.peers]
+def _next_layout_flaw(plan: Plan, shape: PlanShape) -> str | None:
+    if not plan.next_layout:
+        return "it has an end and no following layout" if plan.cutover_version else None
+    if plan.cutover_version and not plan.restore_version <= plan.cutover_version <= VERSION_MAX:
+        return f"it ends at version {plan.cutover_version}"
+    peers = [peer for stage in plan.next_layout for peer in stage.peers]
     if len(set(peers)) != len(peers) or not all(plan.has(peer) for peer in peers):
         return "its following layout names a peer twice, or one that is no member"
-    flaw = _stages_flaw(plan.following, plan.sequence, shape)
+    flaw = _stages_flaw(plan.next_layout, plan.sequence, shape)
     return f"its following layout is impossible: {flaw}" if flaw else None
 
 

@@ -65,7 +65,7 @@ class Way:
     local: str
 
 
-class Outcome(Enum):
+class DialOutcome(Enum):
     """How a dial ended."""
 
     REACHED = auto()
@@ -81,7 +81,7 @@ class _Absence:
     is_second: bool = False
     is_our_move: bool = False
     tries: int = 0
-    last: Outcome = Outcome.NO_ANSWER
+    last: DialOutcome = DialOutcome.NO_ANSWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Reconnection:
     def may_be_there(self, peer: PeerID) -> bool:
         """True if an absent peer is worth waiting for: its address did not refuse us."""
         absence = self._absent.get(peer)
-        return absence is not None and absence.last is not Outcome.REFUSED
+        return absence is not None and absence.last is not DialOutcome.REFUSED
 
     def is_untried(self, peer: PeerID) -> bool:
         """True if an absent peer has not been dialled yet, and it is our turn to dial."""
@@ -156,7 +156,7 @@ class Reconnection:
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:
-            self._absent[peer].last = Outcome.REFUSED
+            self._absent[peer].last = DialOutcome.REFUSED
 
     def look(
         self,
@@ -260,7 +260,7 @@ class Reconnection:
             return PATIENCES_S[-1]
         return SECOND_PATIENCE_S if absence.is_second else PATIENCES_S[absence.tries % len(PATIENCES_S)]
 
-    def dialled(self, peer: PeerID, outcome: Outcome | None, *, began_s: float, now_s: float) -> Outcome:
+    def dialled(self, peer: PeerID, outcome: DialOutcome | None, *, began_s: float, now_s: float) -> DialOutcome:
         """Record the end of a dial; `outcome` is None if nothing was dialled (no network, or libp2p had just failed).
 
         Returns: what is now known.
@@ -268,13 +268,13 @@ class Reconnection:
         self._dialled.discard(peer)
         absence = self._absent.get(peer)
         if absence is None:
-            if outcome is Outcome.REFUSED:
+            if outcome is DialOutcome.REFUSED:
                 self.refused(peer, now_s)
-            return outcome or Outcome.NO_ANSWER
+            return outcome or DialOutcome.NO_ANSWER
         absence.last = outcome or absence.last
-        if absence.last is Outcome.REACHED:
+        if absence.last is DialOutcome.REACHED:
             self._returned(peer, now_s)
-            return Outcome.REACHED
+            return DialOutcome.REACHED
         absence.tries += 1
         least_s = SECOND_EVERY_S if absence.is_second else EVERY_S
         every_s = min(max(least_s, _SHARE * (now_s - absence.since_s)), EVERY_S_MAX)

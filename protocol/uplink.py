@@ -45,7 +45,7 @@ _PAUSE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
+class UplinkConnection:
     """The kernel's figures of a connection's outgoing half."""
 
     delivered_bytes: int
@@ -54,9 +54,9 @@ class Connection:
     """Written into the socket and not delivered, sent or not."""
     round_trip_s: float
 
-    def __add__(self, other: "Connection") -> "Connection":
+    def __add__(self, other: "UplinkConnection") -> "UplinkConnection":
         """Merge two connections to one peer."""
-        return Connection(
+        return UplinkConnection(
             delivered_bytes=self.delivered_bytes + other.delivered_bytes,
             queued_bytes=self.queued_bytes + other.queued_bytes,
             round_trip_s=min(self.round_trip_s, other.round_trip_s),
@@ -118,7 +118,7 @@ class _Rate:
 
 @dataclass(kw_only=True, slots=True)
 class _Path:
-    seen: Connection
+    seen: UplinkConnection
     rate: _Rate = field(default_factory=lambda: _Rate(num_samples=_NUM_PATH_SAMPLES))
     unseen_bytes: float = 0.0
     """Written by us and not yet in the kernel's queue: in the daemon, or on the way to it."""
@@ -142,7 +142,7 @@ class _Path:
         self.unseen_bytes += nbytes
         self._written = (self._written[0] + nbytes, self._written[1])
 
-    def look(self, now: Connection, now_s: float) -> int:
+    def look(self, now: UplinkConnection, now_s: float) -> int:
         """Return the bytes delivered since the last look; 0 if there was no backlog then."""
         was_busy = self.backlog_bytes > 0.0
         before, self.seen = self.seen, now
@@ -182,7 +182,7 @@ class UplinkWindow:
         """Forget a closed connection."""
         self._paths.pop(name, None)
 
-    def look(self, connections: Mapping[str, Connection], *, now_s: float) -> None:
+    def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
         """Update from the kernel's figures of connections over the uplink: of new ones, and of all busy ones."""
         delivered = 0
         for name, connection in connections.items():

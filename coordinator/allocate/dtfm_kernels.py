@@ -28,7 +28,7 @@ _SMOOTH_END = 0.01
 """The share of the smooth objective that remains at the end, to break ties."""
 
 
-class State(NamedTuple):
+class LayoutState(NamedTuple):
     """A layout and its running sums."""
 
     x: Any
@@ -43,7 +43,7 @@ class State(NamedTuple):
     """[K - 1] each: the longest hop of a boundary, and the root mean square of all its hops."""
 
 
-class Links(NamedTuple):
+class LinkTables(NamedTuple):
     """The fixed costs between devices."""
 
     share: Any
@@ -104,7 +104,7 @@ def _boundary(x, above, under, hop):
 
 @njit(cache=True)
 def _full(x, k):
-    """Return the index into `Links.share` for the stage: 1 if it has no hole, else 0."""
+    """Return the index into `LinkTables.share` for the stage: 1 if it has no hole, else 0."""
     for c in range(x.shape[1]):
         if x[k, c] < 0:
             return 0
@@ -292,7 +292,7 @@ def anneal(x, links, seed, work, heat, smooth):
     Returns: the work done; about 300 million units take a second.
     """
     K, R = x.shape
-    s = State(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
+    s = LayoutState(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
     trial, kept = np.zeros((K, R)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)
     spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0

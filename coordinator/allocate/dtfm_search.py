@@ -56,7 +56,7 @@ class DtfmEvaluator:
         self.hop: Floats = np.minimum(hop_seconds(topology, workload), NO_PATH_S)
         """float64 [N, N], symmetric, seconds."""
         self.classes = interchangeable(share[1], self.hop)
-        self._links = dtfm_kernels.Links(self._share, self.hop, self.classes)
+        self._links = dtfm_kernels.LinkTables(self._share, self.hop, self.classes)
         self._scratch = tuple(
             np.empty(shape, dtype=np.int64) for shape in ((num_stages, self.places), num_stages, num_stages)
         )

@@ -80,7 +80,7 @@ class Evaluator(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BestFound:
     assignment: Assignment
     cost: float
     work: int
@@ -118,7 +118,7 @@ def evolve(
     start: Sequence[Assignment] = (),
     keep: int = POPULATION,
     share: int | None = None,
-) -> Found:
+) -> BestFound:
     """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
@@ -161,7 +161,7 @@ def evolve(
         else:
             take(_child(population, rng), _WARM_HEAT)
     cost, _, best = population.members[0]
-    return Found(assignment=best, cost=cost, work=spent)
+    return BestFound(assignment=best, cost=cost, work=spent)
 
 
 def _child(population: _Population, rng: random.Random) -> Assignment:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from blake3 import blake3
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
 from shoal.coordinator.plan_layout import NO_MOVES, Layout
@@ -46,7 +46,7 @@ class Slot:
         return [peer for peer in self.holders if not peer.draining]
 
     @property
-    def wealth(self) -> float:
+    def headroom(self) -> float:
         """The stayers' FLOP/s per unit of the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
@@ -63,16 +63,16 @@ Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
 class GreedyAllocator:
     """Implements `Allocator`."""
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         return self.arrange(snapshot, previous, seed=seed)
 
     def arrange(
         self,
-        snapshot: Snapshot,
+        snapshot: SwarmSnapshot,
         previous: Plan | None,
         *,
         seed: int,
-        aside: Collection[PeerID] = (),
+        standby: Collection[PeerID] = (),
         choose: Choose | None = None,
     ) -> Layout:
         """Make a layout.
@@ -85,7 +85,7 @@ class GreedyAllocator:
         by_id = {peer.peer: peer for peer in snapshot.peers}
         if previous is not None:
             slots = slots_of(snapshot, previous, by_id)
-            return self._filled(snapshot, slots, previous, seed=seed, aside=aside, choose=choose)
+            return self._filled(snapshot, slots, previous, seed=seed, standby=standby, choose=choose)
         if snapshot.num_stages is not None:
             return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
         most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
@@ -99,23 +99,23 @@ class GreedyAllocator:
 
     def _filled(
         self,
-        snapshot: Snapshot,
+        snapshot: SwarmSnapshot,
         slots: list[Slot],
         previous: Plan | None,
         *,
         seed: int,
-        aside: Collection[PeerID] = (),
+        standby: Collection[PeerID] = (),
         choose: Choose | None = None,
     ) -> Layout:
         """Fill the stages. Args: as of `arrange`; slots: the stages with their present holders."""
         by_id = {peer.peer: peer for peer in snapshot.peers}
         placed = {peer.peer for slot in slots for peer in slot.holders}
         newcomers = sorted(
-            (p for p in snapshot.peers if p.peer not in placed and p.peer not in aside and not p.draining),
+            (p for p in snapshot.peers if p.peer not in placed and p.peer not in standby and not p.draining),
             key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
         )
-        kept_aside = [peer for peer in aside if peer in by_id and not by_id[peer].draining]
-        spares = tuple(sorted((*_deal(slots, newcomers, choose or poorest), *kept_aside)))
+        kept_standby = [peer for peer in standby if peer in by_id and not by_id[peer].draining]
+        spares = tuple(sorted((*_deal(slots, newcomers, choose or poorest), *kept_standby)))
         moved = _rescue(slots)
         _release(slots)
         for slot in slots:
@@ -137,12 +137,14 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
     return f"no peer {what} to hold stage {slot.index}"
 
 
-def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:
+def _cut(snapshot: SwarmSnapshot, num_stages: int) -> list[Slot]:
     bounds = partition(snapshot.layer_costs, num_stages)
     return [_slot(snapshot, num_stages, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
 
 
-def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]) -> Slot:
+def _slot(
+    snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
+) -> Slot:
     """Make one slot. Its memory need is computed for an equal part of the peers as members."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
@@ -151,7 +153,7 @@ def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int
     return Slot(index, first, last, cost, holders, needed_bytes, snapshot.unreachable)
 
 
-def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
+def slots_of(snapshot: SwarmSnapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
     """Return the stages of `previous` with their live holders, without those that `separated` removes."""
     slots = [
         _slot(
@@ -173,7 +175,7 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
     return slots
 
 
-def _with_room(slot: Slot, snapshot: Snapshot) -> list[MeasuredPeer]:
+def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
     """Return the holders of a stage without those that lack the memory for it, provided that a remaining one has its
     state. With placed experts all holders stay, since the memory that a member needs is not known beforehand."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
@@ -213,9 +215,9 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
     """Return the poorest stage, or one of the peer's homes that is no richer than the poorest stage would become."""
-    poorest = min(fitting, key=lambda slot: (slot.wealth, slot.index))
-    bound = poorest.wealth + peer.flop_per_s / poorest.cost
-    homes = [slot for slot in fitting if slot.index in peer.homes and slot.wealth <= bound]
+    poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
+    bound = poorest.headroom + peer.flop_per_s / poorest.cost
+    homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
     return min(homes, key=lambda slot: peer.homes.index(slot.index), default=poorest)
 
 
@@ -230,7 +232,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
         if slot.stayers:
             continue
         donors = [
-            (_reluctance(other, peer), slot.index not in peer.homes, -other.wealth, other.index, -rank, other, peer)
+            (_reluctance(other, peer), slot.index not in peer.homes, -other.headroom, other.index, -rank, other, peer)
             for other in slots
             if len(other.stayers) > 1 or (slot.index == 0 and enough)
             for rank, peer in enumerate(other.stayers)

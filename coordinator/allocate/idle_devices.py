@@ -8,7 +8,7 @@ the others. A stage with spare time catches up after such a wait.
 import math
 from dataclasses import replace
 
-from shoal.coordinator.allocate.alone import TRIED, with_device
+from shoal.coordinator.allocate.single_failure import TRIED, with_device
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 

@@ -20,7 +20,7 @@ SPEED_MAX = 1e15
 HORIZON_S = 600.0
 """The least time that a layout is expected to last: volunteers come and go."""
 FORECAST_ERROR = 0.1
-"""`Snapshot.forecast_error` before any layout has been compared with its plan's promise."""
+"""`SwarmSnapshot.forecast_error` before any layout has been compared with its plan's promise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class MeasuredPeer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class SwarmSnapshot:
     """All inputs of a layout, besides the previous plan and a seed."""
 
     peers: tuple[MeasuredPeer, ...]
@@ -100,7 +100,7 @@ class NoLayout(ShoalError):
 class Allocator(Protocol):
     """Makes layouts."""
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
         for bit.
 
@@ -117,7 +117,7 @@ class Searching(Allocator, Protocol):
         """Do slow preparations of the first search now, such as a minute of compiling."""
         ...
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds and run in its own
         thread.
 

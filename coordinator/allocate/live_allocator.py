@@ -7,7 +7,8 @@ that pays. A search (`planner.py`) then looks for a better layout, with or witho
 
 - The expected gain (`dividing.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
 - The new layout should be faster than the live layout is measured to be.
-- Over the expected life of a layout (`Snapshot.horizon_s`) it gains more than the swarm loses while peers fetch layers.
+- Over the expected life of a layout (`SwarmSnapshot.horizon_s`) it gains more than the swarm loses while peers fetch
+layers.
 - Boundaries stay, since a stage with new boundaries has no holder from which its state could come.
 - Only a peer that holds its stage's state moves or becomes a spare; at least half of each stage's holders stay.
 - No peer moves while a peer drains, which has its own rules.
@@ -20,16 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.alone import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.dividing import (
-    expected_gain,
-    fetch_s,
-    foreseen_gain,
-    placement_of,
-    seen_or_foreseen_s,
-    worth_its_standstill,
-)
 from shoal.coordinator.allocate.greedy import (
     Choose,
     GreedyAllocator,
@@ -41,10 +33,19 @@ from shoal.coordinator.allocate.greedy import (
     stage_of,
 )
 from shoal.coordinator.allocate.idle_devices import with_idle_devices
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.allocate.nearer import nearer
-from shoal.coordinator.allocate.prospect import foresee
+from shoal.coordinator.allocate.relabelling import with_fewest_moves
+from shoal.coordinator.allocate.repartitioning import (
+    expected_gain,
+    fetch_s,
+    foreseen_gain,
+    placement_of,
+    seen_or_foreseen_s,
+    worth_its_standstill,
+)
+from shoal.coordinator.allocate.single_failure import loss_alone, with_device, with_second_holders
+from shoal.coordinator.allocate.step_time_prediction import predict_step_time
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -62,7 +63,7 @@ STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
 """The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
-newcomer at once, if that slows the step by less than the expected loss of a single holder (`alone.py`)."""
+newcomer at once, if that slows the step by less than the expected loss of a single holder (`single_failure.py`)."""
 STATE_PART = 0.5
 """The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32
@@ -95,27 +96,32 @@ class EvolutionaryAllocator:
     def __init__(self) -> None:
         self._greedy = GreedyAllocator()
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
-            return self._arrange(snapshot, previous, seed, _aside(snapshot, previous, None), None)
+            return self._arrange(snapshot, previous, seed, _standby(snapshot, previous, None), None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
             placement, _ = plan_at_once(topology, snapshot.workload)
             stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(topology, snapshot.workload)
-        aside = _aside(snapshot, previous, place)
-        known = {*aside, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
+        standby = _standby(snapshot, previous, place)
+        known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
         choose = place.choose if previous and few else None
-        layout = self._arrange(snapshot, previous, seed, aside, choose)
+        layout = self._arrange(snapshot, previous, seed, standby, choose)
         return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
 
     def _arrange(
-        self, snapshot: Snapshot, previous: Plan | None, seed: int, aside: tuple[PeerID, ...], choose: Choose | None
+        self,
+        snapshot: SwarmSnapshot,
+        previous: Plan | None,
+        seed: int,
+        standby: tuple[PeerID, ...],
+        choose: Choose | None,
     ) -> Layout:
         try:
-            return self._greedy.arrange(snapshot, previous, seed=seed, aside=aside, choose=choose)
+            return self._greedy.arrange(snapshot, previous, seed=seed, standby=standby, choose=choose)
         except NoLayout:
             return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
 
@@ -125,7 +131,7 @@ class EvolutionaryAllocator:
         pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
         plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if any(peer.draining for peer in snapshot.peers):
             return None, "a peer is leaving"
         try:
@@ -138,13 +144,15 @@ class EvolutionaryAllocator:
             return None, f"a search found no layout: {flaw}"
 
 
-def _unless_slower(snapshot: Snapshot, previous: Plan, found: tuple[Layout | None, str]) -> tuple[Layout | None, str]:
+def _unless_slower(
+    snapshot: SwarmSnapshot, previous: Plan, found: tuple[Layout | None, str]
+) -> tuple[Layout | None, str]:
     """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong, and no reason
     to move. A layout that moves no peer is never dropped, since new shares alone cost nothing."""
     layout, _ = found
     if layout is not None and layout.places() == places_of(previous):
         return found
-    promised = foresee(snapshot, layout.stages) if layout is not None else None
+    promised = predict_step_time(snapshot, layout.stages) if layout is not None else None
     if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
         return found
     told = f"{promised.tokens_per_s:,.0f} tokens/s, and the live one makes {snapshot.seen_tokens_per_s:,.0f}"
@@ -185,7 +193,7 @@ class _Place:
         return ThroughputObjective(self._topology, self._workload).cost(Placement(stages=stages, bounds=bounds)).seconds
 
 
-def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
+def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
     """Return the spares and newcomers that take no part. As many take part as members were lost since the previous
     plan, or as single-holder stages profit from a second holder: those that help most, and none that lengthens the step
     by more than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
@@ -221,7 +229,9 @@ def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> t
     return tuple(sorted(free[num_needed:]))
 
 
-def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[MeasuredPeer], place: _Place | None) -> int:
+def _num_lacking(
+    snapshot: SwarmSnapshot, slots: Sequence[Slot], free: Sequence[MeasuredPeer], place: _Place | None
+) -> int:
     """Count the stages without a stayer, or with a single one if adding a peer of `free` pays."""
     lacking = [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
     if place is None or any(not slot.stayers for slot in slots):
@@ -235,7 +245,7 @@ def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[Measu
     return count
 
 
-def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
+def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     from shoal.coordinator.allocate.planner import plan, plan_each  # numba takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
@@ -269,9 +279,9 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
     return FIRST_HORIZON_S / steps if steps > 0.0 else math.inf
 
 
-def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
+def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
     from shoal.coordinator.allocate.planner import plan
-    from shoal.coordinator.allocate.staying import best_with_stayers
+    from shoal.coordinator.allocate.resident import best_with_stayers
     from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -334,13 +344,16 @@ def _pays(
     Until the movers compute, only the stayers work, and travelling state takes half of their lines. A mover computes
     once it has its state, or, if that takes long and the run has learners, once it has its weights.
     """
-    travel_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
-    if travel_s > LIGHT_STATE_S:
-        travel_s *= objective.workload.needed_first
+    stop_and_copy_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
+    if stop_and_copy_s > LIGHT_STATE_S:
+        stop_and_copy_s *= objective.workload.needed_first
     stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(current.stages, found.stages, strict=True))
     meanwhile = ThroughputObjective(_giving(objective.topology, stay, found), objective.workload)
     meanwhile_s = meanwhile.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf
-    steps = max(0.0, horizon_s - travel_s) / objective.cost(found).seconds + min(travel_s, horizon_s) / meanwhile_s
+    steps = (
+        max(0.0, horizon_s - stop_and_copy_s) / objective.cost(found).seconds
+        + min(stop_and_copy_s, horizon_s) / meanwhile_s
+    )
     return steps > horizon_s / before_s
 
 
@@ -354,7 +367,7 @@ def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placemen
     return replace(topology, bytes_per_s=left[:, None] * topology.bytes_per_s, up_bytes_per_s=up)
 
 
-def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
+def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
     """Return the live layout with shares by the current figures, if these are far from the plan's; else None."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
@@ -371,7 +384,7 @@ def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
     return Layout(stages=stages, spares=previous.spares, reason="search: shares follow what is measured now")
 
 
-def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
+def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
     """Return the layout with other boundaries that is most worth its change. If none is, but the run asks for another
     number of stages than the live plan has, return the best of that number; else None. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan_each
@@ -387,7 +400,9 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
         work=_work(topology.num_devices),
         bias=snapshot.forecast_bias,
     )
-    each = [nearer(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each]
+    each = [
+        with_fewest_moves(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each
+    ]
     asked = snapshot.num_stages not in (None, len(previous.stages))
     changes = [(worth_its_standstill(snapshot, topology, current, found), found) for found in each]
     worthy = [(change, found) for change, found in changes if change is not None]
@@ -405,7 +420,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
 
 
 def _stages_of(
-    snapshot: Snapshot, topology: Topology, workload: Workload, placement: Placement
+    snapshot: SwarmSnapshot, topology: Topology, workload: Workload, placement: Placement
 ) -> tuple[tuple[Stage, ...], tuple[PeerID, ...]]:
     slots = [
         Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.measured import CLAIM_MIN
 from shoal.protocol.topology import Floats, Ints, Topology, make_topology
 
@@ -48,7 +48,7 @@ CENSORED = 0.7
 """A link that reaches this part of the rate of its ends says nothing about the path between them."""
 
 
-def topology_of(snapshot: Snapshot) -> Topology:
+def topology_of(snapshot: SwarmSnapshot) -> Topology:
     """Return the topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None

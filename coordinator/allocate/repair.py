@@ -72,7 +72,7 @@ class _Mending:
         if spares:
             self.stages[k].append(max(spares, key=lambda d: (self._topology.flop_per_s[d], -d)))
             return
-        for donor in sorted(range(len(self.stages)), key=self._wealth, reverse=True):
+        for donor in sorted(range(len(self.stages)), key=self._headroom, reverse=True):
             able = [d for d in self.stages[donor] if self._fits(d, k)]
             if len(self.stages[donor]) > 1 and able:
                 chosen = max(able, key=lambda d: (self._topology.flop_per_s[d], -d))
@@ -83,14 +83,14 @@ class _Mending:
 
     def with_a_spare(self) -> Iterator[Placement]:
         """Yield candidates, the most promising first: each adds one spare to the poorest stage that it fits into."""
-        for spare in sorted(self._spares(), key=lambda d: (-self._topology.flop_per_s[d], d)):
-            open_to = [k for k in range(len(self.stages)) if self._fits(spare, k)]
-            if open_to and spare in self._spares():
+        for standby in sorted(self._spares(), key=lambda d: (-self._topology.flop_per_s[d], d)):
+            open_to = [k for k in range(len(self.stages)) if self._fits(standby, k)]
+            if open_to and standby in self._spares():
                 stages = [list(stage) for stage in self.stages]
-                stages[min(open_to, key=self._wealth)].append(spare)
+                stages[min(open_to, key=self._headroom)].append(standby)
                 yield Placement(stages=tuple(tuple(sorted(stage)) for stage in stages), bounds=self._bounds)
 
-    def _wealth(self, k: int) -> float:
+    def _headroom(self, k: int) -> float:
         return float(self._topology.flop_per_s[self.stages[k]].sum()) / self._flop[k] if self.stages[k] else 0.0
 
     def _spares(self) -> list[int]:

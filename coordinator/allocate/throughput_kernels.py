@@ -34,28 +34,30 @@ _HEAT = 0.08
 
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of `Problem.units`: FLOP/s; number of devices; one device's bytes of memory, and of its card's bytes/s in
-both directions; the bytes/s of fetching other layers' state; its share of its stage's work, which pauses meanwhile."""
+"""The rows of `SearchProblem.units`: FLOP/s; number of devices; one device's bytes of memory, and of its card's bytes/s
+in both directions; the bytes/s of fetching other layers' state; its share of its stage's work, which pauses
+meanwhile."""
 HOME_FIRST, HOME_LAST = range(2)
-"""The rows of `Problem.home`: the range of layers that a unit holds with state in the current plan."""
+"""The rows of `SearchProblem.home`: the range of layers that a unit holds with state in the current plan."""
 FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
-"""The rows of `Problem.layers`, sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed
+"""The rows of `SearchProblem.layers`, sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed
 expert, `JOB_TO` the fixed bytes of the running job."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 10)
-"""The positions in `Problem.costs`, the demand of one step. A microbatch takes `JOB_PER_FLOP` forwards, at the last
-stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire, its
-total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
+"""The positions in `SearchProblem.costs`, the demand of one step. A microbatch takes `JOB_PER_FLOP` forwards, at the
+last stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire,
+its total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
-"""The rows of `State.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's gradient."""
+"""The rows of `PlacementState.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's
+gradient."""
 PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
-"""The rows of `State.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members, `STRAIN`
-the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
+"""The rows of `PlacementState.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members,
+`STRAIN` the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
 PATHS, STAGES, PAIRS = range(3)
-"""The rows of `State.dirty`: the values of a stage to compute again."""
+"""The rows of `PlacementState.dirty`: the values of a stage to compute again."""
 
 
-class Problem(NamedTuple):
+class SearchProblem(NamedTuple):
     """The constants of a search. There are N units, L layers and C network cards."""
 
     units: Any
@@ -83,7 +85,7 @@ class Problem(NamedTuple):
     """[10]"""
 
 
-class State(NamedTuple):
+class PlacementState(NamedTuple):
     """A placement of N units on K stages, and the parts of its cost."""
 
     stage: Any
@@ -782,7 +784,7 @@ def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
     A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills
     best_stage and best_bounds; S is left at the end of the search.
 
-    Args: B: a State for copies. Returns: (the best cost, work).
+    Args: B: a PlacementState for copies. Returns: (the best cost, work).
     """
     random = np.full(1, np.uint64(seed), np.uint64)
     work = np.zeros(1, np.int64)

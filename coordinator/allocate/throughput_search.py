@@ -21,7 +21,7 @@ from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.topology import Floats, Ints, Topology
 
 if TYPE_CHECKING:
-    from shoal.coordinator.allocate.throughput_kernels import Problem, State
+    from shoal.coordinator.allocate.throughput_kernels import PlacementState, SearchProblem
 
 IMPOSSIBLE = 1e9
 """`throughput_kernels.IMPOSSIBLE`; that module takes a second to import, which only a search needs."""
@@ -224,7 +224,7 @@ class ThroughputEvaluator:
         chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
         return [device for device in row if device in chosen]
 
-    def _problem(self, workload: Workload, horizon_s: float) -> "Problem":
+    def _problem(self, workload: Workload, horizon_s: float) -> "SearchProblem":
         t, w, n = self.topology, workload, self.topology.num_devices
         cards, card = np.unique(t.card, return_inverse=True)
         slower = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
@@ -254,7 +254,7 @@ class ThroughputEvaluator:
         rows = (w.layer_flop, w.layer_parameters, w.layer_held_bytes, experts, fixed)
         stage_sizes = range(1, round(float(weight.sum())) + 1)
         beyond = [0, *(w.experts.beyond(devices) if w.experts else 0 for devices in stage_sizes)]
-        problem: Problem = self._kernels.Problem(
+        problem: SearchProblem = self._kernels.SearchProblem(
             units=np.stack((t.flop_per_s, weight, t.memory_bytes, up, down, fetch_rate, carries)),
             home=home,
             card=card.astype(np.int64),
@@ -296,12 +296,12 @@ def _homes(topology: Topology, workload: Workload, current: Placement | None) ->
     return home, fetch_rate, carries
 
 
-def _state(problem: "Problem", num_stages: int) -> "State":
+def _state(problem: "SearchProblem", num_stages: int) -> "PlacementState":
     """Return an empty placement on `num_stages` stages, with all values dirty."""
-    from shoal.coordinator.allocate.throughput_kernels import CARD, HOP, PAIRS, State
+    from shoal.coordinator.allocate.throughput_kernels import CARD, HOP, PAIRS, PlacementState
 
     n, K = len(problem.card), num_stages
-    return State(
+    return PlacementState(
         stage=np.full(n, -1, dtype=np.int64),
         at=np.zeros(n, dtype=np.int64),
         members=np.zeros((K, n), dtype=np.int64),

@@ -19,7 +19,7 @@ STEP_FLOP_PER_PARAMETER = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageLoad:
     """One stage with n members, each array [n]."""
 
     members: Ints
@@ -44,7 +44,7 @@ class Stage:
 class Flow:
     """The flow through a placement in steady state."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[StageLoad]
     cards: Sequence[Floats]
     """[n] for each stage: bytes/s of each member's card in its slower direction; of a shared card the member's part."""
     shares: Sequence[Floats]
@@ -116,7 +116,7 @@ def joined(a: float, b: float) -> float:
     return larger * math.sqrt(math.sqrt(1.0 + square * square))
 
 
-def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> tuple[float, float]:
+def _commit(workload: Workload, stage: StageLoad, card: Floats, share: Floats, flow_s: float) -> tuple[float, float]:
     """Return (seconds from the last contribution to the new version, share of the bounding card taken by activations).
     Args: flow_s: inf: no other step's activations are in flight."""
     busy = np.zeros(len(card))

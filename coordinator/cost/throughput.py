@@ -42,7 +42,7 @@ otherwise the reduction gets the part of each card that the next step's activati
 A norm joins the two, because a pipeline that waits for the reduction of its cards is late for the next chain: where
 both are near T, the larger alone is too low. The exponent is fitted to simulations (MEASURED.md).
 
-Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`foresight.py`).
+Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`predicted_step.py`).
 
 **Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
 backward. In flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
@@ -71,11 +71,11 @@ import numpy as np
 
 from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
 from shoal.coordinator.cost.flow import fill
-from shoal.coordinator.cost.foresight import foreseen_s
 from shoal.coordinator.cost.memory import StageMemory
-from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
+from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, StageLoad, pace_of
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.predicted_step import predicted_step_s
 from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
@@ -226,12 +226,12 @@ class ThroughputObjective:
 
     # --- stages ---
 
-    def _stages(self, placement: Placement) -> list[Stage]:
+    def _stages(self, placement: Placement) -> list[StageLoad]:
         members = [np.asarray(stage, dtype=np.int64) for stage in placement.stages]
         wire = self._wire or WireBytes.same(self.workload, len(members))
         return [self._stage(placement, members, k, wire) for k in range(len(members))]
 
-    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int, wire: WireBytes) -> Stage:
+    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int, wire: WireBytes) -> StageLoad:
         t, w, members = self.topology, self.workload, groups[k]
         first, last = placement.bounds[k], placement.bounds[k + 1]
         parameters = sum(w.layer_parameters[first:last])
@@ -263,7 +263,7 @@ class ThroughputObjective:
             path = both_ways(t, members, end, w.cut_bytes).max(axis=1)
             with np.errstate(divide="ignore"):
                 reduce_path_s += float((tied_bytes / path).max())
-        return Stage(
+        return StageLoad(
             members=members,
             job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
@@ -274,7 +274,7 @@ class ThroughputObjective:
             step_s=STEP_FLOP_PER_PARAMETER * parameters / float(t.flop_per_s[members].min()),
         )
 
-    def _cards(self, stages: Sequence[Stage]) -> list[Floats]:
+    def _cards(self, stages: Sequence[StageLoad]) -> list[Floats]:
         """Return bytes/s of each member's card in the slower direction; of a shared card the member's part."""
         t, w = self.topology, self.workload
         load = np.zeros(t.num_devices)
@@ -286,7 +286,7 @@ class ThroughputObjective:
         part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
         return [(rate * part)[stage.members] for stage in stages]
 
-    def _saturate(self, stage: Stage, card: Floats) -> tuple[float, Floats]:
+    def _saturate(self, stage: StageLoad, card: Floats) -> tuple[float, Floats]:
         """Return (T_stage, each member's part of M). Exact: Newton from the left on a concave, piecewise linear sum."""
         M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
@@ -307,17 +307,17 @@ class ThroughputObjective:
             seconds += lack / gain
         return seconds, taken
 
-    def _reduce_s(self, stage: Stage, card: Floats) -> float:
+    def _reduce_s(self, stage: StageLoad, card: Floats) -> float:
         return max(stage.reduce_path_s, float((stage.reduced / card).max()))
 
-    def _free_rate(self, stage: Stage, card: Floats) -> float:
+    def _free_rate(self, stage: StageLoad, card: Floats) -> float:
         per_card = self.workload.cut_bytes * stage.away
         by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
         return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
 
     # --- between stages ---
 
-    def _pairs(self, stages: Sequence[Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
+    def _pairs(self, stages: Sequence[StageLoad], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
         """Return, for each two neighbouring stages, the flow in microbatches/s and the mean seconds of a round trip."""
         wire = self._wire or WireBytes.same(self.workload, len(stages))
         flows, hops_s = [], []
@@ -335,7 +335,7 @@ class ThroughputObjective:
         w = self.workload
         if w.control is None or pace.steps_ahead == 0:
             return pace.step_s
-        return foreseen_s(
+        return predicted_step_s(
             lambda steps_ahead: pace_of(w, flow, steps_ahead).tails,
             flow_s=flow.flow_s,
             round_trip_s=flow.trips_s[0],

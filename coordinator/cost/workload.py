@@ -76,7 +76,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline's control chooses how much runs ahead (`foresight.py`). None:
+    """The price of staleness by which the pipeline's control chooses how much runs ahead (`predicted_step.py`). None:
     everything that is allowed."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
@@ -121,7 +121,7 @@ class Workload:
     @property
     def needed_first(self) -> float:
         """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
-        (`peer/light.py`). 1 where learners are not possible."""
+        (`peer/learner.py`). 1 where learners are not possible."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from shoal.coordinator.experts.failure_records import FailureRecords
-from shoal.coordinator.experts.replan import Node, replan
+from shoal.coordinator.experts.replan import ExpertNode, replan
 from shoal.coordinator.experts.token_shares import token_shares
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
@@ -164,8 +164,8 @@ class ExpertPlaces:
                     continue  # this member has moved to another stage
                 current.setdefault(member.peer, []).append(entry.expert)
                 since[entry.expert, member.peer] = sequence if begins else member.since
-        nodes: dict[str, Node] = {
-            peer: Node(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
+        nodes: dict[str, ExpertNode] = {
+            peer: ExpertNode(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
         }
         loads = list(measured) if measured is not None and is_measured else _loads_meant(groups, self.num_experts)
         chosen = replan(
@@ -217,7 +217,7 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 
 
 def _filled(
-    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int, loads: Sequence[float]
+    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, ExpertNode], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
     """Guess how each member's slots are filled, since a plan names only the holders. Free slots take the busiest
     experts, as at placement. (Lost: more of each in turn: the busiest replica seemed too busy, and quiet swarms kept

@@ -26,7 +26,7 @@ _GLANCE_EFFORT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ExpertNode:
     """A live peer as a holder of experts."""
 
     slots: int
@@ -49,7 +49,7 @@ class Replan:
 def replan(
     current: Mapping[str, Sequence[int]],
     loads: Sequence[float],
-    nodes: Mapping[str, Node],
+    nodes: Mapping[str, ExpertNode],
     *,
     min_replicas: int,
     seed: int = 0,
@@ -72,7 +72,7 @@ class _Decision:
         self,
         current: Mapping[str, Sequence[int]],
         loads: Sequence[float],
-        nodes: Mapping[str, Node],
+        nodes: Mapping[str, ExpertNode],
         min_replicas: int,
         seed: int,
     ) -> None:

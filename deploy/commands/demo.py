@@ -26,7 +26,7 @@ from shoal.protocol.toml.spec_file import load_spec
 
 if TYPE_CHECKING:
     from shoal.deploy.demo.driver import DemoOptions
-    from shoal.deploy.demo.summary import Summary
+    from shoal.deploy.demo.summary import DemoSummary
 
 
 @examples(
@@ -151,7 +151,7 @@ def _tune(options: "DemoOptions", console: Console) -> None:
         tell(console, line)
 
 
-def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:
+def _print_summary(console: Console, summary: "DemoSummary", *, unit: str) -> None:
     from shoal.deploy.demo.summary import summary_lines
 
     for label, text in summary_lines(summary, unit=unit):

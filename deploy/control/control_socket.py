@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ControlAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """`error` is a sentence for a person; if empty, `value` is the answer."""
 
     value: dict[str, Any] = {}
@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _REQUESTS = msgspec.json.Decoder(Request)
-_ANSWERS = msgspec.json.Decoder(Answer)
+_ANSWERS = msgspec.json.Decoder(ControlAnswer)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -128,21 +128,21 @@ class ControlServer:
             writer.write(_ENCODER.encode(await self._answer(line)) + b"\n")
             await writer.drain()
 
-    async def _answer(self, line: bytes) -> Answer:
+    async def _answer(self, line: bytes) -> ControlAnswer:
         try:
             request = _REQUESTS.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return Answer(error=f"the request cannot be read ({error})")
+            return ControlAnswer(error=f"the request cannot be read ({error})")
         handler = self._handlers.get(request.verb)
         if handler is None:
-            return Answer(error=f"the peer that runs here does not know {request.verb!r}: is its shoal older?")
+            return ControlAnswer(error=f"the peer that runs here does not know {request.verb!r}: is its shoal older?")
         try:
-            return Answer(value=dict(await handler(request.arguments)))
+            return ControlAnswer(value=dict(await handler(request.arguments)))
         except ShoalError as error:
-            return Answer(error=str(error))
+            return ControlAnswer(error=str(error))
         except Exception:
             logger.exception("the request %r failed", request.verb)
-            return Answer(error=f"the peer could not {request.verb!r}: its log says why")
+            return ControlAnswer(error=f"the peer could not {request.verb!r}: its log says why")
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
         return self.key.delegation.name
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
+class NamedKey(msgspec.Struct, frozen=True, kw_only=True):
     """A member that the owner has excluded, or a key (a member's or an invite's) that the owner has readmitted."""
 
     key: bytes
@@ -59,7 +59,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invites: tuple[GivenOut, ...] = ()
     excluded: tuple[PeerID, ...] = ()
     """Members excluded by an earlier version of shoal."""
-    named: tuple[Named, ...] = ()
+    named: tuple[NamedKey, ...] = ()
     number: int = 0
 
 
@@ -134,7 +134,7 @@ class InviteBook:
         return self._mark(self.find(name), revoked=True)
 
     @property
-    def named(self) -> tuple[Named, ...]:
+    def named(self) -> tuple[NamedKey, ...]:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
@@ -142,11 +142,11 @@ class InviteBook:
         full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
-        self._name(Named(key=public_key_of(peer), name=name, invite=invite))
+        self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
         """Readmit the member or invite with this key, excluded by any order. Raises: LocalError: the disk is full."""
-        self._name(Named(key=key, invite=invite, readmitted=True))
+        self._name(NamedKey(key=key, invite=invite, readmitted=True))
         for given in self.all:
             if given.key.delegation.key == key and given.revoked:
                 self._mark(given, revoked=False)
@@ -159,7 +159,7 @@ class InviteBook:
         self._order(invites=invites, named=named)
         return marked
 
-    def _name(self, named: Named) -> None:
+    def _name(self, named: NamedKey) -> None:
         others = tuple(entry for entry in self._file.named if entry.key != named.key)
         if len(others) >= INVITES_MAX:
             raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke their invites")
@@ -173,7 +173,7 @@ class InviteBook:
     def _read(self) -> _File:
         try:
             file = msgspec.json.decode(self._disk.read(self._path), type=_File)
-            named = (*file.named, *(Named(key=public_key_of(peer)) for peer in file.excluded))
+            named = (*file.named, *(NamedKey(key=public_key_of(peer)) for peer in file.excluded))
             return msgspec.structs.replace(file, named=named, excluded=())
         except FileNotFoundError:
             return _File()

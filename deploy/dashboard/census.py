@@ -31,7 +31,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class DepartedPeer:
     peer: PeerID
     name: str
     stage: int | None
@@ -40,14 +40,14 @@ class Departure:
 
 class Census:
     def __init__(self) -> None:
-        self.departures: list[Departure] = []
+        self.departures: list[DepartedPeer] = []
         """Departures of peers that have not returned, oldest first."""
         self._known: dict[PeerID, _Known] = {}
         self._names: dict[PeerID, str] = {}
         self._by_ending: dict[str, str] = {}
         self._began = False
 
-    def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerID], list[Departure]]:
+    def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerID], list[DepartedPeer]]:
         """Take a new table. Returns: (arrivals, departures) since the previous table; none for the first one."""
         joined = []
         for peer in status.peers:
@@ -70,7 +70,7 @@ class Census:
             known.missed += 1
             if known.missed > 1 and now_s - known.seen_s >= GONE_AFTER_S:
                 del self._known[id_]
-                gone.append(Departure(peer=id_, name=self.name_of(id_), stage=known.status.stage, at_s=now_s))
+                gone.append(DepartedPeer(peer=id_, name=self.name_of(id_), stage=known.status.stage, at_s=now_s))
         self.departures = (self.departures + gone)[-NAMES_MAX:]
         return joined, gone
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultKind, FaultLine
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
@@ -62,7 +62,7 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
             yield Act(at_s=(turn + 0.5) * options.kill_every_s, kind="suspend")
 
 
-def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]:
+def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: those without state, and those with state, each expert included,
     that other reachable members also hold.
 
@@ -92,7 +92,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]
     listed = [peer.peer for peer in status.peers]
     units = [{listed[at] for at in unit.holders if 0 <= at < len(listed)} - unable for unit in status.experts]
 
-    def can_go(member: Member) -> bool:
+    def can_go(member: CrewMember) -> bool:
         stage = stage_of.get(member.peer)
         held = [unit for unit in units if member.peer in unit]
         if stage is not None:
@@ -102,7 +102,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]
     return [member for member in crew.alive if not member.suspended and can_go(member)]
 
 
-def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[Member, ExpertStatus] | None:
+def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
     """Return a holder of the busiest expert that the run can lose, the coordinator only as the last choice; None if
     loads are unknown or there is no such holder. `status`, `now_s`: see `expendable`."""
     if not any(expert.load > 0.0 for expert in status.experts):
@@ -126,7 +126,7 @@ class FaultPorts:
     on_left_behind: Callable[[str, list[int]], None]
     """Called with (name, ids of the processes that a killed peer left running)."""
 
-    async def kill(self, member: Member) -> None:
+    async def kill(self, member: CrewMember) -> None:
         left = await self.crew.kill(member)
         if left:
             self.on_left_behind(member.name, left)
@@ -166,7 +166,7 @@ class Chaos:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _carry_out(self, act: Act, member: Member, status: SwarmStatus) -> None:
+    async def _carry_out(self, act: Act, member: CrewMember, status: SwarmStatus) -> None:
         coordinates = member.peer == status.coordinator
         stage = next((peer.stage for peer in status.peers if peer.peer == member.peer), None)
         kind: Literal["kill", "kill_coordinator", "suspend"] = act.kind
@@ -183,7 +183,7 @@ class Chaos:
         await self._crew.let_in(newcomer)
         self._ports.on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
-    async def _victim(self, act: Act) -> tuple[Member, SwarmStatus]:
+    async def _victim(self, act: Act) -> tuple[CrewMember, SwarmStatus]:
         """Wait until there is a suitable peer that the run can lose, and return it."""
         while True:
             status = self._ports.status()
@@ -197,7 +197,7 @@ class Chaos:
                     return self._rng.choice(members), status
             await asyncio.sleep(_LOOK_S)
 
-    async def _resume_later(self, member: Member) -> None:
+    async def _resume_later(self, member: CrewMember) -> None:
         try:
             await asyncio.sleep(self._options.suspend_s)
         finally:

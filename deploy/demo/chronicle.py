@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.step_book import StepBook
-from shoal.deploy.demo.summary import DemoRecord, FaultLine, StepLine, Summary
+from shoal.deploy.demo.summary import DemoRecord, DemoStepLine, DemoSummary, FaultLine
 from shoal.deploy.report import (
     Committed,
     Contribution,
@@ -164,12 +164,12 @@ class Chronicle:
 
     def sum_up(
         self, *, peers: int, chaos: bool, watched_until_s: float, snapshot: str, sample: str, folder: Path
-    ) -> Summary:
+    ) -> DemoSummary:
         """Make the summary. `watched_until_s`: the end of waiting for steps, in `time.monotonic()`."""
         record, book, spec = self.record, self._book, self._spec
         first_step_s = record.step_times_s[0] - self.started_s if record.step_times_s else None
         step_s = record.step_s_median()
-        summary = Summary(
+        summary = DemoSummary(
             steps=spec.training.steps if record.finished else record.steps_seen,
             finished=record.finished,
             loss_first=record.first.loss if record.first else None,
@@ -260,7 +260,7 @@ class Chronicle:
         self.record.add(shown, at_s)
         self._show(shown)
         self._write_json(
-            StepLine(
+            DemoStepLine(
                 step=shown.step,
                 era=shown.era,
                 loss=shown.loss,

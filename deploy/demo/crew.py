@@ -20,7 +20,7 @@ from shoal.protocol.live import leftovers
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Member:
+class CrewMember:
     """One process of the crew. A restarted peer is another member with the same name and folder."""
 
     child: Child
@@ -70,7 +70,7 @@ class Crew:
         tokenizer: str = "",
         parts: Sequence[float] | None = None,
     ) -> None:
-        self.members: list[Member] = []
+        self.members: list[CrewMember] = []
         self.invite = ""
         """The host's invite; empty: the host is not up yet."""
         self._key: InviteKey | None = None
@@ -92,13 +92,13 @@ class Crew:
         return self._folder / "logs"
 
     @property
-    def alive(self) -> list[Member]:
+    def alive(self) -> list[CrewMember]:
         return [member for member in self.members if member.is_alive]
 
-    def member_of(self, child: Child) -> Member:
+    def member_of(self, child: Child) -> CrewMember:
         return next(member for member in reversed(self.members) if member.child is child)
 
-    async def start(self, name: str = "") -> Member:
+    async def start(self, name: str = "") -> CrewMember:
         """Start a new peer, or restart `name` in its folder. The first one hosts; the others wait for an invite."""
         hosts = not self.members
         name = name or f"peer-{next(self._numbers)}"
@@ -114,7 +114,7 @@ class Crew:
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         child = await self._children.start(name, argv, env=environment(), log=self.logs / f"{name}.log")
-        member = Member(child=child)
+        member = CrewMember(child=child)
         self.members.append(member)
         return member
 
@@ -125,26 +125,26 @@ class Crew:
             self._shares[name] = min(1.0, part / sum(parts) * processors())
         return self._shares[name]
 
-    async def let_in(self, member: Member) -> None:
+    async def let_in(self, member: CrewMember) -> None:
         """Give the member an invite that names the present members."""
         await self._children.tell(member.child, self._current_invite() + "\n")
 
-    async def kill(self, member: Member) -> list[int]:
+    async def kill(self, member: CrewMember) -> list[int]:
         """Send SIGKILL. Returns: processes that the member left behind."""
         member.killed = True
         return await self._children.kill(member.child)
 
-    def suspend(self, member: Member) -> None:
+    def suspend(self, member: CrewMember) -> None:
         """Send SIGSTOP: the process stops without closing anything; its daemon still accepts calls."""
         member.suspended = True
         member.child.send(signal.SIGSTOP)
 
-    def resume(self, member: Member) -> None:
+    def resume(self, member: CrewMember) -> None:
         member.suspended = False
         member.awake_since_s = time.monotonic()
         member.child.send(signal.SIGCONT)
 
-    def terminate(self, members: Sequence[Member]) -> None:
+    def terminate(self, members: Sequence[CrewMember]) -> None:
         """Ask the members to leave."""
         for member in members:
             member.dismissed = True
@@ -161,7 +161,7 @@ class Crew:
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key
 
-    def take(self, member: Member, report: Ready | Joined | Obeys | Left) -> None:
+    def take(self, member: CrewMember, report: Ready | Joined | Obeys | Left) -> None:
         match report:
             case Ready():
                 self.invite = report.invite

@@ -23,7 +23,7 @@ from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill, FaultPorts
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment
-from shoal.deploy.demo.summary import Summary
+from shoal.deploy.demo.summary import DemoSummary
 from shoal.deploy.report import Joined, Left, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.deploy.words import number_of_stages
@@ -82,7 +82,7 @@ class Demo:
         self._interrupts = 0
         self._sample_line = b""
 
-    async def run(self) -> Summary:
+    async def run(self) -> DemoSummary:
         """Run the demo. Raises: LocalError: the swarm did not start; the sentence is the failed peer's."""
         main = asyncio.current_task()
         assert main is not None
@@ -93,7 +93,7 @@ class Demo:
             self._chronicle.show_on(dashboard)
             return await self._run()
 
-    async def _run(self) -> Summary:
+    async def _run(self) -> DemoSummary:
         with self._chronicle.kept(self._options.json_path):
             measuring = asyncio.create_task(self._measure_memory(), name="measure memory")
             try:

@@ -36,7 +36,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of killed peers that did not end by themselves."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of `--json`."""
 
     steps: int
@@ -79,7 +79,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
 
 
-class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+class DemoStepLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `--json` for one step, in order. After a return to a snapshot steps repeat, in a later era."""
 
     step: int
@@ -203,7 +203,7 @@ def _finite(seconds: float) -> float | None:
 Line = tuple[str, str]
 
 
-def summary_lines(summary: Summary, *, unit: str) -> list[Line]:
+def summary_lines(summary: DemoSummary, *, unit: str) -> list[Line]:
     """Return (label, text) lines; a line without a label is plain text. Args: unit: of a loss: byte or token."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"

@@ -19,7 +19,7 @@ from rich.console import Console
 from shoal.deploy.children import CLI, Children, last_line
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.driver import Demo, DemoOptions
-from shoal.deploy.demo.summary import Summary
+from shoal.deploy.demo.summary import DemoSummary
 from shoal.deploy.demo.two_corpora import TwoCorpora, write_two_corpora
 from shoal.deploy.terminal.screen import tell
 from shoal.protocol.errors import LocalError
@@ -33,7 +33,7 @@ _STEPS_SHARE: Final = 2
 """The ratio of the base's steps to the adapters'."""
 
 
-class Losses(msgspec.Struct, frozen=True, kw_only=True):
+class TextLosses(msgspec.Struct, frozen=True, kw_only=True):
     """The losses of one model on the two texts, in nats a byte."""
 
     code: float
@@ -49,8 +49,8 @@ class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the adapters."""
     steps: int
     tune_steps: int
-    before: Losses
-    after: Losses
+    before: TextLosses
+    after: TextLosses
     base_seconds: float
     tune_seconds: float
     seconds: float
@@ -123,7 +123,7 @@ class Tuning:
             snapshot=tune.snapshot,
         )
 
-    async def _train(self, spec: RunSpec, folder: Path) -> Summary:
+    async def _train(self, spec: RunSpec, folder: Path) -> DemoSummary:
         demo = Demo(replace(self._options, spec=spec, folder=folder, json_path=None), self._console)
         summary = await demo.run()
         if demo.interrupted:
@@ -132,11 +132,11 @@ class Tuning:
             raise LocalError(f"the swarm ended before its last step: look into {folder}/logs")
         return summary
 
-    async def _losses(self, where: str, corpora: TwoCorpora) -> Losses:
+    async def _losses(self, where: str, corpora: TwoCorpora) -> TextLosses:
         texts = [part for path in corpora.held_out for part in ("--text", path)]
         said = await self._shoal("eval", where, *texts, "--device", "cpu")
         code, prose = (score["loss"] for score in said["scores"])
-        return Losses(code=code, prose=prose)
+        return TextLosses(code=code, prose=prose)
 
     async def _shoal(self, command: str, *arguments: object) -> dict[str, Any]:
         """Return the output of `shoal COMMAND … --json`. Raises: LocalError: it failed, with its own line."""

@@ -30,7 +30,7 @@ from shoal.deploy.planning.figures import (
     said_regions,
     said_tokens,
 )
-from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
+from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, LayoutRequest, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
 from shoal.deploy.planning.rows import Column, Rows
@@ -103,7 +103,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The wire formats, and the speed with them; empty in a comparison, and if the run leaves no choice."""
 
 
-def propose(name: LayoutName, request: Request, objective: Objective) -> Proposal:
+def propose(name: LayoutName, request: LayoutRequest, objective: Objective) -> Proposal:
     """Make and score a layout. An impossible one is a proposal too, with the reason as its cost."""
     begun_s = time.process_time()
     try:
@@ -152,7 +152,7 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
     )
 
 
-def _stage_lines_with_memory(placement: Placement, request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
+def _stage_lines_with_memory(placement: Placement, request: LayoutRequest, spec: RunSpec) -> tuple[StageLine, ...]:
     """Return the stages with the memory needed on a member's card (`coordinator/cost/memory.py`)."""
     stages = _stage_lines(placement)
     objective = ThroughputObjective(request.topology, request.workload)
@@ -220,7 +220,7 @@ def show_plan(what: str, asked: Asked) -> None:
     spec, stages, paper = scenario.spec, scenario.stages, scenario.paper
     if asked.run is not None:
         spec, stages, paper = asked.run, asked.run.swarm.stages_max, None
-    request = Request(
+    request = LayoutRequest(
         topology=scenario.topology,
         workload=Workload.of(spec),
         paper=paper,
@@ -274,7 +274,7 @@ def _show_one(
     console: Console,
     what: str,
     aim: ObjectiveName,
-    request: Request,
+    request: LayoutRequest,
     judge: Objective,
     scenario: Scenario,
     spec: RunSpec,
@@ -306,7 +306,7 @@ def _show_one(
     return msgspec.structs.replace(report, stages=stages, figures=figures, left_out=tuple(groups), formats=formats)
 
 
-def _said_of_formats(placement: Placement, request: Request, spec: RunSpec) -> str:
+def _said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec) -> str:
     """Return a sentence about the wire formats that a plan with this layout would choose; empty if the run leaves no
     choice. All other figures assume the thinnest formats, which the search uses."""
     takes = FormatBytes.of(spec)
@@ -317,7 +317,7 @@ def _said_of_formats(placement: Placement, request: Request, spec: RunSpec) -> s
     return f"{formats.sentence}: {cost.parts['tokens_per_s']:,.0f} tokens/s" if math.isfinite(cost.seconds) else ""
 
 
-def _show_left_out(console: Console, request: Request, placement: Placement) -> list[LeftOut]:
+def _show_left_out(console: Console, request: LayoutRequest, placement: Placement) -> list[LeftOut]:
     groups: list[LeftOut] = []
     if not placement.spares(request.topology.num_devices):
         return groups
@@ -343,7 +343,9 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
     return groups
 
 
-def _show_comparison(console: Console, aim: ObjectiveName, request: Request, judge: Objective) -> list[PlanReport]:
+def _show_comparison(
+    console: Console, aim: ObjectiveName, request: LayoutRequest, judge: Objective
+) -> list[PlanReport]:
     """Print the layouts row by row as they are found; equal ones are listed at the end."""
     rows = Rows(console, _COLUMNS)
     seen: dict[Placement, LayoutName] = {}
@@ -374,7 +376,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
     return reports
 
 
-def _figures(placement: Placement, request: Request, scenario: Scenario, asked: Asked) -> Figures:
+def _figures(placement: Placement, request: LayoutRequest, scenario: Scenario, asked: Asked) -> Figures:
     """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
@@ -397,13 +399,13 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, asked: 
     )
 
 
-def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
+def _goal(request: LayoutRequest, scenario: Scenario, asked: Asked) -> Goal:
     run, parameters = asked.run, request.workload.num_parameters
     steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
-def objective_of(name: ObjectiveName, request: Request) -> Objective:
+def objective_of(name: ObjectiveName, request: LayoutRequest) -> Objective:
     if name == "throughput":
         return ThroughputObjective(request.topology, request.workload)
     return DtfmObjective(request.topology, request.constants)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
@@ -24,7 +24,7 @@ DEVICES_PER_STAGE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class LayoutRequest:
     """The input of a layout. Equal requests give equal layouts."""
 
     topology: Topology
@@ -69,12 +69,12 @@ class Request:
         )
 
 
-def layout(name: LayoutName, request: Request) -> Placement:
+def layout(name: LayoutName, request: LayoutRequest) -> Placement:
     """Make a layout. Raises: LocalError, NoLayout: it is impossible."""
     return _LAYOUTS[name](request)
 
 
-def _ours(request: Request) -> Placement:
+def _ours(request: LayoutRequest) -> Placement:
     from shoal.coordinator.allocate.planner import plan  # numba takes a second to import
 
     num_stages = None if request.stages is None else request.num_stages
@@ -93,12 +93,12 @@ def _foreseen_s(cost: Cost) -> float:
     return cost.seconds * cost.parts["foreseen_s"] / cost.parts["step_s"]
 
 
-def _at_once(request: Request) -> Placement:
+def _at_once(request: LayoutRequest) -> Placement:
     num_stages = None if request.stages is None else request.num_stages
     return plan_at_once(request.topology, request.workload, num_stages=num_stages)[0]
 
 
-def _dtfm(request: Request) -> Placement:
+def _dtfm(request: LayoutRequest) -> Placement:
     from shoal.coordinator.allocate.dtfm_search import plan_dtfm
 
     found, _ = plan_dtfm(
@@ -107,7 +107,7 @@ def _dtfm(request: Request) -> Placement:
     return _placement(request, found.stages)
 
 
-def _greedy(request: Request) -> Placement:
+def _greedy(request: LayoutRequest) -> Placement:
     """Return the layout by speed alone, which the live coordinator uses after a change until its search is done."""
     t = request.topology
     peers = tuple(
@@ -120,7 +120,7 @@ def _greedy(request: Request) -> Placement:
         )
         for device in range(t.num_devices)
     )
-    snapshot = Snapshot(peers=peers, layer_costs=request.workload.layer_flop, num_stages=request.num_stages)
+    snapshot = SwarmSnapshot(peers=peers, layer_costs=request.workload.layer_flop, num_stages=request.num_stages)
     found = GreedyAllocator().allocate(snapshot, None, seed=request.seed)
     return Placement(
         stages=tuple(tuple(sorted(int(member.peer) for member in stage.members)) for stage in found.stages),
@@ -128,35 +128,35 @@ def _greedy(request: Request) -> Placement:
     )
 
 
-def _given(request: Request) -> Placement:
+def _given(request: LayoutRequest) -> Placement:
     return _dealt(request, list(range(request.topology.num_devices)))
 
 
-def _random(request: Request) -> Placement:
+def _random(request: LayoutRequest) -> Placement:
     devices = list(range(request.topology.num_devices))
     random.Random(f"random layout/{request.seed}").shuffle(devices)
     return _dealt(request, devices)
 
 
-def _mod(request: Request) -> Placement:
+def _mod(request: LayoutRequest) -> Placement:
     K, n = request.num_stages, request.topology.num_devices
     return _placement(request, [list(range(k, n, K)) for k in range(K)])
 
 
-def _dealt(request: Request, devices: Sequence[int]) -> Placement:
+def _dealt(request: LayoutRequest, devices: Sequence[int]) -> Placement:
     """Divide `devices` in order into stages of nearly equal size."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 
 
-def _placement(request: Request, groups: Sequence[Sequence[int]]) -> Placement:
+def _placement(request: LayoutRequest, groups: Sequence[Sequence[int]]) -> Placement:
     return Placement(
         stages=tuple(tuple(sorted(group)) for group in groups),
         bounds=partition(request.workload.layer_flop, len(groups)),
     )
 
 
-_LAYOUTS: dict[LayoutName, Callable[[Request], Placement]] = {
+_LAYOUTS: dict[LayoutName, Callable[[LayoutRequest], Placement]] = {
     "ours": _ours,
     "at-once": _at_once,
     "dtfm": _dtfm,

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class SessionNetwork:
     identity: Identity
     gate: Gate
     transport: LiveTransport
@@ -45,7 +45,7 @@ async def open_network(
     announce: Sequence[str],
     rates: RateLimits,
     invited: Sequence[str],
-) -> AsyncIterator[Network]:
+) -> AsyncIterator[SessionNetwork]:
     """Keep the network up inside the context, and write down connected peers meanwhile.
 
     Args:
@@ -78,7 +78,7 @@ async def open_network(
             keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
         )
         stack.push_async_callback(_cancelled, keeping)
-        yield Network(identity=identity, gate=gate, transport=transport, directory=directory)
+        yield SessionNetwork(identity=identity, gate=gate, transport=transport, directory=directory)
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:

@@ -52,7 +52,7 @@ from shoal.deploy.run.spec_record import FIND_S, Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
 from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.knock import why_refused
-from shoal.deploy.session.network import Network, open_network
+from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.session.telling_scores import tell_scores
@@ -283,7 +283,9 @@ async def _go_over(
             newer = await _take_part(network, run, options, stop)
 
 
-def _network(identity: Identity, invite: Invite, options: Options) -> contextlib.AbstractAsyncContextManager[Network]:
+def _network(
+    identity: Identity, invite: Invite, options: Options
+) -> contextlib.AbstractAsyncContextManager[SessionNetwork]:
     members = invite.members_for(identity.peer_id)
     take_kept(members, LiveDisk(options.folder), identity.peer_id)
     return open_network(
@@ -297,7 +299,7 @@ def _network(identity: Identity, invite: Invite, options: Options) -> contextlib
     )
 
 
-async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> Found | None:
+async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop: Stop) -> Found | None:
     """Take part until the run is done or a stop is requested.
 
     Returns: a newer revision of the run's spec, if that is why it ended.
@@ -314,7 +316,7 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
             return await _train(network, run, options, stop, recorded, showing, recorder)
 
 
-def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
+def _keeping(network: SessionNetwork, run: _Run, options: Options) -> Keeping:
     name = network.transport.run
     return Keeping(
         run=name,
@@ -347,7 +349,7 @@ def _machine(run: str) -> str:
 
 
 def _make_node(
-    network: Network, run: _Run, options: Options, compute: Compute, output: Output, device: ComputeDevice
+    network: SessionNetwork, run: _Run, options: Options, compute: Compute, output: Output, device: ComputeDevice
 ) -> Node:
     ports = NodePorts(
         transport=network.transport,
@@ -386,7 +388,7 @@ def _make_node(
 
 
 async def _train(
-    network: Network,
+    network: SessionNetwork,
     run: _Run,
     options: Options,
     stop: Stop,
@@ -487,7 +489,7 @@ async def _train(
         await control.close()
 
 
-def _for_commands(network: Network, run: _Run, told: Sequence[str]) -> str:
+def _for_commands(network: SessionNetwork, run: _Run, told: Sequence[str]) -> str:
     """Return an invite for commands on this machine: local addresses first, since the public one may not work from
     inside the router or may have changed."""
     here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)

@@ -1,7 +1,7 @@
 """Merges the stages' snapshots and generates a text, at the end of `shoal demo`.
 
 It runs as a separate process (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay
-small. It prints one `Sample` as JSON.
+small. It prints one `GeneratedSample` as JSON.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TEMPERATURE = 0.6
 """Below 1, so that a small model's rare errors do not hide what it has learned."""
 
 
-class Sample(msgspec.Struct, frozen=True):
+class GeneratedSample(msgspec.Struct, frozen=True):
     snapshot: str
     version: int
     text: str
@@ -84,7 +84,7 @@ def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[
     return {key: found[key] if key in keys else joined(spec, key, found) for key in all_layer_keys(spec.model)}
 
 
-def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
+def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> GeneratedSample:
     """Load the whole snapshot at `path` and continue `PROMPT`."""
     found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
     model, base = found.spec.model.whole, BaseModel(found.spec, near=[path]) if found.spec.adapter is not None else None
@@ -95,7 +95,7 @@ def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     tokenizer = load_tokenizer(found.spec.data)
     prompt = tokenizer.encode([PROMPT])[0].tolist()
     tokens = islice(stream(model, params, prompt, Sampler(temperature=TEMPERATURE, seed=seed)), num_tokens)
-    return Sample(snapshot=str(path), version=found.version, text=PROMPT + tokenizer.decode(list(tokens)))
+    return GeneratedSample(snapshot=str(path), version=found.version, text=PROMPT + tokenizer.decode(list(tokens)))
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.deploy.simulate.extents import ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
 from shoal.deploy.simulate.modelled_shard import ModelledShard
-from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.flop import job_flop, part_flop, stage_flop, trunk_flop
@@ -81,7 +81,9 @@ class ModelledRuntime(_ModelledStage):
 class ModelledTrunk(_ModelledStage):
     """Implements `TrunkRuntime`, with the tokens that `routing` draws for each expert."""
 
-    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: Routing) -> None:
+    def __init__(
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: SimulatedRouting
+    ) -> None:
         keys = trunk_keys(spec.model, first_layer, last_layer)
         super().__init__(spec, keys, has_input=first_layer > 0, vectors=vectors)
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
@@ -136,7 +138,13 @@ class ModelledArithmetic:
     """Implements `Arithmetic`. Args: routing: for runs that place experts."""
 
     def __init__(
-        self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int, routing: Routing | None = None
+        self,
+        spec: RunSpec,
+        *,
+        has_text: bool,
+        memory_bytes: float,
+        chunk_bytes: int,
+        routing: SimulatedRouting | None = None,
     ) -> None:
         self.vectors: Vectors = ModelledVectors(chunk_bytes=chunk_bytes, sums=spec.wire.sums)
         self.tokens: TokenWire = ModelledTokenWire(spec)

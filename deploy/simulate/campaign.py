@@ -1,6 +1,6 @@
 """Play one seed of a campaign: a swarm suffers the faults that the seed draws, while the invariants are checked.
 
-The same seed and commit give the same run, event for event, as `Verdict.trace_hash` shows. Handwritten scenarios run
+The same seed and commit give the same run, event for event, as `RunVerdict.trace_hash` shows. Handwritten scenarios run
 here, too, with their own `Trial` or a script that injects faults.
 """
 
@@ -15,7 +15,7 @@ from shoal.deploy.simulate.sightings import Injected, Quiet, Ticked
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial
-from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import play
 from shoal.protocol.sim.loop import Deadlock, VirtualTimeLoop, run
@@ -26,7 +26,7 @@ BEGINS_S = 120.0
 """The first step must be committed by this time; there are no faults before it."""
 LASTS_S_MAX = 3600.0
 
-Script = Callable[[SimSwarm, Witness], Awaitable[None]]
+Script = Callable[[SimSwarm, RunWitness], Awaitable[None]]
 """A function that breaks a training swarm, and returns when all faults are healed."""
 
 
@@ -34,15 +34,15 @@ class Broken(Exception):
     """An invariant does not hold: the run ends here."""
 
 
-def run_seed(seed: int, options: CampaignOptions) -> Verdict:
+def run_seed(seed: int, options: CampaignOptions) -> RunVerdict:
     return run_trial(draw_trial(seed, options)).verdict
 
 
-def run_trial(trial: Trial, script: Script | None = None) -> Witness:
+def run_trial(trial: Trial, script: Script | None = None) -> RunWitness:
     """Play a trial. Args: script: injects faults in place of the trial's schedule."""
     begun_s = time.perf_counter()
     torch.set_num_threads(1)  # the models are tiny: a second thread costs each operation more than it gives
-    witness = Witness(trial)
+    witness = RunWitness(trial)
     try:
         run(_watch(trial, witness, script or _scheduled(trial)))
     except Deadlock as error:
@@ -52,7 +52,7 @@ def run_trial(trial: Trial, script: Script | None = None) -> Witness:
     return witness
 
 
-async def _watch(trial: Trial, witness: Witness, script: Script) -> None:
+async def _watch(trial: Trial, witness: RunWitness, script: Script) -> None:
     swarm = SimSwarm(
         trial.spec,
         tiny_corpus(),
@@ -75,7 +75,7 @@ async def _watch(trial: Trial, witness: Witness, script: Script) -> None:
         witness.conclude(trace_hash=swarm.world.trace_hash(), now_s=swarm.world.now_s())
 
 
-async def _suffer(swarm: SimSwarm, witness: Witness, script: Script) -> None:
+async def _suffer(swarm: SimSwarm, witness: RunWitness, script: Script) -> None:
     while not witness.commits:
         if swarm.world.now_s() > BEGINS_S:
             witness.condemn(f"the first step is committed within {BEGINS_S:.0f} s", "there is none")
@@ -94,7 +94,7 @@ async def _suffer(swarm: SimSwarm, witness: Witness, script: Script) -> None:
         await _tick(swarm, witness)
 
 
-async def _tick(swarm: SimSwarm, witness: Witness) -> None:
+async def _tick(swarm: SimSwarm, witness: RunWitness) -> None:
     """Wait for a tick and check all invariants. Raises: Broken."""
     await asyncio.sleep(TICK_S)
     swarm.tell_failures()
@@ -110,7 +110,7 @@ def _works_since(peer: SimPeer, before_s: float) -> bool:
 
 
 def _scheduled(trial: Trial) -> Script:
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         await play(
             swarm.world,
             trial.schedule,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.deploy.simulate.trial import CampaignOptions
-from shoal.deploy.simulate.witness import Verdict
+from shoal.deploy.simulate.witness import RunVerdict
 from shoal.protocol.sim.chaos import FaultKind
 
 
-def one_line(verdict: Verdict) -> str:
+def one_line(verdict: RunVerdict) -> str:
     """Return a line like `seed 17  ok    45 steps, 4 faults, 112 s in 5.1 s`."""
     outcome = "ok  " if verdict.broken is None else "FAIL"
     faults = sum(verdict.injected.values())
@@ -21,7 +21,7 @@ def one_line(verdict: Verdict) -> str:
     )
 
 
-def failure(verdict: Verdict, options: CampaignOptions) -> str:
+def failure(verdict: RunVerdict, options: CampaignOptions) -> str:
     """Return the violated sentence, the faults, the last events, and the command to replay them."""
     lines = [
         f"seed {verdict.seed}: violated: {verdict.broken}",
@@ -52,12 +52,12 @@ def replay_command(seed: int, options: CampaignOptions) -> str:
     return " ".join(words)
 
 
-def json_line(verdict: Verdict) -> bytes:
+def json_line(verdict: RunVerdict) -> bytes:
     """Return one JSON object on one line."""
     return msgspec.json.encode(verdict) + b"\n"
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
+def summary(verdicts: Sequence[RunVerdict]) -> str:
     """Sum up all seeds; a failed seed counts up to its failure."""
     failed = [verdict for verdict in verdicts if verdict.broken is not None]
     injected: Counter[str] = Counter()
@@ -81,7 +81,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(f"{label:<12} {text}" for label, text in lines)
 
 
-def _numbers(verdicts: Sequence[Verdict]) -> str:
+def _numbers(verdicts: Sequence[RunVerdict]) -> str:
     return ", ".join(str(verdict.seed) for verdict in verdicts)
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shoal.deploy.planning.rows import Rows
-    from shoal.deploy.simulate.outcome import Outcome, Row
+    from shoal.deploy.simulate.outcome import Outcome, OutcomeRow
     from shoal.deploy.simulate.scenario import Scenario
-    from shoal.deploy.simulate.strategies import Options
+    from shoal.deploy.simulate.strategies import StrategyOptions
     from shoal.deploy.simulate.strategy import Strategy
 
 
@@ -119,11 +119,11 @@ def simulate(
         return _campaign(seeds, *sizes, kind or (), wire, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
-    from shoal.deploy.simulate.strategies import Options
+    from shoal.deploy.simulate.strategies import StrategyOptions
 
     assert what is not None
     wishes = Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh)
-    options = Options(seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes)
+    options = StrategyOptions(seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes)
     _compare(find_scenario(what), strategies, options, json, html, patience_s=patience)
     return None
 
@@ -138,7 +138,7 @@ def _list_shipped() -> None:
 def _compare(
     scenario: "Scenario",
     names: str | None,
-    options: "Options",
+    options: "StrategyOptions",
     json: Path | None,
     html: Path | None,
     *,
@@ -166,7 +166,7 @@ def _compare(
     table = Rows(console, COLUMNS, last=LAST)
     _show_arithmetic(table, scenario, chosen, options)
     outcomes: list[Outcome] = []
-    rows: list[Row] = []
+    rows: list[OutcomeRow] = []
     ran: dict[object, Outcome] = {}
     for strategy in chosen:
         with sign_of_life(f"planning {strategy.name} (the first search on a machine compiles for half a minute)"):
@@ -176,7 +176,7 @@ def _compare(
             outcomes.append(replace(twin, strategy=strategy, planned_s=prepared.planned_s, same_as=twin.strategy.name))
             rows.append(row_of(outcomes[-1]))
             continue
-        patience = strategies.Patience.beside(outcomes[0], patience_s) if outcomes else None
+        patience = strategies.StrategyPatience.beside(outcomes[0], patience_s) if outcomes else None
         with progress_bar(f"simulating {strategy.name}") as on_share:
             outcome = strategies.play(scenario, prepared, replace(options, on_progress=on_share), patience=patience)
         if prepared.run is not None:
@@ -206,7 +206,9 @@ def _compare(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "Options") -> None:
+def _show_arithmetic(
+    table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "StrategyOptions"
+) -> None:
     """Print our rule's estimate, which takes a second where a first search takes half a minute."""
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
@@ -224,7 +226,7 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
     table.row(*arithmetic_cells(cost.parts["tokens_per_s"]), last=said)
 
 
-def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
+def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     from shoal.deploy.planning.command import figures_view
     from shoal.deploy.terminal.screen import tell
 

@@ -67,7 +67,7 @@ class ModelledLayerState(LayerState):
         """Return a digest that is equal at all replicas and versions, since nothing computed here can differ."""
         return _digest_of(self.param_N.numel())
 
-    def proof(self) -> str:
+    def secure_digest(self) -> str:
         return self.digest()
 
 

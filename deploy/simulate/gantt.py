@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.result import SimResult, Span
+from shoal.deploy.simulate.result import JobSpan, SimResult
 from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
@@ -54,7 +54,7 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
     return Chart(start=start_s, end=end_s, unit=unit_s, rows=tuple(rows))
 
 
-def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
+def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
     """Return (kind, start, end), with the pause before each optimizer step as a wait for the group's sum."""
     found: list[tuple[str, float, float]] = []
     ended_s = None

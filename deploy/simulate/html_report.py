@@ -15,7 +15,7 @@ import numpy as np
 from shoal.deploy.planning.figures import lines_of, said_gigabytes, said_regions
 from shoal.deploy.record.html_page import embedded
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
-from shoal.deploy.simulate.outcome import Outcome, Row
+from shoal.deploy.simulate.outcome import Outcome, OutcomeRow
 from shoal.deploy.simulate.reached import reached, said_of
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.scenario import Scenario
@@ -57,7 +57,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
     strategies: tuple[Shown, ...]
 
 
-def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> str:
+def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows: Sequence[OutcomeRow]) -> str:
     shown = tuple(_shown(scenario, outcome) for outcome in outcomes)
     spec = scenario.spec
     subtitle = (
@@ -84,7 +84,7 @@ def _part(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[OutcomeRow]) -> str:
     head = "".join(f"<th{_kind(heading)}>{html.escape(heading)}</th>" for heading in headings())
     body = "\n".join(f"<tr>{''.join(map(_cell, headings(), cells(row)))}</tr>" for row in rows)
     return f'<table class="cards"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
@@ -95,7 +95,7 @@ def _cell(heading: str, cell: str) -> str:
     return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
 
 
-def _figures(rows: Sequence[Row]) -> str:
+def _figures(rows: Sequence[OutcomeRow]) -> str:
     """Return the figures of the first strategy with a pace; a sentence if there is none."""
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:

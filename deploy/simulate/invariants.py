@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.plan import Plan
 
@@ -128,7 +128,7 @@ class OneStatePerVersion:
     _digests: dict[tuple[int, int, int], tuple[str, str]] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
-        if not isinstance(event, Committed):
+        if not isinstance(event, CommitSeen):
             return None
         report = event.report
         key = (report.era, report.stage, report.step + 1)
@@ -152,7 +152,7 @@ class StraysReturn:
         match event:
             case Started():
                 self._held.pop(event.name, None)
-            case Committed(report=report):
+            case CommitSeen(report=report):
                 self._committed.setdefault((report.era, report.stage, report.step + 1), report.digest)
             case Held():
                 self._held[event.name] = event
@@ -175,7 +175,7 @@ class NobodyDissents:
     sentence: str = "no member of a commit has another state than its group, unless its memory was damaged"
 
     def see(self, event: Event) -> str | None:
-        if not isinstance(event, Committed) or not event.report.dissenting:
+        if not isinstance(event, CommitSeen) or not event.report.dissenting:
             return None
         return f"{event.report.dissenting} members at step {event.report.step} of stage {event.report.stage}"
 
@@ -186,7 +186,7 @@ class LedgerAddsUp:
     sentence: str = "a commit has every microbatch of its step, or says how many it gave up, and why it may"
 
     def see(self, event: Event) -> str | None:
-        if not isinstance(event, Committed):
+        if not isinstance(event, CommitSeen):
             return None
         report = event.report
         total = report.microbatches + report.given_up
@@ -226,7 +226,7 @@ class Finite:
     sentence: str = "every number of a committed state is finite"
 
     def see(self, event: Event) -> str | None:
-        if isinstance(event, Committed) and event.report.loss is not None and not math.isfinite(event.report.loss):
+        if isinstance(event, CommitSeen) and event.report.loss is not None and not math.isfinite(event.report.loss):
             return f"the loss of step {event.report.step} is {event.report.loss}"
         if isinstance(event, Held) and not event.is_finite:
             return f"{event.name} holds such a version {event.version} of stage {event.stage}"
@@ -245,7 +245,7 @@ class LossesEqual:
 
     def see(self, event: Event) -> str | None:
         losses = self.expected.losses
-        if losses is None or not isinstance(event, Committed):
+        if losses is None or not isinstance(event, CommitSeen):
             return None
         step, loss = event.report.step, event.report.loss
         if event.report.duplicates:
@@ -269,7 +269,7 @@ class CommitsAgain:
         match event:
             case Quiet():
                 self._since_s = event.at_s
-            case Committed(report=report) if report.era >= self._era:
+            case CommitSeen(report=report) if report.era >= self._era:
                 if report.era > self._era:
                     self._era, self._steps = report.era, {}
                 if report.step > self._steps.get(report.stage, -1):
@@ -299,7 +299,7 @@ class EveryoneEnds:
         match event:
             case Quiet():
                 self._quiet_s = event.at_s
-            case Committed(report=report) if report.step == self.expected.steps - 1:
+            case CommitSeen(report=report) if report.step == self.expected.steps - 1:
                 if report.stage < self.expected.stages:  # else of experts
                     self._complete.setdefault(report.stage, event.at_s)
             case Ticked() if event.running and len(self._complete) == self.expected.stages:

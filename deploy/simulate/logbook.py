@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from shoal.deploy.simulate.result import Change, Happened, Span, StepCommitted
+from shoal.deploy.simulate.result import Change, Happened, JobSpan, StepCommitted
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.world import SimPeer
@@ -43,7 +43,7 @@ class SimLedger:
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline
-        self._timeline: list[list[Span]] = [[] for _ in range(num_devices)]
+        self._timeline: list[list[JobSpan]] = [[] for _ in range(num_devices)]
         self._busy_s = np.zeros(num_devices)
         self._commits: dict[tuple[int, int], set[int]] = {}  # (era, step) -> groups
         self._plans: set[tuple[int, int]] = set()
@@ -75,7 +75,7 @@ class SimLedger:
         self._num_groups = len(plan.stages) + len(plan.experts)
         if plan.era > self._era:
             self._era = plan.era
-            if before is not None and before.ends_at and before.ends_at == plan.restore_version:
+            if before is not None and before.cutover_version and before.cutover_version == plan.restore_version:
                 stages = f"{len(before.stages)} stages became {len(plan.stages)}"
                 self._note("division", -1, f"{stages} at step {plan.restore_version}")
             else:
@@ -113,7 +113,7 @@ class SimLedger:
     def busy_s(self) -> tuple[float, ...]:
         return tuple(float(seconds) for seconds in self._busy_s)
 
-    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+    def timeline(self) -> tuple[tuple[JobSpan, ...], ...]:
         if not self._keeps_timeline:
             return ()
         return tuple(tuple(sorted(spans, key=lambda span: span.started_s)) for spans in self._timeline)
@@ -126,7 +126,7 @@ class SimLedger:
         done = [job for job in jobs if job.kind != "probe"]
         self._busy_s[device] += sum(job.ended_s - job.started_s for job in done)
         if self._keeps_timeline:
-            self._timeline[device] += [Span(job.kind, job.started_s, job.ended_s) for job in done]
+            self._timeline[device] += [JobSpan(job.kind, job.started_s, job.ended_s) for job in done]
         jobs.clear()
 
     def _note(self, change: Change, device: int, text: str) -> None:

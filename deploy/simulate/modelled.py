@@ -27,10 +27,10 @@ from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
-from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.deploy.simulate.severing import Severing, check_severings
 from shoal.deploy.simulate.slowing import Slowing, check_slowings
-from shoal.deploy.simulate.standstill import Seen, why_no_step
+from shoal.deploy.simulate.standstill import EndFacts, why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -152,7 +152,7 @@ async def _play(run: ModelledRun) -> SimResult:
         ledger,
         chunk_bytes=run.chunk_bytes or chunk_bytes_on(t),
         ports=run.ports,
-        routing=Routing(spec, run.expert_loads) if spec.swarm.expert_slots else None,
+        routing=SimulatedRouting(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )
     for device in sorted(set(range(t.num_devices)) - absent_at_first(run.churn)):
         swarm.launch(device)
@@ -197,9 +197,9 @@ def _hindrances(run: ModelledRun) -> tuple[list[Slowing], list[Severing]]:
     return slowings, [each for each in run.hindrances if isinstance(each, Severing)]
 
 
-def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> Seen:
+def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> EndFacts:
     devices = range(run.topology.num_devices)
-    return Seen(
+    return EndFacts(
         topology=run.topology,
         spec=spec,
         plan=ledger.plan,

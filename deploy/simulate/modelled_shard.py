@@ -37,7 +37,7 @@ class ModelledShard:
         return self.state.version
 
     @property
-    def is_light(self) -> bool:
+    def is_learner(self) -> bool:
         return self._light_version is not None
 
     @property
@@ -84,8 +84,8 @@ class ModelledShard:
 
     # --- between jobs ---
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
-        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
+    def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None:
+        return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
         total = self._contributions.total(step, indices)

@@ -9,7 +9,7 @@ from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.extents import ModelledBase
 from shoal.deploy.simulate.logbook import SimLedger
-from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.deploy.simulate.severing import pairs_apart
 from shoal.deploy.simulate.slowing import Slowing, link_bytes_per_s
 from shoal.peer.replica.flow import Traffic
@@ -60,7 +60,7 @@ class ModelledSwarm:
         *,
         chunk_bytes: int,
         ports: Callable[[Seat], Ports] | None = None,
-        routing: Routing | None = None,
+        routing: SimulatedRouting | None = None,
     ) -> None:
         self._world = world
         self._topology = topology

@@ -32,7 +32,7 @@ class Outcome:
     """The real seconds of finding the placement."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of an `Outcome`; None: no figure. Means are over the steps after the warm-up."""
 
     strategy: str
@@ -70,11 +70,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     trace_hash: str
 
 
-def row_of(outcome: Outcome) -> Row:
+def row_of(outcome: Outcome) -> OutcomeRow:
     result, placement, predicted = outcome.result, outcome.placement, outcome.predicted
     tokens_per_s = _finite(pace(outcome.strategy, result)) if result is not None else None
     expected = _finite(predicted.parts.get("tokens_per_s", math.nan)) if predicted is not None else None
-    return Row(
+    return OutcomeRow(
         strategy=outcome.strategy.name,
         layout=outcome.strategy.layout,
         stages=placement.stages if placement is not None else None,
@@ -102,7 +102,7 @@ def row_of(outcome: Outcome) -> Row:
 
 
 def pace(strategy: Strategy, result: SimResult) -> float:
-    """Return tokens/s as in `Row.tokens_per_s`; NaN if there are too few steps."""
+    """Return tokens/s as in `OutcomeRow.tokens_per_s`; NaN if there are too few steps."""
     if strategy.layout != "live" or not math.isfinite(result.step_s):
         return result.tokens_per_s
     settled = result.tokens_per_s_from(result.settled_from_s)

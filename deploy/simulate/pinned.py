@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from itertools import pairwise
 
-from shoal.coordinator.allocate.interface import NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import NoLayout, SwarmSnapshot
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import Split
 from shoal.coordinator.plan_layout import Layout
@@ -28,7 +28,7 @@ class PinnedAllocator:
             for device, share, part in zip(devices, shares, parts, strict=True)
         }
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         there = {peer.peer for peer in snapshot.peers}
         stages: list[Stage] = []
         for devices, (first, last) in zip(self._placement.stages, pairwise(self._placement.bounds), strict=True):

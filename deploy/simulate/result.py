@@ -36,7 +36,7 @@ class StepCommitted(NamedTuple):
     committed_at_s: float
 
 
-class Span(NamedTuple):
+class JobSpan(NamedTuple):
     """One job of one device."""
 
     kind: JobKind
@@ -73,7 +73,7 @@ class SimResult:
 
     steps: tuple[StepCommitted, ...]
     tokens_per_step: int
-    timeline: tuple[tuple[Span, ...], ...]
+    timeline: tuple[tuple[JobSpan, ...], ...]
     """[N], the jobs of each device by time; empty unless asked for."""
     busy_s: tuple[float, ...]
     """[N], the total working time of each device, probes not included."""

@@ -17,7 +17,7 @@ _SEED = 0x5EED
 """Separates these draws from others of the run's seed."""
 
 
-class Routing:
+class SimulatedRouting:
     """Draws the rows of each expert.
 
     Args: loads: [E], relative, the same in every layer; None: all equal.

@@ -47,7 +47,7 @@ class Held(_OfNode, frozen=True, kw_only=True):
         return f"{self.name} holds version {self.version} of stage {self.stage} in era {self.era}: {self.digest[:8]}"
 
 
-class Committed(_OfNode, frozen=True, kw_only=True):
+class CommitSeen(_OfNode, frozen=True, kw_only=True):
     """A node's group agrees on a commit. Every member reports each commit."""
 
     report: CommitReport
@@ -67,7 +67,7 @@ class Opened(_OfNode, frozen=True, kw_only=True):
         return f"{self.name} opens round {start.step} of stage {start.stage}, attempt {start.attempt}"
 
 
-class Finished(_OfNode, frozen=True, kw_only=True):
+class FinishSeen(_OfNode, frozen=True, kw_only=True):
     """A node knows that the run is done, and has ended."""
 
     def __str__(self) -> str:
@@ -105,4 +105,4 @@ class Ticked(_Seen, frozen=True, kw_only=True):
     running: tuple[str, ...]
 
 
-Event = Started | Obeyed | Held | Committed | Opened | Finished | Failed | Injected | Quiet | Ticked
+Event = Started | Obeyed | Held | CommitSeen | Opened | FinishSeen | Failed | Injected | Quiet | Ticked

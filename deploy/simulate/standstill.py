@@ -18,7 +18,7 @@ from shoal.protocol.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class EndFacts:
     """The facts known at the end of a run. Devices are indexes of the topology."""
 
     topology: Topology
@@ -34,7 +34,7 @@ class Seen:
     """The time of the last commit; None: there was none."""
 
 
-def why_no_step(seen: Seen) -> str:
+def why_no_step(seen: EndFacts) -> str:
     """Return the reason as one sentence without a full stop; it does not repeat the run's results."""
     present, names = set(seen.present), seen.topology.names
     if not present:
@@ -60,7 +60,7 @@ def why_no_step(seen: Seen) -> str:
     return f"all {len(members)} stages were held, and the step in flight was not over"
 
 
-def _why_no_plan(seen: Seen, present: set[int]) -> str:
+def _why_no_plan(seen: EndFacts, present: set[int]) -> str:
     wanted = seen.spec.swarm.min_peers
     if len(present) < wanted:
         return f"the run begins with {wanted} peers, and {len(present)} were present"
@@ -69,7 +69,7 @@ def _why_no_plan(seen: Seen, present: set[int]) -> str:
     return f"no plan was made for the {len(present)} peers that were present"
 
 
-def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
+def _majority(seen: EndFacts, planned: set[int], present: set[int]) -> str:
     """Return a clause if too few members of the last plan are present to vote for a new one."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
@@ -80,7 +80,7 @@ def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
     )
 
 
-def _cost(seen: Seen) -> float | None:
+def _cost(seen: EndFacts) -> float | None:
     """Return the estimated seconds of a step of the last plan; None: the planner finds it impossible."""
     assert seen.plan is not None
     stages = seen.plan.stages

@@ -15,7 +15,7 @@ from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of, goal_of
-from shoal.deploy.planning.layouts import LayoutName, Request, layout
+from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, absent_at_first, run_modelled
 from shoal.deploy.simulate.outcome import Outcome, pace
 from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, WARM_UP_STEPS, SimResult
@@ -30,7 +30,7 @@ CHURN_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Options:
+class StrategyOptions:
     """Options that the command line adds to a scenario."""
 
     seed: int = 0
@@ -45,7 +45,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class StrategyPatience:
     """Limits for strategies after the first, so that a far slower one is cut off."""
 
     name: str
@@ -56,7 +56,7 @@ class Patience:
     real_s: float
 
     @classmethod
-    def beside(cls, first: Outcome, real_seconds: float) -> "Patience | None":
+    def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
         """Compare with the first strategy; None if it has no pace."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
@@ -110,7 +110,7 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     return tuple(known[name] for name in wanted)
 
 
-def with_options(scenario: Scenario, options: Options) -> Scenario:
+def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
     """Return the scenario with the length of `options`: a time or a trace replaces the scenario's steps.
 
     Raises: LocalError: it is too short for a figure.
@@ -169,7 +169,7 @@ class Prepared:
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
-def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Prepared:
+def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Prepared:
     """Plan a strategy. A failure becomes its `problem`, so that the other strategies go on."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
@@ -197,7 +197,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     )
 
 
-def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
+def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) -> tuple[Placement, Cost] | None:
     """Return the layout by rule, without a search, and its cost; None if no layout is possible."""
     request = _request(
         scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
@@ -208,7 +208,9 @@ def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[P
         return None
 
 
-def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: Patience | None = None) -> Outcome:
+def play(
+    scenario: Scenario, prepared: Prepared, options: StrategyOptions, *, patience: StrategyPatience | None = None
+) -> Outcome:
     """Simulate a prepared strategy, within `patience`."""
     strategy, placement, spec = prepared.strategy, prepared.placement, prepared.spec
     outcome = Outcome(
@@ -270,12 +272,12 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
 
 
 def _request(
-    scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: Options
-) -> Request:
+    scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: StrategyOptions
+) -> LayoutRequest:
     """Return a request for the devices present at the beginning. Raises: LocalError."""
     if not present:
         raise LocalError("no device is present at the beginning")
-    return Request(
+    return LayoutRequest(
         topology=scenario.topology.take(list(present)),
         workload=Workload.of(spec),
         paper=scenario.paper,
@@ -284,7 +286,7 @@ def _request(
     )
 
 
-def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Placement:
+def _placed(name: LayoutName, request: LayoutRequest, present: Sequence[int]) -> Placement:
     found = layout(name, request)
     return Placement(
         stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds

@@ -15,7 +15,7 @@ from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.run.spec_record import FIND_S, fetch_spec, seal_spec
-from shoal.deploy.simulate.sightings import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
+from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, FinishSeen, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.pipeline.state import StageState
@@ -165,7 +165,7 @@ class SimSwarm:
             self._on_event(Obeyed(at_s=self._now_s(), name=name, life=life, plan=plan))
 
         def committed(report: CommitReport) -> None:
-            self._on_event(Committed(at_s=self._now_s(), name=name, life=life, report=report))
+            self._on_event(CommitSeen(at_s=self._now_s(), name=name, life=life, report=report))
 
         def holds(stage: int, state: StageState) -> None:
             self._on_event(_held(name, life, self._now_s(), node.endpoint, stage, state))
@@ -237,7 +237,7 @@ class SimSwarm:
             self.launch(name)
         elif error is None:
             self.ended.add(name)
-            self._on_event(Finished(at_s=self._now_s(), name=name, life=life))
+            self._on_event(FinishSeen(at_s=self._now_s(), name=name, life=life))
         elif isinstance(error, Exception):
             self.world.failures.append((name, error))
 

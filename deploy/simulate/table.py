@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.deploy.planning.rows import Column
-from shoal.deploy.simulate.outcome import Row
+from shoal.deploy.simulate.outcome import OutcomeRow
 from shoal.deploy.simulate.reached import Reached
 from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.words import digits, printable
@@ -29,7 +29,7 @@ COLUMNS = (
 LAST = "bound by"
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `--json`."""
 
     scenario: str
@@ -40,13 +40,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...]
     regions: tuple[str, ...]
     tokens_per_step: int
-    rows: tuple[Row, ...]
+    rows: tuple[OutcomeRow, ...]
     reached: Reached | None = None
     """The live swarm beside the planned layout; None: one of the two was not simulated."""
 
 
-def comparison(scenario: Scenario, seed: int, rows: Sequence[Row], reached: Reached | None) -> Comparison:
-    return Comparison(
+def comparison(
+    scenario: Scenario, seed: int, rows: Sequence[OutcomeRow], reached: Reached | None
+) -> StrategyComparison:
+    return StrategyComparison(
         scenario=scenario.name,
         title=scenario.title,
         notes=scenario.notes,
@@ -63,7 +65,7 @@ def headings() -> tuple[str, ...]:
     return (*(column.heading for column in COLUMNS), LAST)
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: OutcomeRow) -> tuple[str, ...]:
     """Return a figure or a word for each of `headings`; names and sentences are without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"

@@ -8,7 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from shoal.deploy.simulate.invariants import Expectation, all_invariants
-from shoal.deploy.simulate.sightings import Committed, Event, Held, Injected, Opened, Quiet, Ticked
+from shoal.deploy.simulate.sightings import CommitSeen, Event, Held, Injected, Opened, Quiet, Ticked
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import Trial
 from shoal.peer.single_process import train
@@ -16,7 +16,7 @@ from shoal.protocol.sim.chaos import FaultKind, Schedule
 from shoal.protocol.spec import RunSpec, WireSpec
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class RunVerdict(msgspec.Struct, kw_only=True):
     """The result of a run: a line of `--json`. `broken` is the violated sentence; None: all held."""
 
     seed: int
@@ -42,12 +42,12 @@ class Verdict(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
 
 
-class Witness:
+class RunWitness:
     """Records the events of one run that a verdict needs."""
 
     def __init__(self, trial: Trial) -> None:
-        self.verdict = Verdict(seed=trial.seed, schedule=trial.schedule)
-        self.commits: dict[tuple[int, int, int], Committed] = {}
+        self.verdict = RunVerdict(seed=trial.seed, schedule=trial.schedule)
+        self.commits: dict[tuple[int, int, int], CommitSeen] = {}
         """(era, stage, step) -> its first report."""
         self.rounds: list[Opened] = []
         self.steps_s: list[float] = []
@@ -74,7 +74,7 @@ class Witness:
         if self.verdict.broken is not None:
             return
         match event:
-            case Committed(report=report):
+            case CommitSeen(report=report):
                 self.commits.setdefault((report.era, report.stage, report.step), event)
             case Held() if event.stage == self._last_stage and (event.era, event.version) not in self._held:
                 if (event.era, event.version - 1) in self._held:  # else it was fetched, or made from the seed

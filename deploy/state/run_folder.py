@@ -39,7 +39,7 @@ _TAIL_BYTES: Final = 64 * 1024
 Role = Literal["host", "volunteer"]
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class SavedStanding(msgspec.Struct, frozen=True, kw_only=True):
     """The run's state when the peer last looked."""
 
     name: str
@@ -116,12 +116,12 @@ class RunFolder:
 
     # --- how far it is ---
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> SavedStanding | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode((self.path / STANDING).read_bytes(), type=Standing)
+            return msgspec.json.decode((self.path / STANDING).read_bytes(), type=SavedStanding)
         return None
 
-    def keep_standing(self, standing: Standing) -> None:
+    def keep_standing(self, standing: SavedStanding) -> None:
         try:
             self._write(STANDING, msgspec.json.format(msgspec.json.encode(standing)))
         except OSError as error:

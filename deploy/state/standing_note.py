@@ -9,7 +9,7 @@ import msgspec
 from shoal.deploy.node import Node
 from shoal.deploy.report import Report, Status
 from shoal.deploy.session.output import Beside, Output
-from shoal.deploy.state.run_folder import RunFolder, Standing
+from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 
 
 class StandingNote:
@@ -18,7 +18,7 @@ class StandingNote:
     Args: standing: the initial one.
     """
 
-    def __init__(self, folder: RunFolder, standing: Standing) -> None:
+    def __init__(self, folder: RunFolder, standing: SavedStanding) -> None:
         self._folder, self._standing = folder, standing
         self._write_at_s = 0.0
         self._write()
@@ -28,7 +28,7 @@ class StandingNote:
         run_folder = RunFolder(folder, node.run)
         before = run_folder.standing()
         is_host = node.peer_id == node.owner
-        standing = Standing(
+        standing = SavedStanding(
             name=node.spec.name,
             role="host" if is_host else "volunteer",
             step=before.step if before is not None else 0,

@@ -74,7 +74,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-class Flow:
+class WrappedParts:
     """Parts of a line, broken over several lines if needed. No part is cut, or broken if it fits on one line."""
 
     def __init__(self, *parts: Text) -> None:
@@ -92,7 +92,7 @@ class Flow:
 
 
 def _about(view: View, up_s: float | None) -> RenderableType:
-    return Flow(
+    return WrappedParts(
         Text(f"up {duration(view.elapsed_s if up_s is None else up_s)}", style="dim"),
         Text(f"term {view.term}, coordinator {view.coordinator_name}" if view.coordinator else ""),
         Text(f"plan {view.sequence}: {view.reason}" if view.sequence else "", style="dim"),
@@ -135,14 +135,14 @@ def _figures(view: View, curves: Curves) -> RenderableType:
     stale = Text(f"staleness {view.staleness_steps_mean:.2f} ", style="dim")
     stale.append(sparkline([point.staleness_steps_mean for point in points], _SPARKLINE_COLUMNS), style="magenta")
     flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
-    return Flow(rate, loss, Text(validated), stale, Text(flow, style="dim"))
+    return WrappedParts(rate, loss, Text(validated), stale, Text(flow, style="dim"))
 
 
 def _mine(mine: MineView) -> RenderableType:
     says = Text(printable(mine.limited_by.text), style="cyan", overflow="fold")
     if mine.limited_by.kind == "place":
         return says
-    return Flow(
+    return WrappedParts(
         Text(f"this peer gives {quantity(mine.flop_per_s, 'FLOP/s')}", style="bold"),
         Text(f"sends {quantity(mine.sent_bytes_per_s, 'B/s')}"),
         Text(f"receives {quantity(mine.received_bytes_per_s, 'B/s')}"),

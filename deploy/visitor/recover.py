@@ -23,7 +23,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.era import Disks
+from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.plan_layout import Beginning
 from shoal.deploy.run.spec_record import FIND_S
 from shoal.deploy.visitor.entrance import entering
@@ -144,14 +144,14 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
 def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
     """Return the newest snapshot of `era` that is whole on the reachable disks. Raises: LocalError: there is none."""
-    disks = Disks.of((each.peer, each.standing.holdings) for each in found)
-    whole = [version for of_era, version in disks.parts if of_era == era and disks.covers((era, version), layers)]
+    catalog = CheckpointCatalog.of((each.peer, each.standing.holdings) for each in found)
+    whole = [version for of_era, version in catalog.parts if of_era == era and catalog.covers((era, version), layers)]
     if not whole:
-        eras = sorted({of_era for of_era, version in disks.parts if disks.covers((of_era, version), layers)})
+        eras = sorted({of_era for of_era, version in catalog.parts if catalog.covers((of_era, version), layers)})
         there = f"there are whole ones of era {', '.join(map(str, eras))}" if eras else "there is no whole one at all"
         raise LocalError(f"no snapshot of era {era} is whole on the disks that are in reach; {there}")
     heard = (each.standing.era for each in found)
-    last = max(live.era, disks.era_max, *(e for e in heard if e < ERA_MAX))
+    last = max(live.era, catalog.era_max, *(e for e in heard if e < ERA_MAX))
     return Beginning(era=last + 1, version=max(whole), from_era=era)
 
 
@@ -189,13 +189,13 @@ class Recovery:
         """
         assert owner.peer_id == self._owner
         run, disk = self._endpoint.run, LiveDisk(folder)
-        known = (found.plan.plan.reign for found in situation.found if found.plan is not None)
-        reign = max(_mandated(disk, run), *known) + 1
-        _remember(disk, run, reign)
+        known = (found.plan.plan.override_epoch for found in situation.found if found.plan is not None)
+        override_epoch = max(_mandated(disk, run), *known) + 1
+        _remember(disk, run, override_epoch)
         term, back = situation.term, situation.beginning
         coordinator = situation.coordinator(term)
         leave = Mandate(
-            reign=reign,
+            override_epoch=override_epoch,
             term=term,
             coordinator=coordinator,
             previous=situation.base.digest,
@@ -213,14 +213,16 @@ class Recovery:
             raise LocalError(f"peer {coordinator[-8:]} cannot make a plan: {error.reason}") from error
         except (Unreachable, RemoteError) as error:
             raise LocalError(f"{error}: look again with `shoal recover`") from error
-        return await self._followed(situation, coordinator, reign)
+        return await self._followed(situation, coordinator, override_epoch)
 
-    async def _followed(self, situation: Situation, coordinator: PeerID, reign: int) -> Recovered:
+    async def _followed(self, situation: Situation, coordinator: PeerID, override_epoch: int) -> Recovered:
         adverts = {found.peer: found.advert for found in situation.found}
         until_s = self._clock.now_s() + FOLLOW_S
         while True:
             found = await self._ask_all(adverts)
-            following = [each for each in found if each.plan is not None and each.plan.plan.reign >= reign]
+            following = [
+                each for each in found if each.plan is not None and each.plan.plan.override_epoch >= override_epoch
+            ]
             if len(following) == len(adverts) or (following and self._clock.now_s() >= until_s):
                 break
             if self._clock.now_s() >= until_s:
@@ -284,13 +286,13 @@ def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]
     )
 
 
-def _reign_file(run: str) -> PurePosixPath:
+def _override_epoch_file(run: str) -> PurePosixPath:
     return PurePosixPath(f"mandated-{run}.txt")
 
 
 def _mandated(disk: Disk, run: str) -> int:
     """Return the last reign that the owner mandated: no reachable peer may know its plan."""
-    path = _reign_file(run)
+    path = _override_epoch_file(run)
     try:
         return int(disk.read(path))
     except FileNotFoundError:
@@ -299,10 +301,10 @@ def _mandated(disk: Disk, run: str) -> int:
         raise LocalError(f"cannot read {disk.where(path)}, which says what was mandated: {error}") from error
 
 
-def _remember(disk: Disk, run: str, reign: int) -> None:
-    path = _reign_file(run)
+def _remember(disk: Disk, run: str, override_epoch: int) -> None:
+    path = _override_epoch_file(run)
     try:
-        replace_file(disk, path, b"%d\n" % reign)
+        replace_file(disk, path, b"%d\n" % override_epoch)
     except OSError as error:
         raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
 

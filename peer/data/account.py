@@ -21,7 +21,7 @@ class Unusable(DataError):
         self.remedy = remedy
 
 
-class LeftOut(msgspec.Struct, kw_only=True):
+class SkippedInput(msgspec.Struct, kw_only=True):
     """The rows, lines or files skipped for one reason."""
 
     unit: Unit
@@ -37,7 +37,7 @@ class LeftOut(msgspec.Struct, kw_only=True):
 class Account(msgspec.Struct):
     """All that is skipped of one source."""
 
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedInput] = []
 
     def leave_out(self, unit: Unit, reason: str, place: str) -> None:
         entry = self._entry(unit, reason)
@@ -45,14 +45,14 @@ class Account(msgspec.Struct):
         if len(entry.places) < 3:
             entry.places.append(place)
 
-    def _entry(self, unit: Unit, reason: str) -> LeftOut:
+    def _entry(self, unit: Unit, reason: str) -> SkippedInput:
         # A chat template may word each of its refusals differently.
         if len(self.left_out) >= 16 and not self._has(unit, reason):
             reason = _OTHER
         for entry in self.left_out:
             if (entry.unit, entry.reason) == (unit, reason):
                 return entry
-        self.left_out.append(LeftOut(unit=unit, reason=reason))
+        self.left_out.append(SkippedInput(unit=unit, reason=reason))
         return self.left_out[-1]
 
     def _has(self, unit: Unit, reason: str) -> bool:

@@ -44,7 +44,7 @@ Spans = tuple[tuple[int, int], ...]
 """Places in a text, each [begin, end) in characters."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """An element of a message's content, if that is a list."""
 
     type: str = "text"
@@ -53,7 +53,7 @@ class Part(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     weight: float | None = None
     """0: the message is not learnt."""
     tool_calls: Any = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shoal.peer.experts.patience import Patience
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.services import Services
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -42,15 +42,15 @@ class _Asked:
 class Asking:
     """Frames and messages to the holders of one tenure. `has_others`: other holders could serve the whole frame."""
 
-    def __init__(self, surroundings: Surroundings, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
-        self._s = surroundings
-        self._me = surroundings.endpoint.peer_id
+    def __init__(self, services: Services, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
+        self._s = services
+        self._me = services.endpoint.peer_id
         self._has_others = has_others
         self._asked: dict[int, _Asked] = {}
         self._telling: dict[asyncio.Future[None], PeerID] = {}
         self._serials = itertools.count()
         self._patience = Patience()
-        self._tasks = Tasks(surroundings.listeners.on_failure)
+        self._tasks = Tasks(services.listeners.on_failure)
 
     async def close(self) -> None:
         await self._tasks.cancel()

@@ -17,13 +17,13 @@ from typing import Final
 from shoal.peer.experts.asking import Asking
 from shoal.peer.experts.call import ExpertCall
 from shoal.peer.experts.choice import HolderRouter
-from shoal.peer.experts.passage import Part, Passage
+from shoal.peer.experts.passage import ExpertPart, Passage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.services import Services
 from shoal.peer.tasks import Tasks
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_PER_FRAME_MAX
-from shoal.protocol.messages import ExpertDone, ExpertOutput, ExpertTokens, Hello
+from shoal.protocol.messages import ExpertDone, ExpertOutput, ExpertTokens, PresenceUpdate
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload
 
@@ -39,22 +39,22 @@ _PASS_BY_S: Final = 10.0
 class ExpertDispatch:
     """The expert traffic of one tenure in stage `stage`."""
 
-    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
-        self._s = surroundings
-        self._me = surroundings.endpoint.peer_id
+    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
+        self._s = services
+        self._me = services.endpoint.peer_id
         self._plan = plan
         self._stage = stage
         self._incarnation = incarnation
-        self._wire = surroundings.arithmetic.tokens
+        self._wire = services.arithmetic.tokens
         self._experts = range(plan.num_experts)
         self._routers: dict[int, HolderRouter] = {expert: HolderRouter(me=self._me) for expert in self._experts}
         self._numbers = itertools.count()
-        self._asking = Asking(surroundings, has_others=self._has_others)
+        self._asking = Asking(services, has_others=self._has_others)
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation, of all places in its Hello, open or not."""
-        self._tasks = Tasks(surroundings.listeners.on_failure)
+        """Holder -> expert -> incarnation, of all places in its PresenceUpdate, open or not."""
+        self._tasks = Tasks(services.listeners.on_failure)
 
     def install(self) -> None:
         self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)
@@ -76,9 +76,9 @@ class ExpertDispatch:
             members = plan.group_members(plan.expert_group(self._stage, expert))
             router.follow({member.peer: member.share for member in members}, senders)
 
-    def heard(self, peer: PeerID, hello: Hello) -> None:
+    def heard(self, peer: PeerID, presence: PresenceUpdate) -> None:
         self._absent.discard(peer)
-        before, places = self._places.get(peer, {}), {place.group: place for place in hello.experts}
+        before, places = self._places.get(peer, {}), {place.group: place for place in presence.experts}
         now: dict[int, int] = {}
         for expert, router in self._routers.items():
             place = places.get(self._plan.expert_group(self._stage, expert))
@@ -130,10 +130,10 @@ class ExpertDispatch:
                 wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
         return output
 
-    def settle(self, passage: Passage, *, again: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. `again`: it may have run before."""
+    def settle(self, passage: Passage, *, retried: bool) -> None:
+        """Tell the holders that the microbatch's backward is done. `retried`: it may have run before."""
         self._unsettled += 1
-        self._tasks.spawn(self._settle(passage, again), f"settle {passage.microbatch}")
+        self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
         """Drop a run that nobody needs any more."""
@@ -155,7 +155,7 @@ class ExpertDispatch:
             for at in range(0, len(held), EXPERTS_PER_FRAME_MAX)
         ]
 
-    def _holder(self, expert: int, part: Part) -> PeerID | None:
+    def _holder(self, expert: int, part: ExpertPart) -> PeerID | None:
         if part.holder in self._absent:
             self._release(expert, part)
             part.lose()
@@ -230,14 +230,14 @@ class ExpertDispatch:
 
     # --- the end of a passage ---
 
-    async def _settle(self, passage: Passage, again: bool) -> None:
+    async def _settle(self, passage: Passage, retried: bool) -> None:
         try:
             todo, began_s, wait_s = set(self._experts), self._s.clock.now_s(), _RETRY_S
             while todo:
                 by_holder = self._choose(passage, sorted(todo))
                 if by_holder:
                     began_s = self._s.clock.now_s()
-                    closing = [self._close(passage, *share, again) for share in by_holder]
+                    closing = [self._close(passage, *share, retried) for share in by_holder]
                     todo -= {expert for closed in await asyncio.gather(*closing) for expert in closed}
                 elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
                     break
@@ -248,7 +248,7 @@ class ExpertDispatch:
             self._unsettled -= 1
             self.abandon(passage)
 
-    async def _close(self, passage: Passage, holder: PeerID, experts: Sequence[int], again: bool) -> list[int]:
+    async def _close(self, passage: Passage, holder: PeerID, experts: Sequence[int], retried: bool) -> list[int]:
         """Returns: the experts that have counted the microbatch: all of `experts`, or none."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
@@ -260,7 +260,7 @@ class ExpertDispatch:
             step=passage.microbatch.step,
             index=passage.microbatch.index,
             experts=tuple((expert, len(passage.part(expert).asked)) for expert in experts),
-            again=again or any(passage.part(expert).replaced for expert in experts),
+            retried=retried or any(passage.part(expert).replaced for expert in experts),
         )
         if await self._asking.tell(holder, message):
             return list(experts)
@@ -284,7 +284,7 @@ class ExpertDispatch:
 
     # --- inside ---
 
-    def _release(self, expert: int, part: Part) -> None:
+    def _release(self, expert: int, part: ExpertPart) -> None:
         if part.holder is not None:
             self._routers[expert].returned(part.holder)
 

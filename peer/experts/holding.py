@@ -3,32 +3,32 @@
 from torch import Tensor
 
 from shoal.peer.experts.work import ExpertWork
+from shoal.peer.group_membership import GroupMembership, make_commit
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.replica.events import Contributed
 from shoal.peer.replica.member import ExpertCore
-from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenures import Tenure, make_commit
+from shoal.peer.services import Services
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace
 from shoal.protocol.plan import Plan
 
 
-class ExpertTenure(Tenure):
+class ExpertMembership(GroupMembership):
     """Our tenure in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
 
-    def __init__(self, surroundings: Surroundings, plan: Plan, group_id: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
         self.stage = unit.stage
         self.layers = plan.stages[unit.stage].layers
         self.work = ExpertWork(
-            surroundings.arithmetic.expert(*self.layers, unit.expert),
+            services.arithmetic.expert(*self.layers, unit.expert),
             unit.stage,
-            server=surroundings.experts,
+            server=services.experts,
             upwards=self,
         )
-        group = make_commit(surroundings, group_id, incarnation=incarnation, has_loss=False)
-        super().__init__(surroundings, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
+        group = make_commit(services, group_id, incarnation=incarnation, has_loss=False)
+        super().__init__(services, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
         """True if the group still stands for the same expert and layers in `plan`."""
@@ -58,8 +58,8 @@ class ExpertTenure(Tenure):
         """True if our group lacks the expert's gradient of the microbatch."""
         return self.core.group.lacks(microbatch.step, microbatch.index)
 
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
-        self.handle(Contributed(microbatch, staleness_steps, again, loss))
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, retried: bool) -> None:
+        self.handle(Contributed(microbatch, staleness_steps, retried, loss))
 
     # --- what it works at ---
 
@@ -98,16 +98,16 @@ class ExpertTenure(Tenure):
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan
-        mates = tuple(member.peer for member in plan.group_members(self.group_id))
-        return [plan.stages[self.stage].peers, mates]
+        group_peers = tuple(member.peer for member in plan.group_members(self.group_id))
+        return [plan.stages[self.stage].peers, group_peers]
 
     @property
     def _is_needed(self) -> bool:
         group = self.core.group
         is_over = self.version >= self._s.spec.training.steps
         # The plan's number of replicas must be there without us, or the next death could lose the expert.
-        promised = min(len(group.mates), self._s.spec.swarm.expert_replicas)
-        return len(group.ready_mates) < promised and not is_over
+        promised = min(len(group.group_peers), self._s.spec.swarm.expert_replicas)
+        return len(group.ready_members) < promised and not is_over
 
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: refuse tokens, so that they go to other holders."""
@@ -128,5 +128,5 @@ class ExpertTenure(Tenure):
         self.work.source_lost(peer)
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        super().peer_reborn(peer, incarnation)  # its Hello says the rest
+        super().peer_reborn(peer, incarnation)  # its PresenceUpdate says the rest
         self.work.source_lost(peer, incarnation)

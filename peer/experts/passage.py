@@ -8,7 +8,7 @@ from shoal.protocol.ports import Payload
 
 
 @dataclass(slots=True)
-class Part:
+class ExpertPart:
     """One expert's part of a run, for all layers of the stage."""
 
     holder: PeerID | None = None
@@ -34,9 +34,9 @@ class Passage:
 
     number: int
     microbatch: Microbatch
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, ExpertPart] = field(default_factory=dict)
     passed_by: set[tuple[int, int]] = field(default_factory=set)
     """(layer, expert) without a holder in the forward; there is no backward through them."""
 
-    def part(self, expert: int) -> Part:
-        return self.parts.setdefault(expert, Part())
+    def part(self, expert: int) -> ExpertPart:
+        return self.parts.setdefault(expert, ExpertPart())

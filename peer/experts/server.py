@@ -197,5 +197,5 @@ class ExpertServer:
             if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
                 raise Refused(self._endpoint.peer_id, f"lacks layers of microbatch {run.microbatch}")
         for work in works:
-            work.close_run(run, again=message.again)
+            work.close_run(run, retried=message.retried)
         return Done()

@@ -22,7 +22,7 @@ class Upwards(Protocol):
 
     def wants(self, microbatch: Microbatch) -> bool: ...
 
-    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None: ...
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, retried: bool) -> None: ...
 
 
 class Requests(Protocol):
@@ -93,11 +93,11 @@ class ExpertWork:
     def has_whole(self, run: Run, num_layers: int) -> bool:
         return self.runtime.layers_done(run) == num_layers
 
-    def close_run(self, run: Run, *, again: bool) -> None:
+    def close_run(self, run: Run, *, retried: bool) -> None:
         """End a run: it counts if the group lacks it."""
         staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
         if staleness_steps is not None:
-            self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
+            self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, retried=retried)
 
     def source_lost(self, peer: PeerID, successor: int | None = None) -> None:
         self.runtime.drop(peer, successor)

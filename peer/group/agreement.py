@@ -97,9 +97,9 @@ class Agreement:
         """True if each of `peers` has announced a later version."""
         return all(self._spoken.get(peer, -1) > version for peer in peers)
 
-    def is_alone_at(self, version: int, mates: Collection[PeerID]) -> bool:
+    def is_alone_at(self, version: int, group_peers: Collection[PeerID]) -> bool:
         """True if there are other members and none has announced this version or a later one."""
-        return bool(mates) and all(self._spoken.get(mate, -1) < version for mate in mates)
+        return bool(group_peers) and all(self._spoken.get(mate, -1) < version for mate in group_peers)
 
     def reports_left_by(self, reporter: PeerID) -> list[CommitCommand]:
         """Return the reports that `reporter` may not have sent before it died."""
@@ -177,4 +177,4 @@ class Agreement:
 
 def _voters(start: RoundStart) -> list[PeerID]:
     """The full members; learners have no vote."""
-    return [member.peer for member in start.members if member.peer not in start.light]
+    return [member.peer for member in start.members if member.peer not in start.learners]

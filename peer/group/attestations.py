@@ -14,7 +14,7 @@ from shoal.protocol.plan import Member
 
 
 def voters(
-    members: Sequence[Member], newcomer: PeerID, *, without_state: Collection[PeerID], departing: Sequence[PeerID]
+    members: Sequence[Member], newcomer: PeerID, *, reported_empty: Collection[PeerID], draining: Sequence[PeerID]
 ) -> tuple[PeerID, ...]:
     """Return the peers of which more than half must have signed what `newcomer` fetches: the members older than it.
 
@@ -28,9 +28,9 @@ def voters(
     same = [peer for peer, at in since.items() if at == mine]
     younger = [peer for peer, at in since.items() if mine is not None and at > mine]
     ranked = (
-        [peer for peer in older or same if peer not in without_state],
-        [peer for peer in departing if peer != newcomer],
-        [peer for peer in younger if peer not in without_state],
+        [peer for peer in older or same if peer not in reported_empty],
+        [peer for peer in draining if peer != newcomer],
+        [peer for peer in younger if peer not in reported_empty],
     )
     return tuple(next(filter(None, ranked), []))
 

@@ -56,7 +56,7 @@ class _Fetch:
         return any(start < piece.start + piece.size and piece.start < start + size for piece in self.pieces.values())
 
 
-class Kept(Protocol):
+class KeptGradients(Protocol):
     """The reduced gradients of the last steps. `Reductions` implements it."""
 
     means: dict[int, Tensor]
@@ -86,7 +86,7 @@ class CatchingUp:
         endpoint: Endpoint,
         compute: Compute,
         pieces: Pieces,
-        kept: Kept,
+        kept: KeptGradients,
         version: Callable[[], int],
         wanted_from: Callable[[], int],
         on_mean: Callable[[int, Tensor, tuple[MeanPiece, ...]], None],

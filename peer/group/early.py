@@ -56,11 +56,11 @@ class Early:
                 del rounds[key]
         return came
 
-    def forget_before(self, version: int, *, mates: Container[PeerID]) -> None:
-        """Drop pieces of steps before `version` and of peers that are no longer in `mates`."""
+    def forget_before(self, version: int, *, group_peers: Container[PeerID]) -> None:
+        """Drop pieces of steps before `version` and of peers that are no longer in `group_peers`."""
         kept = {
             mate: {key: pieces for key, pieces in rounds.items() if key[0] >= version}
             for mate, rounds in self._kept.items()
-            if mate in mates
+            if mate in group_peers
         }
         self._kept = {mate: rounds for mate, rounds in kept.items() if rounds}

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import DEPARTING_S_MAX
+from shoal.protocol.limits import DRAINING_S_MAX
 from shoal.protocol.plan import Member
 
 
@@ -15,7 +15,7 @@ class Mate:
 
     is_ready: bool = False
     """It takes part, with the group's state or as a learner."""
-    is_light: bool = False
+    is_learner: bool = False
     """It takes part with weights alone."""
     is_open: bool = True
     """It accepts traffic."""
@@ -23,7 +23,7 @@ class Mate:
     """It has announced itself since it was last lost."""
     is_absent: bool = False
     """It died, or it is unreachable and not ready. Nobody waits for its word."""
-    without_state: bool = False
+    reported_empty: bool = False
     """Its last announcement said that it is not ready, is a learner, or is elsewhere."""
     names: PeerID | None = None
     """The leader that it names; None: it has not said; empty: it knows of none."""
@@ -36,36 +36,36 @@ class Mate:
 
 
 @dataclass(kw_only=True, slots=True)
-class Members:
+class MembershipView:
     """One member's view of its group: the members that the plan names, and what each has announced about itself.
 
-    The derived fields (`lead` and those around it) are computed anew after each change.
+    The derived fields (`leader` and those around it) are computed anew after each change.
     """
 
     me: PeerID
     ready: bool = False
-    is_light: bool = False
+    is_learner: bool = False
     is_open: bool = True
     planned: tuple[Member, ...] = ()
     """The plan's members by rank, ourselves included if it names us."""
     in_plan: bool = field(init=False, default=False)
-    mates: tuple[PeerID, ...] = field(init=False, default=())
+    group_peers: tuple[PeerID, ...] = field(init=False, default=())
     """The plan's other members, ready or not, in rank order, without the barred ones."""
-    ready_mates: tuple[PeerID, ...] = field(init=False, default=())
-    whole_mates: tuple[PeerID, ...] = field(init=False, default=())
+    ready_members: tuple[PeerID, ...] = field(init=False, default=())
+    full_members: tuple[PeerID, ...] = field(init=False, default=())
     """The ready mates that hold the full state."""
-    light: frozenset[PeerID] = field(init=False, default=frozenset())
+    learners: frozenset[PeerID] = field(init=False, default=frozenset())
     """The ready learners, ourselves included if we are one."""
     ranked: tuple[PeerID, ...] = field(init=False, default=())
     """The plan's ready members by rank, ourselves included if we are ready."""
-    open_mates: tuple[PeerID, ...] = field(init=False, default=())
-    departing: tuple[PeerID, ...] = field(init=False, default=())
+    open_members: tuple[PeerID, ...] = field(init=False, default=())
+    draining: tuple[PeerID, ...] = field(init=False, default=())
     """Ready members that the plan no longer names: they drain."""
-    lead: PeerID | None = field(init=False, default=None)
+    leader: PeerID | None = field(init=False, default=None)
     """The first full member by rank that is ready and open; if all of them drain, the first full member."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
     """The members that, as far as we have heard, may take another peer than us for the leader."""
-    is_lead: bool = field(init=False, default=False)
+    is_leader: bool = field(init=False, default=False)
     """We are the leader, and each member that could think otherwise has named us."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
     _barred: set[PeerID] = field(init=False, default_factory=set)
@@ -74,13 +74,13 @@ class Members:
     @property
     def standing(self) -> tuple[int, int]:
         """(Our rank among the full members, from 0; number of full members)."""
-        whole = tuple(peer for peer in self.ranked if peer not in self.light)
+        whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
     @property
-    def without_state(self) -> frozenset[PeerID]:
+    def reported_empty(self) -> frozenset[PeerID]:
         """The members that have reported that they have no state."""
-        return frozenset(peer for peer, mate in self._known.items() if mate.without_state)
+        return frozenset(peer for peer, mate in self._known.items() if mate.reported_empty)
 
     def has_spoken(self, peer: PeerID) -> bool:
         """True if the peer has named a leader."""
@@ -95,27 +95,27 @@ class Members:
 
     def is_near(self, peer: PeerID) -> bool:
         """True if the plan names the peer, or it is still draining."""
-        return peer in self.mates or peer in self.departing
+        return peer in self.group_peers or peer in self.draining
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
         """True if a plan dropped the peer less than one drain time ago."""
-        return now_s < self._dropped_s(peer) + DEPARTING_S_MAX
+        return now_s < self._dropped_s(peer) + DRAINING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
         """Return the draining members that should be gone."""
-        return [peer for peer in self.departing if not self.may_drain(peer, now_s)]
+        return [peer for peer in self.draining if not self.may_drain(peer, now_s)]
 
     @property
     def overstays_at_s(self) -> float:
         """When the first draining member should be gone; there must be one."""
-        return min(self._dropped_s(peer) for peer in self.departing) + DEPARTING_S_MAX
+        return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
         """True if nothing more will come from the peer: it died, has left, or is unreachable and not ready."""
         if self.is_ready(peer) or peer == self.me:
             return False
         mate = self._known.get(peer)
-        return peer not in self.mates or (mate is not None and mate.is_absent)
+        return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def share_of(self, peer: PeerID) -> float:
         """Return the peer's part of the traffic among the ready members, in [0, 1]."""
@@ -139,22 +139,22 @@ class Members:
             mate = self._of(peer)
             mate.dropped_s = now_s if mate.dropped_s is None else mate.dropped_s
         for peer, mate in self._known.items():
-            is_over = mate.dropped_s is not None and now_s >= mate.dropped_s + DEPARTING_S_MAX and not mate.is_ready
+            is_over = mate.dropped_s is not None and now_s >= mate.dropped_s + DRAINING_S_MAX and not mate.is_ready
             if peer in named or is_over:
                 mate.dropped_s = None
         self._changed()
 
     def forget_all_but(self, known: Collection[PeerID]) -> None:
         """Drop what we know of peers outside `known`: no recent plan names them."""
-        kept = {*self.mates, *known}
+        kept = {*self.group_peers, *known}
         for peer, mate in list(self._known.items()):
             if peer not in kept and not mate.is_ready and mate.dropped_s is None:
                 del self._known[peer]
         self._changed()
 
-    def set_ready(self, ready: bool, *, light: bool = False) -> None:
+    def set_ready(self, ready: bool, *, learner: bool = False) -> None:
         """Record whether we take part, and whether as a learner."""
-        self.ready, self.is_light = ready, ready and light
+        self.ready, self.is_learner = ready, ready and learner
         self._changed()
 
     def set_open(self, is_open: bool) -> None:
@@ -162,24 +162,24 @@ class Members:
         self.is_open = is_open
         self._changed()
 
-    def state(self, peer: PeerID, *, ready: bool, is_open: bool, light: bool = False) -> bool:
+    def state(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
         """Record a member's announcement. Return whether it is news, so that the member needs to be told our state."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
-        mate.is_open, mate.is_ready, mate.is_light = is_open, ready, ready and light
-        mate.without_state = light or not ready
+        mate.is_open, mate.is_ready, mate.is_learner = is_open, ready, ready and learner
+        mate.reported_empty = learner or not ready
         mate.is_present, mate.is_absent = True, False
         self._changed()
         return news
 
     def has_no_state(self, peer: PeerID) -> None:
         """Record that a peer has no state here: it said so, or it is elsewhere."""
-        self._of(peer).without_state = True
+        self._of(peer).reported_empty = True
 
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
         """Record that a member drains from here to its place elsewhere, moved by a plan that we may not have seen."""
         mate = self._of(peer)
-        if peer not in self.mates and mate.dropped_s is None:
+        if peer not in self.group_peers and mate.dropped_s is None:
             mate.dropped_s = now_s
 
     def speaks_as(self, peer: PeerID, incarnation: int) -> None:
@@ -187,12 +187,12 @@ class Members:
         if incarnation != mate.incarnation:
             mate.incarnation, mate.count = incarnation, -1
 
-    def names(self, peer: PeerID, lead: PeerID, *, count: int) -> None:
+    def names(self, peer: PeerID, leader: PeerID, *, count: int) -> None:
         """Record which leader a member names. Ignore it if a later word arrived first."""
         mate = self._of(peer)
         before = mate.is_absent, mate.names
         if count > mate.count:
-            mate.names, mate.count = lead, count
+            mate.names, mate.count = leader, count
         mate.is_absent = False
         if before != (False, mate.names):
             self._changed()
@@ -201,7 +201,7 @@ class Members:
         """Record that a member died or dropped its state; what it announced before no longer holds."""
         mate = self._of(peer)
         mate.is_absent, mate.is_present, mate.is_ready, mate.names = True, False, False, None
-        mate.is_light = False
+        mate.is_learner = False
         self._changed()
 
     def bar(self, peer: PeerID) -> None:
@@ -234,25 +234,25 @@ class Members:
     def _changed(self) -> None:
         known = self._known
         self.in_plan = any(member.peer == self.me for member in self.planned)
-        self.mates = tuple(m.peer for m in self.planned if m.peer != self.me and m.peer not in self._barred)
+        self.group_peers = tuple(m.peer for m in self.planned if m.peer != self.me and m.peer not in self._barred)
         ready = {peer for peer, mate in known.items() if mate.is_ready}
-        self.ready_mates = tuple(peer for peer in self.mates if peer in ready)
-        light = {peer for peer in ready if known[peer].is_light}
-        self.light = frozenset(light | {self.me}) if self.is_light else frozenset(light)
-        self.whole_mates = tuple(peer for peer in self.ready_mates if peer not in light)
-        self.open_mates = tuple(peer for peer in self.ready_mates if known[peer].is_open)
-        self.departing = tuple(sorted(ready.difference(self.mates)))
+        self.ready_members = tuple(peer for peer in self.group_peers if peer in ready)
+        learners = {peer for peer in ready if known[peer].is_learner}
+        self.learners = frozenset(learners | {self.me}) if self.is_learner else frozenset(learners)
+        self.full_members = tuple(peer for peer in self.ready_members if peer not in learners)
+        self.open_members = tuple(peer for peer in self.ready_members if known[peer].is_open)
+        self.draining = tuple(sorted(ready.difference(self.group_peers)))
         here = {*ready, self.me} if self.ready else ready
         self.ranked = ranked = tuple(member.peer for member in self.planned if member.peer in here)
-        whole = [peer for peer in ranked if peer not in self.light]
+        whole = [peer for peer in ranked if peer not in self.learners]
         takes_traffic = (peer for peer in whole if (self.is_open if peer == self.me else known[peer].is_open))
-        self.lead = next(takes_traffic, whole[0] if whole else None)
-        asked = ready.union(self.mates) - {peer for peer, mate in known.items() if mate.is_absent}
+        self.leader = next(takes_traffic, whole[0] if whole else None)
+        asked = ready.union(self.group_peers) - {peer for peer, mate in known.items() if mate.is_absent}
         self.doubtful = tuple(sorted(peer for peer in asked if not self._stands_back(peer)))
-        self.is_lead = self.lead == self.me and not self.doubtful
+        self.is_leader = self.leader == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
         """True if the peer does not claim the lead: it names us, or a peer that only an older plan has."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
-        return named == self.me or (peer not in self.mates and named != peer and not self.is_near(named))
+        return named == self.me or (peer not in self.group_peers and named != peer and not self.is_near(named))

@@ -12,7 +12,7 @@ error feedback, and no residual is lost with a member.
 
 A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
 members get the same bytes. Members refuse a finished chunk with such a number. If another member got a good one, it
-gives us the mean; otherwise the round stands still and is made again without the sender (`peer/tenures.py`).
+gives us the mean; otherwise the round stands still and is made again without the sender (`peer/group_membership.py`).
 
 Two threads use a `Reduction`. The event loop keeps the books. Functions that a method returns touch tensors and run on
 another thread; afterwards the loop records that they are done.
@@ -86,7 +86,7 @@ class Reduction:
         self._contributors = {peer: count for peer, count in zip(self._peers, counts, strict=True) if count}
         """Peer -> number of its microbatches, by rank."""
         # A learner owns no part: the owner of a part must step with it, and the others count on that.
-        owning = [0.0 if member.peer in start.light else member.bandwidth for member in start.members]
+        owning = [0.0 if member.peer in start.learners else member.bandwidth for member in start.members]
         self._bounds = part_bounds(owning, size)
         self._arrived: dict[int, dict[PeerID, Payload]] = {}
         self._under_way: set[int] = set()

@@ -1,13 +1,13 @@
 """One member's rounds in progress, their early pieces, and the reduced gradients that they ended in.
 
-This module says what is to be done; `peer/tenures.py` does it.
+This module says what is to be done; `peer/group_membership.py` does it.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from shoal.peer.arithmetic import Held
+from shoal.peer.arithmetic import LayerRuntime
 from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.pipeline.microbatch import indices_from
@@ -24,7 +24,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 class Reductions:
     """Rounds by step. Args: retained_from: returns the oldest version that a newcomer still builds on."""
 
-    def __init__(self, core: GroupView, runtime: Held, *, retained_from: Callable[[], int]) -> None:
+    def __init__(self, core: GroupView, runtime: LayerRuntime, *, retained_from: Callable[[], int]) -> None:
         self._core = core
         self._runtime = runtime
         self._retained_from = retained_from
@@ -113,7 +113,7 @@ class Reductions:
         whose result we have stepped with."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
-        self.early.forget_before(version, mates=(*self._core.mates, *self._core.departing))
+        self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:

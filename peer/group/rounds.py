@@ -7,14 +7,14 @@ that has finished it shows so by its digest. So any other round replaces a dead 
 from dataclasses import dataclass, field
 from typing import Final
 
-from shoal.peer.group.members import Members
+from shoal.peer.group.members import MembershipView
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.wire_format import WireFormat
 
 _ATTEMPTS_PER_PLAN: Final = 1000
 _RANKS: Final = 1000
-_TENURES: Final = 1000
+_MEMBERSHIPS: Final = 1000
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
 
@@ -23,14 +23,14 @@ def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) ->
     """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
     under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
     order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
-    return (order * _RANKS + rank) * _TENURES + incarnation % _TENURES
+    return (order * _RANKS + rank) * _MEMBERSHIPS + incarnation % _MEMBERSHIPS
 
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
     """One member's rounds by step, until their results are compared. Args: forms: formats that a round may use."""
 
-    members: Members
+    members: MembershipView
     forms: tuple[WireFormat, ...] = ("fp32",)
     plan_sequence: int = 0
     retries: int = 0
@@ -43,8 +43,8 @@ class Rounds:
         ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
         return (
             0 < len(peers) == len(start.members)
-            and len(start.light) < len(peers)
-            and peers.issuperset(start.light)
+            and len(start.learners) < len(peers)
+            and peers.issuperset(start.learners)
             and all(0.0 < member.bandwidth < 1e18 for member in start.members)
             and start.attempt < ahead
             and start.form in self.forms
@@ -64,7 +64,7 @@ class Rounds:
     def void(self, step: int) -> None:
         """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
         one."""
-        order = self.open.pop(step).attempt // (_RANKS * _TENURES)
+        order = self.open.pop(step).attempt // (_RANKS * _MEMBERSHIPS)
         self.retries = max(self.retries, order - self.plan_sequence * _ATTEMPTS_PER_PLAN) + 1
 
     def void_if_dead(self, step: int) -> None:

@@ -21,7 +21,7 @@ class Tally:
     indices: Indices = 0
     loss_sum: float = 0.0
     staleness_sum: int = 0
-    apart: dict[int, tuple[float, int]] = field(default_factory=dict)
+    held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Index -> (loss, staleness) of the contributions that are held out and can still be left out."""
 
     @property
@@ -35,7 +35,7 @@ class Tally:
 
     @property
     def _optional(self) -> Indices:
-        return sum(1 << index for index in self.apart)
+        return sum(1 << index for index in self.held_out)
 
 
 def round_of(
@@ -48,7 +48,7 @@ def round_of(
     attempt: int,
     microbatches: int,
     form: WireFormat,
-    light: Collection[PeerID] = (),
+    learners: Collection[PeerID] = (),
 ) -> RoundStart:
     """Open a round. Each member brings its firm contributions; the first member by rank brings one that is held out.
 
@@ -64,7 +64,7 @@ def round_of(
     brought: dict[PeerID, Indices] = {}
     loss_sum, staleness_sum = 0.0, 0
     for peer, tally in present:
-        left_out = {index: values for index, values in tally.apart.items() if union >> index & 1}
+        left_out = {index: values for index, values in tally.held_out.items() if union >> index & 1}
         brought[peer] = tally.indices & ~sum(1 << index for index in left_out)
         union |= brought[peer]
         loss_sum += tally.loss_sum - sum(loss for loss, _ in left_out.values())
@@ -81,7 +81,7 @@ def round_of(
         loss_sum=loss_sum,
         staleness_sum=staleness_sum,
         form=form,
-        light=tuple(peer for peer in ranked if peer in light),
+        learners=tuple(peer for peer in ranked if peer in learners),
     )
 
 
@@ -134,14 +134,14 @@ class Tallies:
         """Record that a microbatch was granted to us."""
         self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
-    def add(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> bool:
+    def add(self, step: int, index: int, *, loss: float, staleness_steps: int, held_out: bool) -> bool:
         """Record our contribution. Return False if it is a repeat."""
         tally = self.tally(step, self.me)
         if tally.indices >> index & 1:
             return False
         tally.indices |= 1 << index
-        if apart:
-            tally.apart[index] = (loss, staleness_steps)
+        if held_out:
+            tally.held_out[index] = (loss, staleness_steps)
         tally.loss_sum += loss
         tally.staleness_sum += staleness_steps
         return True
@@ -152,7 +152,9 @@ class Tallies:
         before, now = tally.indices.bit_count(), indices.bit_count()
         if now >= before:  # Reports may overtake each other; a contribution only grows.
             tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
-            tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if has_index(indices, index)}
+            tally.held_out = {
+                index: (loss, steps) for index, loss, steps in message.held_out if has_index(indices, index)
+            }
         return now > before
 
     def lose(self, peer: PeerID, step: int) -> Indices:
@@ -164,18 +166,20 @@ class Tallies:
             for step in [s for s in table if s < version]:
                 del table[step]
 
-    def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
+    def word(self, step: int, *, stage: int, leader: PeerID, incarnation: int, count: int) -> Progress:
         """Return our report on a step."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,
             step=step,
-            lead=lead,
+            leader=leader,
             indices=bitmap_of(mine.indices),
             claimed=bitmap_of(claimed) if claimed else b"",
             loss_sum=mine.loss_sum,
             staleness_sum=mine.staleness_sum,
-            apart=tuple([(index, *mine.apart[index]) for index in sorted(mine.apart)]) if mine.apart else (),
+            held_out=tuple([(index, *mine.held_out[index]) for index in sorted(mine.held_out)])
+            if mine.held_out
+            else (),
             incarnation=incarnation,
             count=count,
         )

@@ -35,14 +35,14 @@ class Telling:
         self._gathered: dict[tuple[type, int], Progress] = {}
         self._resting: dict[tuple[type, int], Progress] = {}  # reports that the leader has not received either
         self._timer: asyncio.TimerHandle | None = None
-        self._lead_timer: asyncio.TimerHandle | None = None
+        self._leader_timer: asyncio.TimerHandle | None = None
 
     def tell(self, command: Tell) -> None:
         match command:
-            case Tell(Progress() as message, can_wait=True, can_rest=True) if message.lead != "":
+            case Tell(Progress() as message, can_wait=True, can_rest=True) if message.leader != "":
                 self._rest(message)
-            case Tell(Progress() as message, can_wait=True) if message.lead not in ("", self._me):
-                self._the_lead(message.lead, message)
+            case Tell(Progress() as message, can_wait=True) if message.leader not in ("", self._me):
+                self._the_leader(message.leader, message)
             case Tell(message, to=None):
                 self._everybody(message, self._audience(message))
                 if isinstance(message, Digest):  # reports on the steps before are obsolete
@@ -52,25 +52,25 @@ class Telling:
             case Tell(message, to=str() as mate):
                 self._outbox.post(mate, _key(message), message)
 
-    def _everybody(self, message: _Word, mates: Iterable[PeerID]) -> None:
+    def _everybody(self, message: _Word, group_peers: Iterable[PeerID]) -> None:
         key = _key(message)
         self._gathered.pop(key, None)
         self._resting.pop(key, None)
-        for mate in mates:
+        for mate in group_peers:
             self._outbox.post(mate, key, message)
 
     def _rest(self, message: Progress) -> None:
         """Defer a report: the leader hears it after a while, the others later."""
-        if message.lead != self._me:
+        if message.leader != self._me:
             self._resting[_key(message)] = message
-            if self._lead_timer is None:
-                self._lead_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._tell_the_lead)
+            if self._leader_timer is None:
+                self._leader_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._tell_the_leader)
         self._gather(message)
 
-    def _the_lead(self, lead: PeerID, message: Progress) -> None:
+    def _the_leader(self, leader: PeerID, message: Progress) -> None:
         """Report to the leader now, and the last report on each step to the others later."""
         self._resting.pop(_key(message), None)
-        self._outbox.post(lead, _key(message), message)
+        self._outbox.post(leader, _key(message), message)
         self._gather(message)
 
     def _gather(self, message: Progress) -> None:
@@ -80,20 +80,20 @@ class Telling:
             self._timer = asyncio.get_running_loop().call_later(_GATHER_S * max(1.0, crowd * crowd), self._spread)
 
     def close(self) -> None:
-        for timer in (self._timer, self._lead_timer):
+        for timer in (self._timer, self._leader_timer):
             if timer is not None:
                 timer.cancel()
 
-    def _tell_the_lead(self) -> None:
-        self._lead_timer = None
+    def _tell_the_leader(self) -> None:
+        self._leader_timer = None
         words, self._resting = self._resting, {}
         for key, message in words.items():
-            self._outbox.post(message.lead, key, message)
+            self._outbox.post(message.leader, key, message)
 
     def _spread(self) -> None:
         self._timer = None
         for message in list(self._gathered.values()):
-            self._everybody(message, [mate for mate in self._audience(message) if mate != message.lead])
+            self._everybody(message, [mate for mate in self._audience(message) if mate != message.leader])
 
 
 def _key(message: _Word) -> tuple[type, int]:

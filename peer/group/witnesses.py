@@ -63,7 +63,7 @@ class Witnesses:
     def look(self, state: StageState | None) -> None:
         """Sign `state` if some member lacks the state; otherwise drop everything. Call after each step and plan."""
         core = self._core
-        if core.ready and state is not None and set(core.mates) - set(core.whole_mates):
+        if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
         else:
             self._kept.clear()
@@ -79,7 +79,7 @@ class Witnesses:
         Raises: Refused: too few have signed anything so far.
         """
         core = self._core
-        if newcomer not in core.mates:
+        if newcomer not in core.group_peers:
             return None
         if version >= 0:
             kept = self._kept.get(version)

@@ -1,8 +1,8 @@
 """Fetch state: ranges from all holders of one version at once, each layer checked against the digest that most holders
 name.
 
-If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time (`mates`) share
-what has arrived (`relay.py`).
+If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time (`group_peers`)
+share what has arrived (`relay.py`).
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class StateFetcher:
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._relay: Relay | None = None
-        self._mates: set[PeerID] = set()
+        self._group_peers: set[PeerID] = set()
         """The relay's mates that are reachable."""
         self._carriers: list[PeerID] = []
         """Peers that may still be asked to get ranges of a single holder for us."""
@@ -173,13 +173,15 @@ class StateFetcher:
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._voters, self._at_least, self._base = voters, at_least, base
         self._expected = expected or {}
-        self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
+        self._relay, self._group_peers = relay, set(relay.group_peers) if relay is not None else set()
         self._begun = dict(begun or {})
-        self._carriers = [peer for peer in carriers if peer not in self._mates][:32]
+        self._carriers = [peer for peer in carriers if peer not in self._group_peers][:32]
         digests = self._digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
-        wrong = await self._compute.run_on_host(lambda: [key for key in has if has[key].proof() != digests.get(key)])
+        wrong = await self._compute.run_on_host(
+            lambda: [key for key in has if has[key].secure_digest() != digests.get(key)]
+        )
         for key in wrong:
             logger.warning("layer %s is not what its holders have: fetching it", key)
             del has[key]
@@ -330,8 +332,8 @@ class StateFetcher:
         """`todo`: ranges that nobody is asked for; `lent`: ranges that only mates and carriers are asked for."""
         nothing_left = asyncio.Event()
 
-        async def get(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> None:
-            await self._fetch_range(peer, wanted, holder=holder)
+        async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
+            await self._fetch_range(peer, wanted, via=via)
             if wanted in left:
                 del left[wanted]
                 self._came(wanted)
@@ -346,7 +348,7 @@ class StateFetcher:
                     continue
                 wanted = self._next_own(peer, todo)
                 if wanted is None:
-                    wanted = self._last_of_mates(peer, todo) or self._next_lent(peer, lent)
+                    wanted = self._last_of_group_peers(peer, todo) or self._next_lent(peer, lent)
                     if wanted is None:
                         return
                     if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
@@ -374,12 +376,12 @@ class StateFetcher:
                 finally:
                     under_way[peer] -= 1
 
-        async def borrow(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> bool:
+        async def borrow(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> bool:
             """Return False if the request was refused."""
             todo.remove(wanted)
             lent[wanted] = None
             try:
-                await get(peer, wanted, holder)
+                await get(peer, wanted, via)
             except Refused:
                 return False
             finally:
@@ -389,8 +391,8 @@ class StateFetcher:
                         todo.append(wanted)
             return True
 
-        async def ask_mates() -> None:
-            while (wanted := self._next_of_mates(todo)) is not None:
+        async def ask_group_peers() -> None:
+            while (wanted := self._next_of_group_peers(todo)) is not None:
                 assert wanted.owner is not None
                 self._passed[wanted.key] = True
                 try:
@@ -398,7 +400,7 @@ class StateFetcher:
                         await asyncio.sleep(0.5)  # it does not have a range for us yet
                 except (Unreachable, RemoteError) as error:
                     logger.info("a group peer does not share its ranges: %s", error)
-                    self._mates.discard(wanted.owner)
+                    self._group_peers.discard(wanted.owner)
 
         async def ask_carrier(peer: PeerID) -> None:
             while peer in self._carriers and (wanted := self._next_alone(peer, todo)) is not None:
@@ -413,7 +415,7 @@ class StateFetcher:
 
         peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
         working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(2)]
-        helping = [asyncio.create_task(ask_mates()) for _ in range(8 if self._mates else 0)]
+        helping = [asyncio.create_task(ask_group_peers()) for _ in range(8 if self._group_peers else 0)]
         helping += [asyncio.create_task(ask_carrier(peer)) for peer in self._carriers]
         worked = asyncio.gather(*working)
         here = asyncio.create_task(nothing_left.wait())
@@ -452,8 +454,8 @@ class StateFetcher:
 
     def _ranges_of(self, key: str) -> list[_Range]:
         me = self._endpoint.peer_id
-        mates = self._mates.difference(self._sources[key]) if self._passed.get(key, True) else ()
-        fetching = sorted({me, *mates})
+        group_peers = self._group_peers.difference(self._sources[key]) if self._passed.get(key, True) else ()
+        fetching = sorted({me, *group_peers})
         found = []
         for index, tensor in enumerate(self._tensors[key]):
             for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
@@ -481,13 +483,13 @@ class StateFetcher:
     def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
         return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
 
-    def _last_of_mates(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
+    def _last_of_group_peers(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
         """Return the holder's range that mates will reach last. Call it when all of ours have been asked for."""
         return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
         """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
-        took_s, times = self._took_s.get(holder), min(2 + len(self._mates), _OTHERS_TIMES_MAX)
+        took_s, times = self._took_s.get(holder), min(2 + len(self._group_peers), _OTHERS_TIMES_MAX)
         return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
 
     def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
@@ -500,11 +502,11 @@ class StateFetcher:
         if self._relay is not None:
             self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
-    def _next_of_mates(self, todo: Sequence[_Range]) -> _Range | None:
+    def _next_of_group_peers(self, todo: Sequence[_Range]) -> _Range | None:
         """Return a range of the mate that was asked the longest time ago."""
         firsts: dict[PeerID, _Range] = {}
         for wanted in todo:
-            if wanted.owner in self._mates:
+            if wanted.owner in self._group_peers:
                 firsts.setdefault(wanted.owner, wanted)
         owner = min(firsts, key=lambda mate: (self._asked.get(mate, 0), mate), default=None)
         if owner is None:
@@ -544,7 +546,7 @@ class StateFetcher:
         if self._relay is not None:
             self._relay.begin(key, self._tensors[key], whole=whole)
 
-    async def _fetch_range(self, peer: PeerID, wanted: _Range, *, holder: PeerID | None = None) -> None:
+    async def _fetch_range(self, peer: PeerID, wanted: _Range, *, via: PeerID | None = None) -> None:
         base = self._base if peer in self._with_base else None
         request = StateChunkRequest(
             stored_era=self._stored_era,
@@ -553,7 +555,7 @@ class StateFetcher:
             tensor=wanted.tensor,
             start=wanted.start,
             stop=wanted.stop,
-            holder=holder,
+            via=via,
             base=base.version if base is not None else -1,
         )
         into_N = self._tensors[wanted.key][wanted.tensor]
@@ -569,7 +571,7 @@ class StateFetcher:
         )
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
-        return [key for key in keys if self._layer(key).proof() != digests[key]]
+        return [key for key in keys if self._layer(key).secure_digest() != digests[key]]
 
     def _layer(self, key: str) -> LayerState:
         return self._vectors.layer_state(*self._tensors[key])

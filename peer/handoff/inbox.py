@@ -18,7 +18,7 @@ from shoal.protocol.messages import StateChunk
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`light.py`)."""
+"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
 
 GRADIENT = 3
 """Stands for a tensor of the state: the reduced gradient with which a layer stepped to a version."""

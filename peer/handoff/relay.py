@@ -27,8 +27,8 @@ class Relay:
     Args: mates: the other peers that fetch some of the same layers.
     """
 
-    def __init__(self, stored_era: int, version: int, mates: Collection[PeerID], *, vectors: Vectors) -> None:
-        self.mates = frozenset(mates)
+    def __init__(self, stored_era: int, version: int, group_peers: Collection[PeerID], *, vectors: Vectors) -> None:
+        self.group_peers = frozenset(group_peers)
         self.until_s = 0.0
         """When the server may drop the relay, once it is done."""
         self.is_done = False
@@ -77,7 +77,7 @@ class Relay:
     def is_asked(self, source: PeerID, request: StateChunkRequest) -> bool:
         """True if `source` may ask here for that layer of that state."""
         at = request.stored_era, request.version
-        return source in self.mates and at == self._at and request.layer in self._tensors and not self._is_void
+        return source in self.group_peers and at == self._at and request.layer in self._tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
         """Return the tensor once it has the requested range; None: the range did not arrive within `patience_s`."""

@@ -21,10 +21,10 @@ import msgspec
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
+from shoal.peer.handoff.gradient_log import GradientLog
 from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.handoff.trail import Trail
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.vectors import VECTORS, Vectors
@@ -160,7 +160,7 @@ class StateServer:
         inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
     ) -> None:
-        self.trail = Trail()
+        self.gradient_log = GradientLog()
         self._vectors = vectors
         self._endpoint = endpoint
         self._compute = compute
@@ -268,7 +268,9 @@ class StateServer:
             pin.is_replayed |= asked_by in self._newcomers
         unproved = pin.keep(layers)
         if unproved and proofs is None:
-            proofs = await self._compute.run_on_host(lambda: {k: layer.proof() for k, layer in unproved.items()})
+            proofs = await self._compute.run_on_host(
+                lambda: {k: layer.secure_digest() for k, layer in unproved.items()}
+            )
             pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lasts unasked
             pin.asked_for(self._clock.now_s())
         pin.prove(proofs or {})
@@ -408,19 +410,19 @@ class StateServer:
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
         """Offer the one layer that `source` fetches ahead next. It replaces the one before."""
         me = self._endpoint.peer_id
-        if len(message.layers) != 1 or not self.trail.is_wanted:
+        if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
         state = self._current(message.layers)
         if state is None:
             raise Refused(me, "does not hold that state")
         key = message.layers[0]
         self._ahead[source] = state.version, key, state.layers[key]
-        self.trail.wants(source, state.version + 1, at_least=True)
+        self.gradient_log.wants(source, state.version + 1, at_least=True)
         return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
-        if message.holder is not None:
-            return await self._carry(source, message, message.holder)
+        if message.via is not None:
+            return await self._carry(source, message, message.via)
         if message.tensor == GRADIENT:
             return await self._give_gradient(source, message)
         version, key, ahead = self._ahead.get(source, (-1, "", None))
@@ -475,11 +477,11 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, f"has not kept version {message.base} of {message.layer}")
         return pin.layers[message.layer].param_N
 
-    async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
+    async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> Done:
         """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
-        if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
+        if not self._knows(source) or not self._knows(via) or self._inbox is None or is_fetching:
             raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
@@ -493,15 +495,15 @@ class StateServer:
             start=message.start,
             stop=message.stop,
         )
-        if (holder, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
+        if (via, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
             raise Refused(me, "already carries that range, or as many as it may")
-        self._carried.add((holder, request))
+        self._carried.add((via, request))
         try:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
-            await self._endpoint.ask(holder, wanted, StateOffer)
+            await self._endpoint.ask(via, wanted, StateOffer)
             into_N = self._vectors.empty(length)
             await fetch_range(
-                holder,
+                via,
                 request,
                 into_N,
                 endpoint=self._endpoint,
@@ -514,7 +516,7 @@ class StateServer:
         except (Unreachable, RemoteError) as error:
             raise Refused(me, "cannot get that range") from error
         finally:
-            self._carried.discard((holder, request))
+            self._carried.discard((via, request))
         return Done()
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
@@ -533,8 +535,8 @@ class StateServer:
         me = self._endpoint.peer_id
         if not self._knows(source):
             raise Refused(me, "does not know the sender from a plan")
-        self.trail.wants(source, message.version)
-        gradient_N = await self.trail.read(
+        self.gradient_log.wants(source, message.version)
+        gradient_N = await self.gradient_log.read(
             message.stored_era, message.version, message.layer, patience_s=_GRADIENT_WAIT_S
         )
         if gradient_N is None:
@@ -545,7 +547,7 @@ class StateServer:
     async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
         """Send a range: during training only while nothing else is being sent, or after too long a wait."""
         for start in self._starts(source, message, values_N):
-            if not self.trail.is_wanted:
+            if not self.gradient_log.is_wanted:
                 await self._send_chunk(source, message, values_N, start, Priority.STATE)
                 continue
             async with self._one_ahead:

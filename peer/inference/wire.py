@@ -26,7 +26,7 @@ TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class StageInput:
     """The decoded input of one stage."""
 
     x: Tensor
@@ -74,7 +74,7 @@ class InferenceWire:
         self._check_known(token_part, source)
         self._check_known(target_part, source, ignored=True)
 
-    def encode(self, x_BTD: Tensor, question: Question) -> bytearray:
+    def encode(self, x_BTD: Tensor, question: StageInput) -> bytearray:
         """Encode the input of the next stage: `x_BTD` is the output of our layers, the rest comes from `question`."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
@@ -92,12 +92,12 @@ class InferenceWire:
             payload += part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return payload
 
-    def decode(self, meta: InferenceInput, payload: Payload) -> Question:
+    def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
         """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""
         B, T = meta.rows, meta.length
         x, tokens, targets, begins = self._parts(meta, payload)
         tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
-        return Question(
+        return StageInput(
             x=self._activation(meta, x, tokens_BT),
             tokens_BT=tokens_BT,
             targets_BT=torch.frombuffer(bytearray(targets), dtype=torch.int32).view(B, T).long() if targets else None,

@@ -32,7 +32,7 @@ DEVICES: Final = ("cuda",)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompiledShapes:
     """The shapes for which layers are compiled."""
 
     model: ModelSpec
@@ -44,7 +44,7 @@ class Job:
 class CompiledLayers:
     """The dense layers of one model, compiled by `backend` for microbatches of one shape after `start`."""
 
-    def __init__(self, job: Job, *, backend: str | Callable[..., object] = "inductor") -> None:
+    def __init__(self, job: CompiledShapes, *, backend: str | Callable[..., object] = "inductor") -> None:
         self._job = job
         self._backend = backend
         self._by_kind: dict[bool, Layer] = {}
@@ -103,11 +103,11 @@ def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> 
     model: sizes of expert groups are known only on the device, and adapters decode a quantised base."""
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
-    return _started(Job(spec.model, spec.training.microbatch_size, device, dtype))
+    return _started(CompiledShapes(spec.model, spec.training.microbatch_size, device, dtype))
 
 
 @functools.cache
-def _started(job: Job) -> CompiledLayers:
+def _started(job: CompiledShapes) -> CompiledLayers:
     layers = CompiledLayers(job)
     layers.start()
     return layers

@@ -34,7 +34,7 @@ from shoal.peer.vectors import Vectors
 
 logger = logging.getLogger(__name__)
 
-APART_MAX = 16
+HELD_OUT_MAX = 16
 """The most gradients of one step held out of its sum; each is as large as the stage."""
 
 
@@ -107,8 +107,8 @@ class Contributions:
     def forget(self, microbatch: Microbatch) -> None:
         self._finished.pop(microbatch, None)
 
-    def contribute(self, microbatch: Microbatch, *, version: int, apart: bool) -> bool | None:
-        """Add the gradient to its step's sum, or hold it out if `apart` and there is room. Call it just before
+    def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
+        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room. Call it just before
         announcing it. Returns: True if it is held out; None if its step is over and it is in no sum."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
@@ -117,7 +117,7 @@ class Contributions:
             return False
         kept = self._apart.setdefault(microbatch.step, {})
         gradient_N, weights = finished
-        if apart and len(kept) < APART_MAX:
+        if held_out and len(kept) < HELD_OUT_MAX:
             kept[microbatch.index] = (gradient_N, weights if self._corrects else None)
             return True
         self._summed.add(microbatch)

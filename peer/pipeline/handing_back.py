@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import HandBack
+from shoal.peer.replica.commands import RejectMicrobatch
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import Event, HandedBack, WorkReturned
 from shoal.peer.tasks import Tasks
@@ -48,16 +48,16 @@ class HandingBack:
         self._post = post
         self._check = check
         self._on_unreachable = on_unreachable
-        self._gathered: dict[PeerID | None, list[HandBack]] = {}
+        self._gathered: dict[PeerID | None, list[RejectMicrobatch]] = {}
 
     def install(self) -> None:
-        self._endpoint.on(messages.HandBack, self._on_hand_back)
+        self._endpoint.on(messages.Reject, self._on_hand_back)
 
     def close(self) -> None:
         """Accept no more microbatches: a peer that returns one gets an error instead of an acknowledgement."""
         self._endpoint.off(self._on_hand_back)
 
-    def soon(self, command: HandBack) -> None:
+    def soon(self, command: RejectMicrobatch) -> None:
         """Return a microbatch in one message with all others for the same peer in this turn of the loop."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
@@ -67,9 +67,9 @@ class HandingBack:
     async def _tell(self, target: PeerID | None) -> None:
         told = self._gathered.pop(target)
         items = tuple((c.microbatch.step, c.microbatch.index, c.begun) for c in told)
-        message = messages.HandBack(stage=self._stage, items=items)
+        message = messages.Reject(stage=self._stage, items=items)
         if target is None:
-            await self._tell_lead(message)
+            await self._tell_leader(message)
             return
         for _ in range(20):  # then the sender notices our absence itself, or is gone
             try:
@@ -84,21 +84,21 @@ class HandingBack:
                 return
             await asyncio.sleep(_RETRY_S)
 
-    async def _tell_lead(self, message: messages.HandBack) -> None:
+    async def _tell_leader(self, message: messages.Reject) -> None:
         """Return granted microbatches to the leader, and retry without end: nobody else computes them. If we lead, wait
         until the pause is over or another member leads."""
         while True:
-            lead = self._core.group.lead
-            if lead is not None and (lead != self._endpoint.peer_id or not self._core.is_paused):
+            leader = self._core.group.leader
+            if leader is not None and (leader != self._endpoint.peer_id or not self._core.is_paused):
                 try:
-                    await self._endpoint.ask(lead, message, Done)
+                    await self._endpoint.ask(leader, message, Done)
                 except (Unreachable, Refused, RemoteError) as error:
                     logger.debug("the leader takes no microbatches back: %s", error)
                 else:
                     return
             await asyncio.sleep(_RETRY_S)
 
-    async def _on_hand_back(self, source: PeerID, message: messages.HandBack) -> Done:
+    async def _on_hand_back(self, source: PeerID, message: messages.Reject) -> Done:
         if len(message.items) > QUEUED_MICROBATCHES_MAX:
             raise RemoteError(source, f"returned {len(message.items)} microbatches in one message")
         microbatches = [(Microbatch(step, index), begun) for step, index, begun in message.items]

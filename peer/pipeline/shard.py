@@ -106,7 +106,7 @@ class Shard:
         return self._step is not None
 
     @property
-    def is_light(self) -> bool:
+    def is_learner(self) -> bool:
         """True if this replica is a learner: it has weights but no state."""
         return self._light is not None
 
@@ -195,13 +195,14 @@ class Shard:
 
     # --- between jobs ---
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
-        """Add the microbatch's gradient to its step's sum, or, if `apart` and there is room, hold it out so that it can
-        be omitted. Call it just before announcing the gradient. The next job, or a sum made earlier, adds the tensor.
+    def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None:
+        """Add the microbatch's gradient to its step's sum, or, if `held_out` and there is room, hold it out so that it
+        can be omitted. Call it just before announcing the gradient. The next job, or a sum made earlier, adds the
+        tensor.
 
         Returns: True if the gradient is held out; None if our step no longer accepts it.
         """
-        return self._contributions.contribute(microbatch, version=self.version, apart=apart)
+        return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
         """Request the sum of our contributions to `step` announced by now; of those held out only `indices`, or all if
@@ -282,5 +283,5 @@ class Shard:
             gradient_N = torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
         for key, named in leaves.items():
             state_layout(self.spec, key).collect(named, gradient_N[self._spans[key]])
-        keeps_place = self._weights.keeps_places and not self.is_light
+        keeps_place = self._weights.keeps_places and not self.is_learner
         self._contributions.finish(microbatch, gradient_N, weights if keeps_place else None)

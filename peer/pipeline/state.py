@@ -49,8 +49,8 @@ class LayerState:
     def digest(self) -> str:
         """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are.
 
-        It finds accidents. Against attackers BLAKE3 (`proof`), five times slower, covers states sent to joining peers
-        and snapshots.
+        It finds accidents. Against attackers BLAKE3 (`secure_digest`), five times slower, covers states sent to joining
+        peers and snapshots.
         """
         hasher = xxh3_128()
         for tensor in self.tensors:
@@ -58,7 +58,7 @@ class LayerState:
                 hasher.update(tensor.detach().cpu().numpy().data)
         return hasher.hexdigest()
 
-    def proof(self) -> str:
+    def secure_digest(self) -> str:
         """Return the BLAKE3 of the three tensors' bytes, 128 bits. Nobody can construct another state with it."""
         hasher = blake3()
         for tensor in self.tensors:
@@ -77,7 +77,7 @@ class StageState:
     """The 2-norm of the reduced gradient of the step to this version, before clipping; None: made elsewhere."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
-        return tuple((key, layer.proof()) for key, layer in self.layers.items())
+        return tuple((key, layer.secure_digest()) for key, layer in self.layers.items())
 
     def digest(self) -> str:
         hasher = xxh3_128()

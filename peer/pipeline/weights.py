@@ -23,7 +23,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction import COMPENSATIONS, Seen, compensation
+from shoal.peer.pipeline.prediction import COMPENSATIONS, OwnGradients, compensation
 from shoal.peer.pipeline.state import LayerState, StageState, clipped, hyperparameters
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
@@ -188,7 +188,7 @@ class Weights:
             params[key] = self._compensations[key].weights(here, settings, staleness_steps, seen)
         return self._kept(WeightSet(params, state.version, num_seen))
 
-    def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> Seen | None:
+    def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
         """Return the gradient as the step will see it; None if it is not finite. `known`: `layer` is at this step's
         weights."""
         span = self._spans[key]
@@ -196,8 +196,8 @@ class Weights:
         if gradient_N is None:
             return None
         if not known or its.places is None:
-            return Seen(gradient_N)
-        return Seen(gradient_N, its.places.displacement(span, layer.param_N, its.num))
+            return OwnGradients(gradient_N)
+        return OwnGradients(gradient_N, its.places.displacement(span, layer.param_N, its.num))
 
     def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)

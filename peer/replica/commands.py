@@ -27,7 +27,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class SayHello:
+class AnnouncePresence:
     """Tell our neighbours and the group our new presence."""
 
 
@@ -37,7 +37,7 @@ class Count:
     `counted`, with `apart` changed if it came out otherwise."""
 
     counted: GradientCounted
-    again: bool
+    retried: bool
 
 
 # --- microbatches ---
@@ -45,11 +45,11 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class SendActivation:
-    """Send the output of the forward of `microbatch` to `target`; `again`: it may have run before."""
+    """Send the output of the forward of `microbatch` to `target`; `retried`: it may have run before."""
 
     microbatch: Microbatch
     target: PeerID
-    again: bool = False
+    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class HandBack:
+class RejectMicrobatch:
     """The microbatch will not be computed here: its sender (target None: stage 0's leader) sends it elsewhere."""
 
     microbatch: Microbatch
@@ -91,7 +91,7 @@ class HandBack:
     begun: bool
 
 
-ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished | Forget | HandBack
+ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished | Forget | RejectMicrobatch
 
 
 # --- the supply of microbatches, at stage 0 ---
@@ -112,10 +112,10 @@ class DropClaim:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Run `microbatch` through the pipeline; `again`: it may have run before."""
+    """Run `microbatch` through the pipeline; `retried`: it may have run before."""
 
     microbatch: Microbatch
-    again: bool
+    retried: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ReportValidation:
     report: ValidationReport
 
 
-SupplyCommand = (
+QueueCommand = (
     Answer | SendClaim | DropClaim | Make | MemberGranted | RunAhead | HandOut | TellValidation | ReportValidation
 )
 
@@ -221,4 +221,4 @@ class Accuse:
 
 CommitCommand = Tell | Reduce | Report | Witness | CatchUp | AskRepair | Resync | ForgetMember | Accuse
 
-Command = ScheduleCommand | SupplyCommand | CommitCommand | SayHello | Count
+Command = ScheduleCommand | QueueCommand | CommitCommand | AnnouncePresence | Count

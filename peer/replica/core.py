@@ -15,7 +15,6 @@ from typing import Final, get_args
 
 from shoal.peer.pipeline.microbatch import Microbatch, indices_from
 from shoal.peer.replica.commands import AskRepair, Command, Finished, Make
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     Arrived,
     Changed,
@@ -38,32 +37,33 @@ from shoal.peer.replica.events import (
     PeerReady,
     PlanFollowed,
     ProgressArrived,
+    QueueEvent,
+    QueueResumed,
+    QueueStopped,
     Resumed,
     RunAhead,
     ScheduleEvent,
     Stepped,
-    SupplyEvent,
-    SupplyResumed,
-    SupplyStopped,
     TimerFired,
     TrafficPlanned,
     UpstreamSet,
-    Validated,
+    ValidationDone,
     VersionReached,
     WorkGranted,
 )
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.peer.replica.router import in_turn
 from shoal.peer.replica.schedule import Schedule
-from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import PipelineView
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Hello
+from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.plan import Plan
 
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
-_OF_THE_SUPPLY: Final = frozenset(get_args(SupplyEvent)) - {TimerFired, PlanFollowed, MemberLost}
+_OF_THE_SUPPLY: Final = frozenset(get_args(QueueEvent)) - {TimerFired, PlanFollowed, MemberLost}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
 """Commands from one part to another."""
 
@@ -71,13 +71,13 @@ _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contrib
 class ReplicaCore(MemberCore):
     """One replica of a stage. Args: supply: only at stage 0."""
 
-    def __init__(self, group: Commit, pipeline: Schedule, supply: Supply | None, plan: Plan) -> None:
+    def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self._pipeline = pipeline
         self.pipeline: PipelineView = pipeline
-        self._supply = supply
+        self._queue = queue
         """None: not stage 0."""
-        self._supply_due_s = supply.next_timer_s() if supply is not None else math.inf
+        self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()
 
@@ -90,10 +90,10 @@ class ReplicaCore(MemberCore):
         match event:
             case TimerFired():
                 commands = self._commit(event, now_s) if now_s >= self._group_due_s else []
-                return commands + self._supplied(event, now_s) if now_s >= self._supply_due_s else commands
+                return commands + self._supplied(event, now_s) if now_s >= self._queue_due_s else commands
             case ProgressArrived(source, progress):
                 # A removed member may still send its last Progress: neither part counts it.
-                supplies = self._supply is not None and self._group.has_place(source)
+                supplies = self._queue is not None and self._group.has_place(source)
                 commands = self._commit(event, now_s)
                 if supplies:
                     said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
@@ -101,39 +101,39 @@ class ReplicaCore(MemberCore):
                 return commands
             case GradientCounted(microbatch):
                 commands = self._commit(event, now_s)
-                return commands if self._supply is None else commands + self._supplied(Made(microbatch), now_s)
+                return commands if self._queue is None else commands + self._supplied(Made(microbatch), now_s)
             case Stepped(version):
                 commands = self._commit(event, now_s)
                 commands += self._if_supplied(VersionReached(version), now_s)
                 self._remembers = event.remembers
                 return commands + self._open_if_fit(now_s)
             case Paused():
-                commands = [*self._if_supplied(SupplyStopped(), now_s), *super().handle(event, now_s=now_s)]
+                commands = [*self._if_supplied(QueueStopped(), now_s), *super().handle(event, now_s=now_s)]
                 return commands + self._flow(event, now_s)
             case Resumed():
                 self.is_paused = False
                 commands = self._flow(event, now_s)
                 if not self.is_draining and not self.is_lagging:
-                    commands += self._if_supplied(SupplyResumed(), now_s)
+                    commands += self._if_supplied(QueueResumed(), now_s)
                 return commands + super().handle(event, now_s=now_s)
             case DrainBegun():
-                return [*self._if_supplied(SupplyStopped(), now_s), *super().handle(event, now_s=now_s)]
+                return [*self._if_supplied(QueueStopped(), now_s), *super().handle(event, now_s=now_s)]
             case DrainEnded():
                 commands = super().handle(event, now_s=now_s)
                 if self.is_paused or self.is_lagging:
                     return commands
-                return commands + self._if_supplied(SupplyResumed(), now_s)
+                return commands + self._if_supplied(QueueResumed(), now_s)
             case Lagging(lags):
-                commands = self._if_supplied(SupplyStopped(), now_s) if lags else []
+                commands = self._if_supplied(QueueStopped(), now_s) if lags else []
                 commands += super().handle(event, now_s=now_s)
                 if not lags and not self.is_paused and not self.is_draining:
-                    commands += self._if_supplied(SupplyResumed(), now_s)
+                    commands += self._if_supplied(QueueResumed(), now_s)
                 return commands + self._flow(event, now_s)
             case _:
                 return super().handle(event, now_s=now_s)
 
     def next_timer_s(self) -> float:
-        return min(self._group_due_s, self._supply_due_s)
+        return min(self._group_due_s, self._queue_due_s)
 
     # --- to the parts ---
 
@@ -141,22 +141,22 @@ class ReplicaCore(MemberCore):
         commands = self._pipeline.handle(event, now_s=now_s)
         return [*commands] if _OF_A_PART.isdisjoint(map(type, commands)) else self._routed([*commands], now_s)
 
-    def _supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
-        if self._supply is None:
+    def _supplied(self, event: QueueEvent, now_s: float) -> list[Command]:
+        if self._queue is None:
             raise Refused(self._group.me, "does not lead stage 0")
-        commands = self._supply.handle(event, now_s=now_s)
-        self._supply_due_s = self._supply.next_timer_s()
+        commands = self._queue.handle(event, now_s=now_s)
+        self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
-    def _if_supplied(self, event: SupplyEvent, now_s: float) -> list[Command]:
-        return [] if self._supply is None else self._supplied(event, now_s)
+    def _if_supplied(self, event: QueueEvent, now_s: float) -> list[Command]:
+        return [] if self._queue is None else self._supplied(event, now_s)
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
         left: list[Command] = []
         for command in commands:
             match command:
-                case Make(microbatch, again):
-                    left += self._make(microbatch, again, now_s)
+                case Make(microbatch, retried):
+                    left += self._make(microbatch, retried, now_s)
                 case MemberGranted():
                     left += self._commit(command, now_s)
                 case RunAhead():
@@ -165,26 +165,26 @@ class ReplicaCore(MemberCore):
                     left.append(self._count(command))
                 case Finished(microbatch, loss):
                     if microbatch.validates:
-                        left += self._supplied(Validated(microbatch, loss), now_s)
+                        left += self._supplied(ValidationDone(microbatch, loss), now_s)
                     left += self._supplied(Changed(), now_s)
-                case AskRepair(step, bitmap) if self._supply is not None:
+                case AskRepair(step, bitmap) if self._queue is not None:
                     indices = indices_from(bitmap, count=self._group.microbatches)
                     left += self._supplied(LossReported(step, indices), now_s)
                 case _:
                     left.append(command)
         return left
 
-    def _make(self, microbatch: Microbatch, again: bool, now_s: float) -> list[Command]:
+    def _make(self, microbatch: Microbatch, retried: bool, now_s: float) -> list[Command]:
         commands: list[Command] = []
         if not microbatch.validates and microbatch.step >= self._pipeline.version:
-            commands = self._commit(WorkGranted(microbatch.step, microbatch.index, again), now_s)
-        return commands + self._flow(Arrived(microbatch, None, again), now_s)
+            commands = self._commit(WorkGranted(microbatch.step, microbatch.index, retried), now_s)
+        return commands + self._flow(Arrived(microbatch, None, retried), now_s)
 
     # --- the life of a replica ---
 
     def _more_follows(self, step: int) -> bool:
         # Stage 0's leader judges each member's speed by these messages, which therefore must not be delayed.
-        return self._supply is None and self._pipeline.has_more(step)
+        return self._queue is None and self._pipeline.has_more(step)
 
     def _changed(self, now_s: float) -> list[Command]:
         return self._if_supplied(Changed(), now_s)
@@ -198,36 +198,38 @@ class ReplicaCore(MemberCore):
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
         """Return the traffic shares of the next stage's members, beginning with the one that we serve first."""
-        mates, receivers = plan.stages[self._pipeline.stage].peers, plan.stages[self._pipeline.stage + 1].members
-        if self._group.me in mates:
-            receivers = tuple(in_turn(receivers, mates.index(self._group.me), len(mates)))
+        group_peers, receivers = plan.stages[self._pipeline.stage].peers, plan.stages[self._pipeline.stage + 1].members
+        if self._group.me in group_peers:
+            receivers = tuple(in_turn(receivers, group_peers.index(self._group.me), len(group_peers)))
         return {member.peer: member.share for member in receivers}
 
-    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
-        if hello.stage != self._pipeline.stage:
-            return MemberElsewhere(peer, hello.incarnation)
+    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
+        if presence.stage != self._pipeline.stage:
+            return MemberElsewhere(peer, presence.incarnation)
         has_moved = self._plan.has(peer)
-        return MemberState(peer, hello.ready, hello.is_open, hello.incarnation, hello.draining, has_moved, hello.light)
+        return MemberState(
+            peer, presence.ready, presence.is_open, presence.incarnation, presence.draining, has_moved, presence.learner
+        )
 
-    def _peer_said(self, peer: PeerID, hello: Hello, now_s: float) -> list[Command]:
-        commands = self._commit(self._what_it_is_here(peer, hello), now_s)
+    def _peer_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[Command]:
+        commands = self._commit(self._what_it_is_here(peer, presence), now_s)
         stage, stages = self._pipeline.stage, self._plan.stages
         if not self._pipeline.is_last and peer in stages[stage + 1].peers:
-            commands += self._flow(self._what_it_takes(peer, hello), now_s)
-        drains_upstream = hello.stage == stage - 1 and hello.draining
+            commands += self._flow(self._what_it_takes(peer, presence), now_s)
+        drains_upstream = presence.stage == stage - 1 and presence.draining
         if drains_upstream != (peer in self._draining_upstream):
             (self._draining_upstream.add if drains_upstream else self._draining_upstream.remove)(peer)
             self._draining_upstream = {peer for peer in self._draining_upstream if self._plan.has(peer)}
             commands += self._flow(UpstreamSet(self._upstream | self._draining_upstream), now_s)
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
-    def _what_it_takes(self, peer: PeerID, hello: Hello) -> PeerReady | PeerClosed | PeerLost:
+    def _what_it_takes(self, peer: PeerID, presence: PresenceUpdate) -> PeerReady | PeerClosed | PeerLost:
         stage = self._pipeline.stage
-        if hello.stage == stage + 1 and hello.is_open:
+        if presence.stage == stage + 1 and presence.is_open:
             return PeerReady(peer)
-        if hello.stage == stage + 1 and not hello.ready:
+        if presence.stage == stage + 1 and not presence.ready:
             return PeerLost(peer)  # it has no state or has drained: it has dropped what reached it since
-        if hello.stage in (stage - 1, stage + 1):
+        if presence.stage in (stage - 1, stage + 1):
             # It still answers what it owes there; or it comes from the stage before and still waits for what we owe.
             return PeerClosed(peer)
         return PeerLost(peer)

@@ -5,8 +5,8 @@ A microbatch goes through this file as follows; each arrow is a decision of the 
     forward   _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`; at the last stage
     backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
 
-`peer/tenures.py` turns the gradients into a step; `pipeline/stage.py` computes. With experts elsewhere, `_run` goes
-through `peer/experts/dispatch.py` at each layer.
+`peer/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. With experts elsewhere, `_run`
+goes through `peer/experts/dispatch.py` at each layer.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
-from shoal.peer.light import LightMember
-from shoal.peer.pipeline.cargo import Hold
+from shoal.peer.group_membership import GroupMembership, make_commit
+from shoal.peer.learner import Learner
+from shoal.peer.pipeline.activation_store import ActivationStore
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
@@ -33,7 +34,7 @@ from shoal.peer.replica.commands import (
     Command,
     Count,
     Forget,
-    HandBack,
+    RejectMicrobatch,
     SendActivation,
     SendGradient,
 )
@@ -45,7 +46,7 @@ from shoal.peer.replica.events import (
     JobDropped,
     JobFailed,
     JobParked,
-    Joined,
+    JoinedGroup,
     Lagging,
     PeerLost,
     Stepped,
@@ -54,16 +55,15 @@ from shoal.peer.replica.events import (
 )
 from shoal.peer.replica.forward_times import ForwardTimes
 from shoal.peer.replica.job import Job, TimelineEntry
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.peer.replica.schedule import Schedule
-from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.work_queue import WorkQueue
+from shoal.peer.services import Services
 from shoal.peer.shortage import is_out_of_memory
-from shoal.peer.surroundings import Surroundings
-from shoal.peer.tenures import Tenure, make_commit
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
-from shoal.protocol.messages import Activation, Gradient, Hello
+from shoal.protocol.messages import Activation, Gradient, PresenceUpdate
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.spec import RunSpec
@@ -77,25 +77,27 @@ _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """A broken stream often comes back, and the peer that waits for this gradient holds a place in its window for it."""
 
 
-class Replica(Tenure):
+class Replica(GroupMembership):
     """Our replica of stage `stage` under `plan`. `first_stage.py` adds what stage 0 does."""
 
     core: ReplicaCore
 
-    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
         self.experts_placed = bool(plan.experts)
-        arithmetic = surroundings.arithmetic
+        arithmetic = services.arithmetic
         self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
-        core = replica_core(surroundings, plan, stage, incarnation=incarnation)
-        super().__init__(surroundings, core, self.runtime, incarnation=incarnation)
-        self.experts = ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None
+        core = replica_core(services, plan, stage, incarnation=incarnation)
+        super().__init__(services, core, self.runtime, incarnation=incarnation)
+        self.experts = ExpertDispatch(services, plan, stage, incarnation=incarnation) if plan.experts else None
         self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()
-        self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
-        self._wire = ActivationWire(surroundings.spec)
-        self._widest = surroundings.spec.wire.forward[0]
+        self.activations = ActivationStore(
+            self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts
+        )
+        self._wire = ActivationWire(services.spec)
+        self._widest = services.spec.wire.forward[0]
         self._travel(plan)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._mean_gradient_N: Tensor | None = None
@@ -105,23 +107,23 @@ class Replica(Tenure):
             self._tasks,
             post=self.handle,
             check=self._check,
-            on_unreachable=surroundings.listeners.on_unreachable,
+            on_unreachable=services.listeners.on_unreachable,
         )
 
     def _perform(self, command: Command) -> None:
         match command:
             case Job():
                 self._tasks.spawn(self._run(command), f"job {command}")
-            case SendActivation(microbatch, target, again):
-                self._tasks.spawn(self._send_activation(microbatch, target, again), f"activation {microbatch}")
+            case SendActivation(microbatch, target, retried):
+                self._tasks.spawn(self._send_activation(microbatch, target, retried), f"activation {microbatch}")
             case SendGradient(microbatch, target):
                 self._tasks.spawn(self._send_gradient(*self._gradient(command)), f"gradient {microbatch} to {target}")
-            case HandBack():
+            case RejectMicrobatch():
                 self._handing_back.soon(command)
             case Forget(microbatch):
-                self.hold.forget(microbatch)
-            case Count(counted, again):
-                if self.hold.settle(counted.microbatch, again=again):
+                self.activations.forget(microbatch)
+            case Count(counted, retried):
+                if self.activations.settle(counted.microbatch, retried=retried):
                     super()._perform(command)
             case _:
                 super()._perform(command)
@@ -133,7 +135,7 @@ class Replica(Tenure):
         if not pipeline.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
             return
-        if self.state is None and not self.runtime.is_stepping and not self.runtime.is_light:
+        if self.state is None and not self.runtime.is_stepping and not self.runtime.is_learner:
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
         if not self.is_ready:
@@ -149,8 +151,8 @@ class Replica(Tenure):
         if not pipeline.holds(microbatch):
             if pipeline.num_waiting >= QUEUED_MICROBATCHES_MAX:
                 raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
-            self.hold.of(microbatch).input = payload
-        self.handle(Arrived(microbatch, source, meta.again, meta.incarnation))
+            self.activations.of(microbatch).input = payload
+        self.handle(Arrived(microbatch, source, meta.retried, meta.incarnation))
 
     async def _run(self, job: Job) -> None:
         microbatch = job.microbatch
@@ -159,7 +161,7 @@ class Replica(Tenure):
             self.handle(JobDone(job))
             self.stepped(state, digest, skipped)
             return
-        work, flop = self.hold.job(job, microbatch)
+        work, flop = self.activations.job(job, microbatch)
         if self.experts is None:
             try:
                 value = await self._with_room(job, work, flop)
@@ -171,7 +173,7 @@ class Replica(Tenure):
                 self.handle(JobFailed(job))
                 return
             self._forward_times.ended(job)
-            self.handle(JobDone(job, self.hold.keep(job, microbatch, value)))
+            self.handle(JobDone(job, self.activations.keep(job, microbatch, value)))
         else:
             await self._run_with_experts(self.experts, job, microbatch, JobInParts(work()), flop)
 
@@ -180,7 +182,7 @@ class Replica(Tenure):
     ) -> None:
         """Run a job whose experts are elsewhere. While it waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
-        passage = self.hold.passage(experts, job, microbatch)
+        passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
             self.handle(JobParked(job))
         while call is not None:
@@ -192,7 +194,7 @@ class Replica(Tenure):
             part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
             call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
         self._forward_times.ended(job)
-        self.handle(JobDone(job, self.hold.keep(job, microbatch, parts.value)))
+        self.handle(JobDone(job, self.activations.keep(job, microbatch, parts.value)))
 
     async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
         """Run a job; if memory is short, free caches and run it once more."""
@@ -232,19 +234,19 @@ class Replica(Tenure):
         self._forward_times.ran(job, timed.ended_s - timed.started_s)
         return timed.value
 
-    async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
-        cargo = self.hold.get(microbatch)
-        if cargo is None or (payload := cargo.output) is None:
+    async def _send_activation(self, microbatch: Microbatch, target: PeerID, retried: bool) -> None:
+        payloads = self.activations.get(microbatch)
+        if payloads is None or (payload := payloads.output) is None:
             return  # forgotten before the task began
         step, index = microbatch.step, microbatch.index
-        meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, again=again)
-        once_more = msgspec.structs.replace(meta, again=True)
+        meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, retried=retried)
+        once_more = msgspec.structs.replace(meta, retried=True)
         began_s = self._clock.now_s()
         try:
             await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION, again=once_more)
             waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
-            if self.hold.get(microbatch) is cargo:
-                cargo.waited_s = waited_s
+            if self.activations.get(microbatch) is payloads:
+                payloads.waited_s = waited_s
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
             self.handle(PeerLost(target))
@@ -261,10 +263,10 @@ class Replica(Tenure):
             self._wire.check_gradient(payload, source)
         if not self.core.pipeline.awaits(microbatch, source):
             return  # It went to another replica, or is back already: keep what that replica sent.
-        cargo = self.hold.of(microbatch)
+        payloads = self.activations.of(microbatch)
         if not microbatch.validates:
-            cargo.gradient = payload
-        waited_s, cargo.waited_s = meta.waited_s + cargo.waited_s, 0.0
+            payloads.gradient = payload
+        waited_s, payloads.waited_s = meta.waited_s + payloads.waited_s, 0.0
         self.handle(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
@@ -278,7 +280,7 @@ class Replica(Tenure):
             waited_s=command.waited_s + self._gradient_queues.last_waited_s(target),
             commit_s=command.commit_s,
         )
-        return target, meta, b"" if microbatch.validates else self.hold.of(microbatch).output or b""
+        return target, meta, b"" if microbatch.validates else self.activations.of(microbatch).output or b""
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
         for wait_s in _GRADIENT_RETRIES_S:
@@ -321,7 +323,7 @@ class Replica(Tenure):
         if self.core.is_lagging:
             self.handle(Lagging(False))  # a full member catches up like all others
 
-    def _make_light(self) -> LightMember | None:
+    def _make_learner(self) -> Learner | None:
         """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
         matrices; and for adapters and placed experts, which have little state beside the weights."""
         spec = self._s.spec
@@ -333,7 +335,7 @@ class Replica(Tenure):
             reduction = reductions.get(step)
             return reduction.num_taken if reduction is not None else None
 
-        return LightMember(
+        return Learner(
             endpoint=self._endpoint,
             compute=self.compute,
             inbox=self._s.inbox,
@@ -345,7 +347,7 @@ class Replica(Tenure):
             step_layer=self._s.arithmetic.step_layer,
             take=self._take_weights,
             kept=self._s.between.kept,
-            join=lambda: self.handle(Joined(self.runtime.remembers, light=True)),
+            join=lambda: self.handle(JoinedGroup(self.runtime.remembers, learner=True)),
         )
 
     def _take_weights(self, weights: RoundedWeights) -> None:
@@ -427,14 +429,14 @@ class Replica(Tenure):
         if self.stage < len(plan.stages):
             self.follow(plan)
 
-    def peer_state(self, peer: PeerID, hello: Hello) -> None:
-        self.experts_at(peer, hello)
-        super().peer_state(peer, hello)
+    def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
+        self.experts_at(peer, presence)
+        super().peer_state(peer, presence)
 
-    def experts_at(self, peer: PeerID, hello: Hello) -> None:
+    def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None:
         """Note what a peer, or this one, holds of our layers' experts."""
         if self.experts:
-            self.experts.heard(peer, hello)
+            self.experts.heard(peer, presence)
 
     def peer_silent(self, peer: PeerID) -> None:
         if self.experts:
@@ -456,9 +458,9 @@ class Replica(Tenure):
             await self.experts.close()
 
 
-def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
+def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
     """Make the core of a replica of `stage`."""
-    spec, traffic = surroundings.spec, surroundings.traffic
+    spec, traffic = services.spec, services.traffic
     pipeline = Schedule(
         stage=stage,
         num_stages=len(plan.stages),
@@ -469,9 +471,9 @@ def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnat
         window=traffic.window(len(plan.stages)) if stage == 0 else None,
         control=traffic.control(spec) if stage == 0 else None,
     )
-    group = make_commit(surroundings, stage, incarnation=incarnation, has_loss=pipeline.is_last)
-    supply = Supply(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
-    return ReplicaCore(group, pipeline, supply, plan)
+    group = make_commit(services, stage, incarnation=incarnation, has_loss=pipeline.is_last)
+    queue = MicrobatchQueue(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
+    return ReplicaCore(group, pipeline, queue, plan)
 
 
 def work_queue_of(spec: RunSpec) -> WorkQueue:

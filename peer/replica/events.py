@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Digest, Hello, Progress, RoundStart
+from shoal.protocol.messages import Digest, PresenceUpdate, Progress, RoundStart
 from shoal.protocol.plan import Member, Plan
 from shoal.protocol.wire_format import WireFormat
 
@@ -22,11 +22,12 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` is done, of a stage or an expert; `again`: another member may have its gradient."""
+    """The backward of `microbatch` is done, of a stage or an expert; `retried`: another member may have its
+    gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
-    again: bool = False
+    retried: bool = False
     loss: float = 0.0
 
 
@@ -48,7 +49,7 @@ class PeerSaid:
     """A peer reports its presence: where it is, and in which state."""
 
     peer: PeerID
-    hello: Hello
+    presence: PresenceUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ class PeerReborn:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """We hold the group's state, or if `light` its weights. `remembers`: we can repair the previous step exactly."""
+class JoinedGroup:
+    """We hold the group's state, or if `learner` its weights. `remembers`: we can repair the previous step exactly."""
 
     remembers: bool
-    light: bool = False
+    learner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Drained:
     """No peer needs anything of us here any more."""
 
 
-LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | Lagging | DrainBegun | DrainEnded | Drained
+LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | JoinedGroup | Lagging | DrainBegun | DrainEnded | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Arrived:
 
     microbatch: Microbatch
     source: PeerID | None
-    again: bool = False
+    retried: bool = False
     """It may have run before, here or elsewhere."""
     incarnation: int = 0
     """The incarnation in which `source` sent it."""
@@ -363,7 +364,7 @@ class HaltAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class ValidationDone:
     """A validation microbatch of ours has passed through the pipeline."""
 
     microbatch: Microbatch
@@ -405,16 +406,16 @@ class VersionReached:
 
 
 @dataclass(frozen=True, slots=True)
-class SupplyStopped:
+class QueueStopped:
     """We drain or pause: we claim nothing more and take no repairs."""
 
 
 @dataclass(frozen=True, slots=True)
-class SupplyResumed:
+class QueueResumed:
     """We claim again."""
 
 
-SupplyEvent = (
+QueueEvent = (
     TimerFired
     | Changed
     | ClaimArrived
@@ -426,15 +427,15 @@ SupplyEvent = (
     | RepairDeclined
     | WorkReturned
     | HaltAsked
-    | Validated
+    | ValidationDone
     | ValidationArrived
     | MemberSaid
     | Made
     | MemberLost
     | VersionReached
     | PlanFollowed
-    | SupplyStopped
-    | SupplyResumed
+    | QueueStopped
+    | QueueResumed
 )
 
 # --- commits ---
@@ -443,22 +444,22 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: peers in it by recent plans, which may
-    still drain. `ends_at`, `sums`: see `Plan`. `begins_at`: the version with which the era begins."""
+    still drain. `cutover_version`, `sums`: see `Plan`. `begins_at`: the version with which the era begins."""
 
     members: tuple[Member, ...]
     sequence: int
     former: Collection[PeerID] = ()
-    ends_at: int = 0
+    cutover_version: int = 0
     begins_at: int = 0
     sums: WireFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadySet:
-    """We take part, with the group's state or, if `light`, with its weights alone; or we no longer take part."""
+    """We take part, with the group's state or, if `learner`, with its weights alone; or we no longer take part."""
 
     ready: bool
-    light: bool = False
+    learner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +480,7 @@ class MemberState:
     incarnation: int
     drains: bool = False
     has_moved: bool = False
-    light: bool = False
+    learner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,22 +500,22 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkGranted:
-    """Stage 0: microbatch (step, index) is granted to us. `again`: it runs again, perhaps unknown to the leader."""
+    """Stage 0: microbatch (step, index) is granted to us. `retried`: it runs again, perhaps unknown to the leader."""
 
     step: int
     index: int
-    again: bool = False
+    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
-    """Our gradient of `microbatch` is in the sum of its step, or held `apart` from it because it ran again.
+    """Our gradient of `microbatch` is in the sum of its step, or held `held_out` from it because it ran again.
     `more_follows`: more microbatches of the step are here, so no round can begin with this one."""
 
     microbatch: Microbatch
     loss: float
     staleness_steps: int
-    apart: bool = False
+    held_out: bool = False
     more_follows: bool = False
 
 
@@ -581,4 +582,4 @@ CommitEvent = (
     | StoodStill
 )
 
-Event = LifeEvent | ScheduleEvent | SupplyEvent | CommitEvent | Contributed
+Event = LifeEvent | ScheduleEvent | QueueEvent | CommitEvent | Contributed

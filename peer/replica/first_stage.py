@@ -1,4 +1,4 @@
-"""The driver of a replica of stage 0: also makes and answers the supply's calls (`supply.py`)."""
+"""The driver of a replica of stage 0: also makes and answers the supply's calls (`microbatch_queue.py`)."""
 
 import asyncio
 import logging
@@ -25,12 +25,12 @@ from shoal.peer.replica.events import (
     RepairDeclined,
     ValidationArrived,
 )
+from shoal.peer.replica.microbatch_queue import PATIENCE_S
 from shoal.peer.replica.open_calls import OpenCalls
-from shoal.peer.replica.supply import PATIENCE_S
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.services import Services
 from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, Hello, Repair, ValidationResult
+from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, PresenceUpdate, Repair, ValidationResult
 from shoal.protocol.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 class FirstReplica(Replica):
     """Our replica of stage 0 under `plan`."""
 
-    def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
-        if not surroundings.arithmetic.has_text:
+    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
+        if not services.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        super().__init__(surroundings, plan, stage, incarnation=incarnation)
+        super().__init__(services, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None
@@ -60,9 +60,9 @@ class FirstReplica(Replica):
         endpoint.on(Halt, self._on_halt)
         super()._install()
 
-    def peer_state(self, peer: PeerID, hello: Hello) -> None:
-        (self._staying.discard if hello.draining else self._staying.add)(peer)
-        super().peer_state(peer, hello)
+    def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
+        (self._staying.discard if presence.draining else self._staying.add)(peer)
+        super().peer_state(peer, presence)
 
     async def close(self) -> None:
         self.retire()
@@ -100,7 +100,7 @@ class FirstReplica(Replica):
         return Done()
 
     def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        if (source, reason) not in self._refused and self.core.group.is_lead:
+        if (source, reason) not in self._refused and self.core.group.is_leader:
             self._refused.add((source, reason))
             logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
 

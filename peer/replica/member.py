@@ -18,8 +18,7 @@ It learns from the presence of others (`PeerSaid`) which of them are ready and o
 from abc import ABC, abstractmethod
 from typing import Final, get_args
 
-from shoal.peer.replica.commands import Command, Count, SayHello
-from shoal.peer.replica.commit import Commit
+from shoal.peer.replica.commands import AnnouncePresence, Command, Count
 from shoal.peer.replica.events import (
     CommitEvent,
     Contributed,
@@ -29,7 +28,7 @@ from shoal.peer.replica.events import (
     Event,
     GradientCounted,
     GroupPlanned,
-    Joined,
+    JoinedGroup,
     Lagging,
     MemberElsewhere,
     MemberLost,
@@ -46,9 +45,10 @@ from shoal.peer.replica.events import (
     Stepped,
     TimerFired,
 )
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Hello
+from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.plan import Plan
 
 _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
@@ -57,7 +57,7 @@ _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
 class MemberCore(ABC):
     """One member's commits and its life. Args: plan: the plan that gives the member its place."""
 
-    def __init__(self, group: Commit, plan: Plan) -> None:
+    def __init__(self, group: GroupCore, plan: Plan) -> None:
         self._group = group
         self.group: GroupView = group
         self._plan = plan
@@ -82,8 +82,8 @@ class MemberCore(ABC):
                 return self._of_the_group(event, now_s)
             case Contributed():
                 return [self._count(event)]
-            case PeerSaid(peer, hello):
-                return self._peer_said(peer, hello, now_s)
+            case PeerSaid(peer, presence):
+                return self._peer_said(peer, presence, now_s)
             case PlanFollowed():
                 return self._follow(event, now_s)
             case PeerDied(peer, is_barred):
@@ -92,9 +92,13 @@ class MemberCore(ABC):
             case PeerReborn(peer, incarnation):
                 lost = self._peer_lost(peer, incarnation, now_s)
                 return [*lost, *self._open_if_fit(now_s), *self._changed(now_s)]
-            case Joined(remembers, light):
+            case JoinedGroup(remembers, learner):
                 self._remembers = remembers
-                commands = [*self._commit(ReadySet(True, light), now_s), *self._open_if_fit(now_s), SayHello()]
+                commands = [
+                    *self._commit(ReadySet(True, learner), now_s),
+                    *self._open_if_fit(now_s),
+                    AnnouncePresence(),
+                ]
                 return [*commands, *self._changed(now_s)]
             case Lagging(lags):
                 self.is_lagging = lags
@@ -112,7 +116,7 @@ class MemberCore(ABC):
                 self.is_draining = False
                 return []
             case Drained():
-                return [*self._commit(ReadySet(False), now_s), SayHello()]
+                return [*self._commit(ReadySet(False), now_s), AnnouncePresence()]
             case TimerFired():
                 return self._commit(event, now_s) if now_s >= self._group_due_s else []
             case _:
@@ -126,8 +130,8 @@ class MemberCore(ABC):
     # --- what a kind of member defines ---
 
     @abstractmethod
-    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
-        """Translate a peer's `hello` into its state in our group."""
+    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
+        """Translate a peer's `presence` into its state in our group."""
 
     def _more_follows(self, step: int) -> bool:
         """True if more microbatches of `step` are here, so that news of a contribution may wait for theirs."""
@@ -150,9 +154,11 @@ class MemberCore(ABC):
     def _count(self, event: Contributed) -> Count:
         step = event.microbatch.step
         # A contribution during a round must not outgrow it.
-        apart = event.again or self._group.has_round(step)
+        held_out = event.retried or self._group.has_round(step)
         follows = self._more_follows(step)
-        return Count(GradientCounted(event.microbatch, event.loss, event.staleness_steps, apart, follows), event.again)
+        return Count(
+            GradientCounted(event.microbatch, event.loss, event.staleness_steps, held_out, follows), event.retried
+        )
 
     def _of_the_group(self, event: CommitEvent, now_s: float) -> list[Command]:
         commands = self._commit(event, now_s)
@@ -175,19 +181,19 @@ class MemberCore(ABC):
             plan.group_members(self._group.stage),
             plan.sequence,
             event.former,
-            plan.ends_at,
+            plan.cutover_version,
             plan.restore_version,
             plan.sums_of(self._group.stage),
         )
         return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
 
-    def _peer_said(self, peer: PeerID, hello: Hello, now_s: float) -> list[Command]:
-        commands = self._commit(self._what_it_is_here(peer, hello), now_s)
+    def _peer_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[Command]:
+        commands = self._commit(self._what_it_is_here(peer, presence), now_s)
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
     def _close(self, now_s: float) -> list[Command]:
         self.is_open = False
-        return [*self._commit(OpenSet(False), now_s), SayHello()]
+        return [*self._commit(OpenSet(False), now_s), AnnouncePresence()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
         """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step, before
@@ -196,17 +202,17 @@ class MemberCore(ABC):
         if self.is_open or is_kept_closed or not self._group.ready:
             return []
         at_the_beginning = self._group.version == self._plan.restore_version
-        if not (self._remembers or at_the_beginning or not self._group.open_mates):
+        if not (self._remembers or at_the_beginning or not self._group.open_members):
             return []
         self.is_open = True
-        return [*self._commit(OpenSet(True), now_s), SayHello()]
+        return [*self._commit(OpenSet(True), now_s), AnnouncePresence()]
 
 
 class ExpertCore(MemberCore):
     """A member of the group of one expert's holders."""
 
-    def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
-        place = next((place for place in hello.experts if place.group == self._group.stage), None)
+    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
+        place = next((place for place in presence.experts if place.group == self._group.stage), None)
         if place is None:
             # Hellos arrive in order, so the peer's part in this group is over.
             return MemberElsewhere(peer, incarnation=2**62)  # later than every incarnation

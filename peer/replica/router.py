@@ -26,7 +26,7 @@ _TAKES_S_MAX = 3600.0
 
 
 @dataclass(slots=True)
-class Pace:
+class PeerPace:
     """Seconds that each peer takes for one microbatch, queues not counted: an average over the last few."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Router:
     The replica with the least `(outstanding + 1) / share` gets the next microbatch; of several that are `ALIKE`, the
     one furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
     more outstanding and is given less at once, long before a plan could say so. A laggard is given almost nothing
-    (`Pace`), since the whole step waits for it; a replica without work for long is tried. Ties go by the order of
+    (`PeerPace`), since the whole step waits for it; a replica without work for long is tried. Ties go by the order of
     `shares`, which differs between senders (`in_turn`)."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Router:
     _here: list[PeerID] = field(default_factory=list)
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
     _given: dict[PeerID, float] = field(default_factory=dict)
-    _pace: Pace = field(default_factory=Pace)
+    _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
         """Start a new plan's split from now; keep readiness and what is outstanding."""

@@ -33,7 +33,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import (
     Finished,
     Forget,
-    HandBack,
+    RejectMicrobatch,
     ScheduleCommand,
     SendActivation,
     SendGradient,
@@ -74,7 +74,7 @@ class Flight:
     sources: dict[PeerID, int]
     """Waiting peer -> its incarnation. Empty at stage 0; more than one where a peer before us was doubted or died."""
     validates: bool
-    again: bool = False
+    retried: bool = False
     """It may have run elsewhere before it came here; later stages are told so too."""
     sent_before: bool = False
     staleness_steps: int = 0
@@ -142,7 +142,7 @@ class Schedule:
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
-            if microbatch.step - self.version > most_ahead and not self._flights[microbatch].again:
+            if microbatch.step - self.version > most_ahead and not self._flights[microbatch].retried:
                 return 0
         return self.window.size - self.window.in_flight
 
@@ -246,7 +246,7 @@ class Schedule:
             return []  # Its gradient would go to that sender, and we would learn from its activation.
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = Flight({}, microbatch.validates, again=event.again, waiting_since_s=now_s)
+            flight = Flight({}, microbatch.validates, retried=event.retried, waiting_since_s=now_s)
             self._flights[microbatch] = flight
             self._waiting.add(microbatch)
         if source is not None:
@@ -326,7 +326,7 @@ class Schedule:
         commands: list[ScheduleCommand] = []
         if job.kind in ("backward", "loss"):
             # Even if its source is lost.
-            commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again, flight.loss)]
+            commands = [Contributed(job.microbatch, flight.staleness_steps, flight.retried, flight.loss)]
             self._commits.contributed(job.microbatch.step, now_s=now_s)
         if self._flights.get(job.microbatch) is not flight:
             # Its source was lost while it ran; since then another source may have sent it again.
@@ -345,7 +345,7 @@ class Schedule:
             if target is None:
                 break
             self._unsent.remove(microbatch)
-            commands.append(SendActivation(microbatch, target, flight.again or flight.sent_before))
+            commands.append(SendActivation(microbatch, target, flight.retried or flight.sent_before))
             flight.target = target
             flight.sent_before = True
             flight.sent_s = now_s
@@ -400,9 +400,9 @@ class Schedule:
             if flight is self._running_flight:
                 continue
             flight.handed_back = True
-            begun = flight.again or microbatch not in self._waiting
-            back = [HandBack(microbatch, source, begun) for source in sorted(flight.sources)]
-            commands += back or [HandBack(microbatch, None, begun)]
+            begun = flight.retried or microbatch not in self._waiting
+            back = [RejectMicrobatch(microbatch, source, begun) for source in sorted(flight.sources)]
+            commands += back or [RejectMicrobatch(microbatch, None, begun)]
             if self.window:
                 self.window.forget(microbatch)
             commands += self._drop(microbatch)
@@ -447,7 +447,7 @@ class Schedule:
             flight.waited_s += now_s - flight.waiting_since_s
         if flight.validates:
             return "validate"
-        if self.control and not flight.again:
+        if self.control and not flight.retried:
             self.control.begun(microbatch.step)
         return "loss" if self.is_last else "forward"
 
@@ -463,7 +463,7 @@ class Schedule:
             if (first is not None and first < microbatch) or microbatch in self._parked:
                 continue  # A parked one came again from another source, while its first job waits.
             if ahead >= 0:  # Else it is a repair, which others wait for: no limit holds it back.
-                if is_full or (ahead > most_ahead and not self._flights[microbatch].again):
+                if is_full or (ahead > most_ahead and not self._flights[microbatch].retried):
                     continue
                 if ahead > 0 and (self._flights[microbatch].validates or ahead > self._most_stale(microbatch.step)):
                     continue  # Validate committed weights, never predicted ones.

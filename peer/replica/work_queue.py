@@ -34,7 +34,7 @@ class WorkQueue:
     version: int = 0
     halts_at: int | None = None
     """The first step that may not begin; None: no halt."""
-    ends_at: int = 0
+    cutover_version: int = 0
     """The version at which the layout ends: the next layout begins the steps from it on. 0: it does not end."""
     _taken: dict[int, Indices] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
@@ -45,7 +45,7 @@ class WorkQueue:
         self.version = max(self.version, version)
         self._taken = {step: taken for step, taken in self._taken.items() if step >= self.version}
         due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
-        due = due and not 0 < self.ends_at <= version
+        due = due and not 0 < self.cutover_version <= version
         if version > self._validated_version:
             # Do not repeat what an earlier leader validated, nor validate versions that are past.
             self._validated_version = version
@@ -120,5 +120,5 @@ class WorkQueue:
             for step in near
             if step - self.version <= staleness_bound(step, s_max=s_max, synchronous_steps=synchronous_steps)
             and (self.halts_at is None or step < self.halts_at)
-            and not 0 < self.ends_at <= step
+            and not 0 < self.cutover_version <= step
         ]

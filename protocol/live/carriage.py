@@ -64,7 +64,7 @@ class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
         public_key_of(PeerID(self.source))
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class CarriageAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     refusal: _Sentence
     """The reason of a refusal; empty: accepted."""
     certificate: _Certificate
@@ -72,7 +72,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """The other end's multiaddrs, from the carrier."""
 
 
-Said = TypeVar("Said", Carry, Carried, Answer)
+Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
-def encode(message: Carry | Carried | Answer) -> bytes:
+def encode(message: Carry | Carried | CarriageAnswer) -> bytes:
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 

@@ -10,7 +10,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CARRIED_ARRIVING_OF_ONE_MAX
-from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read
+from shoal.protocol.live.carriage import CarriageAnswer, Carried, Carry, Streams, check_member, encode, read
 from shoal.protocol.live.carried_stream import secure
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.routes import NotCarried
@@ -55,7 +55,7 @@ class CarriedStreams:
                 reader, writer = await self._open_stream(carrier)
                 try:
                     writer.write(encode(Carry(peer, purpose, self._members.certificate)))
-                    answer = await read(reader, Answer, carrier)
+                    answer = await read(reader, CarriageAnswer, carrier)
                     if answer.refusal:
                         raise NotCarried(repr(answer.refusal)[1:-1])
                     check_member(self._members, carrier, answer.certificate)
@@ -86,7 +86,7 @@ class CarriedStreams:
                     check_member(self._members, source, said.certificate)
                     if source in (self._identity.peer_id, carrier):
                         raise RemoteError(carrier, "brought a stream of a peer that needs no carrier")
-                    writer.write(encode(Answer("", self._members.certificate)))
+                    writer.write(encode(CarriageAnswer("", self._members.certificate)))
                     streams = await secure(
                         writer, self._identity, source, run=self._members.run, purpose=said.purpose, opens=False
                     )

@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
-from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, plain_tcp, read
+from shoal.protocol.live.carriage import CarriageAnswer, Carried, Carry, Streams, check_member, encode, plain_tcp, read
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.throttle import CARRIED, RateLimiter, Throttle
@@ -33,7 +33,7 @@ _ASK_TIMEOUT_S: Final = 5.0
 _PIECE_BYTES: Final = 64 * 1024
 
 
-class Refusal(Exception):
+class CarriageRefused(Exception):
     """Why a stream is not carried, in a sentence for the opener."""
 
 
@@ -109,27 +109,27 @@ class Carrier:
                 on, seen_at = await self._reach(carriage, asked.certificate)
                 carriage.writers.append(on[1])
                 try:
-                    there[1].write(encode(Answer("", self._members.certificate, seen_at)))
+                    there[1].write(encode(CarriageAnswer("", self._members.certificate, seen_at)))
                     logger.info("carries %s from %s to %s", carriage.purpose, source[-8:], carriage.to[-8:])
                     await self._pass_both_ways(carriage, there, on)
                 finally:
                     on[1].close()
-        except Refusal as refusal:
-            there[1].write(encode(Answer(str(refusal), self._members.certificate)))
+        except CarriageRefused as refusal:
+            there[1].write(encode(CarriageAnswer(str(refusal), self._members.certificate)))
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
         """Count a stream while this context lasts. Raises: Refusal."""
         if carriage.to == carriage.source:
-            raise Refusal("both ends are the same peer")
+            raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
-            raise Refusal("the other end is excluded from the run")
+            raise CarriageRefused("the other end is excluded from the run")
         for end, whose in ((carriage.source, "your"), (carriage.to, "the other end's")):
             of_end = sum(end in (other.source, other.to) for other in self._carried)
             if of_end >= CARRIED_STREAMS_OF_ONE_MAX:
-                raise Refusal(f"it carries {of_end} of {whose} streams, its limit for one member")
+                raise CarriageRefused(f"it carries {of_end} of {whose} streams, its limit for one member")
         if len(self._carried) >= CARRIED_STREAMS_MAX:
-            raise Refusal(f"it carries {len(self._carried)} streams, its limit")
+            raise CarriageRefused(f"it carries {len(self._carried)} streams, its limit")
         self._carried.append(carriage)
         try:
             yield
@@ -143,24 +143,24 @@ class Carrier:
         """
         to, connected = carriage.to, await self._connected()
         if to not in connected:
-            raise Refusal("it has no connection with the other end")
+            raise CarriageRefused("it has no connection with the other end")
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(to)
                 seen_at = plain_tcp(connected.get(carriage.source, ()))
                 writer.write(encode(Carried(carriage.source, carriage.purpose, certificate, seen_at)))
-                answer = await read(reader, Answer, to)
+                answer = await read(reader, CarriageAnswer, to)
             check_member(self._members, to, answer.certificate)
             if answer.refusal:
-                raise Refusal(f"the other end says: {answer.refusal}"[:120])
+                raise CarriageRefused(f"the other end says: {answer.refusal}"[:120])
             await self._find_connection(to)
             await self._find_connection(carriage.source)
         except (RemoteError, TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
             if writer is not None:
                 writer.close()
             logger.debug("cannot carry to %s: %r", to[-8:], error)
-            raise Refusal("the other end does not take it") from error
+            raise CarriageRefused("the other end does not take it") from error
         except BaseException:
             if writer is not None:
                 writer.close()

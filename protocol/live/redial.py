@@ -33,7 +33,7 @@ from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.listen import local_addresses
 from shoal.protocol.live.tcp_queues import TcpQueues, name_of
-from shoal.protocol.reconnection import Outcome, Reconnection, Way, goes_first
+from shoal.protocol.reconnection import DialOutcome, Reconnection, Way, goes_first
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Redialer:
         self._daemon, self._addresses, self._known, self._again = daemon, addresses, known, again
         self._me = me
         self._core = Reconnection(self._goes_first, random.Random())  # jitter alone
-        self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[Outcome]]] = {}
+        self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[DialOutcome]]] = {}
         """Peer -> target addresses and task of the running dial."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
@@ -119,7 +119,7 @@ class Redialer:
         """Record a failed call. `why`: the daemon's words; empty: there was no answer."""
         if not why:
             self._core.unanswered(peer)
-        elif outcome_of(why) is Outcome.REFUSED:
+        elif outcome_of(why) is DialOutcome.REFUSED:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
@@ -168,7 +168,7 @@ class Redialer:
         """Dial the peer. Return whether it is connected; waits while the daemon restarts."""
         if not self._addresses(peer):
             return False
-        return await asyncio.shield(self._dial(peer)) is Outcome.REACHED
+        return await asyncio.shield(self._dial(peer)) is DialOutcome.REACHED
 
     def drop(self, peer: PeerID) -> "asyncio.Task[None]":
         """Close all connections to the peer, dead or alive. From now on nothing relies on them."""
@@ -274,7 +274,7 @@ class Redialer:
 
     # --- dialling ---
 
-    def _dial(self, peer: PeerID) -> "asyncio.Task[Outcome]":
+    def _dial(self, peer: PeerID) -> "asyncio.Task[DialOutcome]":
         """Return the running dial of this peer if it targets its present addresses; else start another."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
@@ -286,12 +286,12 @@ class Redialer:
         task.add_done_callback(lambda done: self._dial_ended(peer, done))
         return task
 
-    def _dial_ended(self, peer: PeerID, task: "asyncio.Task[Outcome]") -> None:
+    def _dial_ended(self, peer: PeerID, task: "asyncio.Task[DialOutcome]") -> None:
         self._tasks.discard(task)
         if peer in self._dials and self._dials[peer][1] is task:
             del self._dials[peer]
 
-    async def _try(self, peer: PeerID, where: Sequence[str]) -> Outcome:
+    async def _try(self, peer: PeerID, where: Sequence[str]) -> DialOutcome:
         while peer in self._closing:  # until then the daemon would reuse the old connection
             await asyncio.shield(self._closing[peer])
         began_s, was_absent = _now_s(), self._core.is_absent(peer)
@@ -303,12 +303,12 @@ class Redialer:
         finally:
             known = self._core.dialled(peer, outcome, began_s=began_s, now_s=_now_s())
             self._tell(peer)
-        if known is Outcome.REACHED and was_absent:
+        if known is DialOutcome.REACHED and was_absent:
             logger.info("connected to %s again", peer[-8:])
             self._spawn(self._say_again(peer), f"tell {peer[-8:]} that we are back")
         return known
 
-    async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
+    async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> DialOutcome | None:
         open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
         if not open_ways:
             await asyncio.sleep(0.5)
@@ -316,9 +316,9 @@ class Redialer:
         try:
             async with asyncio.timeout(patience_s + _ANSWER_TIMEOUT_S):
                 await _ask_to_connect(p2p, peer, open_ways, patience_s)
-            return Outcome.REACHED
+            return DialOutcome.REACHED
         except TimeoutError:
-            return Outcome.NO_ANSWER
+            return DialOutcome.NO_ANSWER
         except Exception as error:  # strangers send addresses, and hivemind's parser raises anything
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
             return outcome_of(str(error))
@@ -381,12 +381,12 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
     raise_if_failed(response)
 
 
-def outcome_of(words: str) -> Outcome | None:
+def outcome_of(words: str) -> DialOutcome | None:
     """Return the outcome of a dial from the daemon's words. None: libp2p did not dial all addresses."""
     if any(word in words for word in _NOT_DIALLED):
         return None
     is_refused = any(word in words for word in _REFUSED) and not any(word in words for word in _SILENT)
-    return Outcome.REFUSED if is_refused else Outcome.NO_ANSWER
+    return DialOutcome.REFUSED if is_refused else DialOutcome.NO_ANSWER
 
 
 def _has_route(place: str) -> bool:

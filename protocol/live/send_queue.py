@@ -20,7 +20,7 @@ from shoal.protocol.limits import FRAME_META_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.redial import outcome_of
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.reconnection import Outcome
+from shoal.protocol.reconnection import DialOutcome
 
 _REPEATS_S = 10.0
 """A peer that is reachable again within this time gets the frames that were on their way to it."""
@@ -151,7 +151,7 @@ class SendQueue:
                     return
         except Unreachable as error:
             why = error.why
-            may_repeat = outcome_of(why) is not Outcome.REFUSED  # else its next process does not know these frames
+            may_repeat = outcome_of(why) is not DialOutcome.REFUSED  # else its next process does not know these frames
         except (RemoteError, OSError, EOFError) as error:
             why, may_repeat = str(error), True
         finally:

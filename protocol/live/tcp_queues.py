@@ -23,7 +23,7 @@ from typing import Final
 from shoal.protocol.live.lane import lane_name
 from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.reconnection import Way
-from shoal.protocol.uplink import Connection
+from shoal.protocol.uplink import UplinkConnection
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _Socket:
     id: bytes
     """`inet_diag_sockid`: ports, addresses, interface and a cookie that is unique to this socket."""
     inode: int
-    connection: Connection
+    connection: UplinkConnection
     way: Way
 
     @property
@@ -137,7 +137,7 @@ class TcpQueues:
                 ways.setdefault(each.name, {})[each.id.hex()] = each.way
         return ways
 
-    def look(self, names: Collection[str]) -> Mapping[str, Connection]:
+    def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
         """Return the kernel's present data of those connections that still exist. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
         batches = (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH))
@@ -214,7 +214,7 @@ def _read(body: bytes) -> _Socket | None:
         family=family,
         id=id_,
         inode=inode,
-        connection=Connection(
+        connection=UplinkConnection(
             delivered_bytes=acked_bytes + out_of_order,
             queued_bytes=queued_bytes - out_of_order,
             round_trip_s=round_trip_us / 1e6 if round_trip_us < 0xFFFFFFFF else 0.0,

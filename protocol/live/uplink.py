@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, Protocol
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.uplink import Connection, UplinkWindow
+from shoal.protocol.uplink import UplinkConnection, UplinkWindow
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Queues(Protocol):
     def list(self) -> None:
         """List the connections anew."""
 
-    def look(self, names: Collection[str]) -> Mapping[str, Connection]:
+    def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
         """Return those connections that still exist."""
 
     def close(self) -> None: ...
@@ -135,7 +135,7 @@ class Uplink:
         except OSError as error:
             self._give_up(error)
             return
-        seen: dict[str, Connection] = {}
+        seen: dict[str, UplinkConnection] = {}
         for name, connection in found.items():
             owner = self._owners[name]
             seen[owner] = seen[owner] + connection if owner in seen else connection

@@ -20,7 +20,7 @@ from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.paths import Cuts
-from shoal.protocol.sim.stream import Card
+from shoal.protocol.sim.stream import NetworkCard
 from shoal.protocol.sim.trace import Kind, Trace
 
 STORE_LATENCIES = 6
@@ -81,7 +81,7 @@ class SimDirectory:
     """One peer's view of `records`; `latency_s` is one way, to a typical node."""
 
     def __init__(
-        self, card: Card, machine: Machine, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float
+        self, card: NetworkCard, machine: Machine, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float
     ) -> None:
         self._card = card
         self._machine = machine

@@ -33,7 +33,7 @@ from shoal.protocol.sim.damage import damaged_credit, damaged_data
 from shoal.protocol.sim.flights import Flights
 from shoal.protocol.sim.network import CardSpec, LinkSpec
 from shoal.protocol.sim.paths import Cut, Cuts, Paths
-from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
+from shoal.protocol.sim.stream import NetworkCard, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Ts = TypeVarTuple("Ts")
@@ -66,7 +66,7 @@ class Links:
 
     # Frames -------------------------------------------------------------------------------------------------------
 
-    def send(self, source: Card, destination: Card, frame: SimFrame) -> None:
+    def send(self, source: NetworkCard, destination: NetworkCard, frame: SimFrame) -> None:
         """Queue `frame`; `frame.left` reports the outcome."""
         stream = self.stream(source, destination)
         stream.put(frame)
@@ -77,7 +77,7 @@ class Links:
             there, back = self._both_ways(stream)
             self._later(there.latency_s + back.latency_s, self._unanswered, stream, stream.epoch)
 
-    def given_up(self, source: Card, destination: Card) -> None:
+    def given_up(self, source: NetworkCard, destination: NetworkCard) -> None:
         """Offer the next frame, since a sender has given up on its own."""
         if (stream := source.outgoing.get(destination.number)) is not None:
             self._offer(stream)
@@ -93,13 +93,13 @@ class Links:
         else:
             self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
 
-    async def flush(self, card: Card) -> None:
+    async def flush(self, card: NetworkCard) -> None:
         """Wait until all sent frames of `card` are handled, or their streams broke."""
         while any(stream.window.outstanding_bytes for stream in card.outgoing.values()):
             card.flushed = self._agenda.loop.create_future()
             await card.flushed
 
-    def _wake_flush(self, card: Card) -> None:
+    def _wake_flush(self, card: NetworkCard) -> None:
         if card.flushed is not None and not card.flushed.done():
             card.flushed.set_result(None)  # `flush` looks again
 
@@ -113,7 +113,7 @@ class Links:
         back = self.link(stream.destination.place, stream.source.place)
         self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
 
-    def stream(self, source: Card, destination: Card) -> Stream:
+    def stream(self, source: NetworkCard, destination: NetworkCard) -> Stream:
         """Return the stream between these two processes, made if missing."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
@@ -264,13 +264,13 @@ class Links:
 
     # Faults -------------------------------------------------------------------------------------------------------
 
-    def opened(self, card: Card) -> None:
+    def opened(self, card: NetworkCard) -> None:
         """Start serving at `card`."""
         card.is_serving = True
         for stream in card.incoming.values():
             self._revive(stream)
 
-    def disconnected(self, card: Card, *, why: str) -> None:
+    def disconnected(self, card: NetworkCard, *, why: str) -> None:
         """Handle the death of the card's daemon. Its own senders learn it at once, other peers' by a reset."""
         card.is_serving = card.is_up = False
         card.came_up.clear()
@@ -289,7 +289,7 @@ class Links:
         ):
             self._break(stream, "none of its addresses answers")
 
-    def gone(self, card: Card, *, why: str | None) -> None:
+    def gone(self, card: NetworkCard, *, why: str | None) -> None:
         """Handle the end of the card's process. Its own senders get Unreachable, or with `why` None are frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():

@@ -14,7 +14,7 @@ import xxhash
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.damage import flip_bits
 from shoal.protocol.sim.paths import Cuts, Paths
-from shoal.protocol.sim.stream import Card, Stream
+from shoal.protocol.sim.stream import NetworkCard, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Condition = Literal["whole", "damaged", "repeated"]
@@ -27,7 +27,12 @@ class Post:
     """Carries control messages; `stream` gives two cards' stream, for its generator and its queue."""
 
     def __init__(
-        self, paths: Paths, cuts: Cuts, agenda: Agenda, trace: Trace, stream: Callable[[Card, Card], Stream]
+        self,
+        paths: Paths,
+        cuts: Cuts,
+        agenda: Agenda,
+        trace: Trace,
+        stream: Callable[[NetworkCard, NetworkCard], Stream],
     ) -> None:
         self._link = paths.link
         self._cuts = cuts
@@ -35,7 +40,7 @@ class Post:
         self._trace = trace
         self._stream = stream
 
-    def send(self, source: Card, destination: Card, data: bytes, deliver: Deliver) -> None:
+    def send(self, source: NetworkCard, destination: NetworkCard, data: bytes, deliver: Deliver) -> None:
         """Call `deliver` when `data` arrives: once, never, or (with duplication) twice."""
         link = self._link(source.place, destination.place)
         stream = self._stream(source, destination)

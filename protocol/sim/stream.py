@@ -57,7 +57,7 @@ class Plug:
         self.grant: asyncio.TimerHandle | None = None
 
 
-class Card:
+class NetworkCard:
     """A peer as the network sees it.
 
     A peer that returns after a crash has a new card, so that no old message reaches the new process.
@@ -96,7 +96,12 @@ class Stream:
     """
 
     def __init__(
-        self, source: Card, destination: Card, *, queue_bytes: float, make_rng: Callable[[], random.Random]
+        self,
+        source: NetworkCard,
+        destination: NetworkCard,
+        *,
+        queue_bytes: float,
+        make_rng: Callable[[], random.Random],
     ) -> None:
         self.source = source
         self.destination = destination

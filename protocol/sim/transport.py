@@ -18,7 +18,7 @@ from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.sim.post import Condition, Post
-from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
+from shoal.protocol.sim.stream import NetworkCard, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ class SimTransport:
         acquainted: bool = False,
     ) -> None:
         self._peer_id = peer_id
-        self.card = Card(number=number, place=place, peer_id=peer_id, plug=plug, frame_arrived=self._frame_arrived)
+        self.card = NetworkCard(
+            number=number, place=place, peer_id=peer_id, plug=plug, frame_arrived=self._frame_arrived
+        )
         self._links = links
         self._post = post
         self._agenda = agenda
@@ -351,7 +353,7 @@ class SimTransport:
         else:
             self._failed(error)
 
-    def _record(self, kind: Kind, source: Card, destination: Card, nbytes: int, digest: int) -> None:
+    def _record(self, kind: Kind, source: NetworkCard, destination: NetworkCard, nbytes: int, digest: int) -> None:
         self._trace.add(self._agenda.now_s(), kind, source.number, destination.number, nbytes, digest)
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.tiny_run import tiny_spec
@@ -71,13 +71,13 @@ class OneDivision(GreedyAllocator):
     def prepare(self) -> None:
         """Nothing is compiled."""
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if previous is not None:
             return super().allocate(snapshot, previous, seed=seed)
         self.order = [peer.peer for peer in snapshot.peers]
         return self._layout(self.case.before, "the first layout")
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if previous is None:
             return self.allocate(snapshot, previous, seed=seed), ""
         if self.divided or not self.order or asyncio.get_running_loop().time() < self.case.not_before_s:

@@ -28,7 +28,7 @@ from shoal.coordinator.experts.constructions import mixed, mro, mro_fits, spread
 from shoal.coordinator.experts.expert_placement import place
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
-from shoal.coordinator.experts.replan import Node, replan
+from shoal.coordinator.experts.replan import ExpertNode, replan
 
 LOADS: dict[str, Callable[[int, random.Random], list[float]]] = {
     "flat": lambda count, rng: [1.0] * count,
@@ -243,7 +243,7 @@ def show_migration() -> None:
             fetched["greedy"].append(num_fetches(left, greedy_parts(left, target)))
             fetched["parts and names"].append(num_fetches(left, fewest_fetches(left, target)))
             names = {f"p{node}": part for node, part in enumerate(left)}
-            chosen = replan(names, loads, {peer: Node(slots=6) for peer in names}, min_replicas=2)
+            chosen = replan(names, loads, {peer: ExpertNode(slots=6) for peer in names}, min_replicas=2)
             fetched["replan"].append(fetches_between(names, chosen.placement))
             least.append(sum(max(0, 2 - sum(expert in part for part in left)) for expert in range(num_experts)))
         print(f"{num_experts} experts, drift {drift}: fetches, mean (largest) of 400")
@@ -262,7 +262,7 @@ def fetches_between(before: Mapping[str, Sequence[int]], after: Mapping[str, Seq
 
 
 def show_hysteresis() -> None:
-    peers = {f"p{node}": Node(slots=6) for node in range(10)}
+    peers = {f"p{node}": ExpertNode(slots=6) for node in range(10)}
     for noise in (0.05, 0.1, 0.2):
         rng = random.Random(0)
         base = [rng.lognormvariate(0.0, 1.0) for _ in range(16)]

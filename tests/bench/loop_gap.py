@@ -195,7 +195,7 @@ class Hollow:
         self.state = StageState(version=self.version + 1, layers=self.state.layers)
         return self.state, self._digests.of(self.version), 0
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+    def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool:
         return False
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
@@ -268,7 +268,7 @@ async def measure(spec: RunSpec) -> tuple[list[float], float]:
         coordinator=identities[0].peer_id,
         stages=(Stage(0, spec.model.num_layers, members),),
         spares=(),
-        fresh=True,
+        not_started=True,
     )
     signed = sign_plan(identities[0], plan)
     gaps: list[float] = []

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5000.0, help="of virtual time")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    result, moments = play(seconds=args.seconds, may_be_light=not args.before, seed=args.seed)
+    result, moments = play(seconds=args.seconds, may_be_learner=not args.before, seed=args.seed)
     steps_s = [step.committed_at_s for step in result.steps]
     took_s = [after_s - before_s for before_s, after_s in pairwise(steps_s)]
     alone_s = [took for took, at_s in zip(took_s, steps_s[1:], strict=True) if at_s < COMES_S + 100.0]

@@ -48,9 +48,9 @@ ROOT = Path(shoal.protocol.__file__ or "").resolve().parent.parent
 AROUND = ("protocol/sim/", "deploy/", "tests/")
 PARTS = (
     ("pipeline", ("peer/pipeline/", "peer/replica/schedule.py")),
-    ("group", ("peer/group/", "peer/replica/commit.py", "peer/replica/member.py")),
-    ("supply", ("peer/replica/supply",)),
-    ("replica", ("peer/replica/", "peer/tenures.py")),
+    ("group", ("peer/group/", "peer/replica/group_core.py", "peer/replica/member.py")),
+    ("supply", ("peer/replica/microbatch_queue",)),
+    ("replica", ("peer/replica/", "peer/group_membership.py")),
     ("model and kernels", ("peer/model/", "peer/data/", "kernels/")),
     ("rest of the peer", ("peer/",)),
     ("protocol", ("protocol/",)),
@@ -173,7 +173,9 @@ async def walk(steps: int) -> tuple[Profile, list[float]]:
     stages = tuple(
         Stage(stage, stage + 1, tuple(members[stage * REPLICAS : (stage + 1) * REPLICAS])) for stage in range(STAGES)
     )
-    plan = Plan(run=run_name, term=1, sequence=1, previous="", coordinator=peers[0].peer_id, stages=stages, fresh=True)
+    plan = Plan(
+        run=run_name, term=1, sequence=1, previous="", coordinator=peers[0].peer_id, stages=stages, not_started=True
+    )
     signed = sign_plan(peers[0].identity, plan)
     for peer, driver in zip(peers, drivers, strict=True):
         peer.context().run(driver.obey, signed)

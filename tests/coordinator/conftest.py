@@ -99,13 +99,13 @@ def plan_of(
             coordinator=PeerID(coordinator),
             stages=stages_of(groups),
             reason=reason,
-            **({"fresh": True, "previous": base.digest if base else ""} | says),
+            **({"not_started": True, "previous": base.digest if base else ""} | says),
         )
     )
     return msgspec.structs.replace(plan, proof=PlanProof(order[0], votes)) if base else plan
 
 
-def vouch(body: bytes) -> bytes:
+def sign_vote(body: bytes) -> bytes:
     return b"yes"
 
 
@@ -161,8 +161,8 @@ class FakePeer:
         self.plans.append(signed)
         plan, stage = signed.plan, signed.plan.stage_of(self.peer_id)
         if stage is None or self.state != (plan.era, stage):
-            self.state = (plan.era, stage) if plan.fresh and self.begins and stage is not None else None
-            self.version = plan.restore_version if plan.fresh else 0
+            self.state = (plan.era, stage) if plan.not_started and self.begins and stage is not None else None
+            self.version = plan.restore_version if plan.not_started else 0
 
     def probe(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
         self.probed += [LinkReport(peer=peer, round_trip_s=0.04, bytes_per_s=1e7, num_probes=3) for peer in peers]
@@ -353,4 +353,4 @@ def make_unsigned() -> Callable[[Plan], SignedPlan]:
 @pytest.fixture(scope="session")
 def make_chain() -> Callable[..., PlanChain]:
     """make_chain(run="run", owner="a"): it believes who votes `yes`."""
-    return lambda run="run", owner="a": PlanChain(run, owner=PeerID(owner), holds=believe, holds_order=believe)
+    return lambda run="run", owner="a": PlanChain(run, owner=PeerID(owner), verify=believe, verify_order=believe)

@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from shoal.coordinator.allocate.dividing import WORTH_MIN, expected_gain
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
+from shoal.coordinator.allocate.repartitioning import WORTH_MIN, expected_gain
 from shoal.coordinator.calibration import (
     FACTOR_MAX,
     LEARN_STEPS,
@@ -17,7 +17,7 @@ from shoal.coordinator.calibration import (
     Calibration,
 )
 from shoal.coordinator.token_rate import TokenRate
-from shoal.protocol.messages import Calibrated
+from shoal.protocol.messages import LayoutCalibration
 from shoal.protocol.plan import Foreseen
 
 STEP_S, TOKENS = 10.0, 1000
@@ -44,7 +44,7 @@ class Run:
             self.pace.committed(self.plan.era, self.version, TOKENS, self.now_s)
             self.version += 1
             is_synchronous = self.calibration.is_synchronous(self.version)
-            self.calibration.foresee(self.today, synchronous=self.synchronous if is_synchronous else None)
+            self.calibration.predict_step_time(self.today, synchronous=self.synchronous if is_synchronous else None)
             self.calibration.look(self.pace, self.now_s, version=self.version, is_whole=is_whole)
             reasons.append(self.calibration.is_off)
             if reasons[-1]:
@@ -54,7 +54,7 @@ class Run:
 
 @pytest.fixture
 def plan(make_plan):
-    return make_plan([["a", "b"], ["c"]], coordinator="a", fresh=False).plan
+    return make_plan([["a", "b"], ["c"]], coordinator="a", not_started=False).plan
 
 
 def test_what_comes_as_foreseen_is_no_reason_for_a_search(plan):
@@ -104,7 +104,7 @@ def test_a_late_step_is_enough_where_todays_figure_says_why(plan):
     """A device became four times slower: what is seen of steps before that is no reason to stay."""
     run = Run(plan)
     run.steps(40)
-    run.calibration.foresee(Foreseen(USUAL / 4.0, "compute", 1))
+    run.calibration.predict_step_time(Foreseen(USUAL / 4.0, "compute", 1))
 
     def look(after_s: float) -> None:
         run.calibration.look(run.pace, run.now_s + after_s, version=run.version, is_whole=True)
@@ -251,29 +251,29 @@ def test_each_number_of_stages_is_remembered_as_it_was_seen(plan, make_plan):
     "told",
     [
         None,
-        Calibrated(((2, math.nan, 1),), 0, 5),
-        Calibrated(((2, 21.0, 1),), 0, 5),
-        Calibrated(((2, 0.1, 0),), 0, 5),
-        Calibrated(((2, 0.1, -1),), 0, 5),
-        Calibrated(((0, 0.1, 1),), 0, 5),
-        Calibrated(tuple((k, 0.1, 1) for k in range(1, 100)), 0, 5),
-        Calibrated((), 0, -2),
-        Calibrated((), 0, 1 << 63),
-        Calibrated((), 0, 5, math.inf),
-        Calibrated((), 0, 5, 0.0, math.nan),
-        Calibrated((), 0, 5, off=(math.nan,)),
+        LayoutCalibration(((2, math.nan, 1),), 0, 5),
+        LayoutCalibration(((2, 21.0, 1),), 0, 5),
+        LayoutCalibration(((2, 0.1, 0),), 0, 5),
+        LayoutCalibration(((2, 0.1, -1),), 0, 5),
+        LayoutCalibration(((0, 0.1, 1),), 0, 5),
+        LayoutCalibration(tuple((k, 0.1, 1) for k in range(1, 100)), 0, 5),
+        LayoutCalibration((), 0, -2),
+        LayoutCalibration((), 0, 1 << 63),
+        LayoutCalibration((), 0, 5, math.inf),
+        LayoutCalibration((), 0, 5, 0.0, math.nan),
+        LayoutCalibration((), 0, 5, off=(math.nan,)),
     ],
 )
 def test_what_no_coordinator_can_have_learned_is_not_taken_over(plan, told):
     run = Run(plan)
     run.calibration.take_over(told)
-    assert run.calibration.tell() == Calibrated((), 0, -1)
+    assert run.calibration.tell() == LayoutCalibration((), 0, -1)
 
 
 def test_what_was_learned_of_another_era_leaves_the_factor_alone(plan):
     run = Run(plan)
-    run.calibration.take_over(Calibrated(((2, -0.5, 10),), 7, 3, SLOW))
-    assert run.calibration.tell() == Calibrated(((2, -0.5, 10),), 0, -1)
+    run.calibration.take_over(LayoutCalibration(((2, -0.5, 10),), 7, 3, SLOW))
+    assert run.calibration.tell() == LayoutCalibration(((2, -0.5, 10),), 0, -1)
 
 
 def test_a_plan_that_foresees_nothing_is_compared_with_nothing(plan):

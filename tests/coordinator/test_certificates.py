@@ -49,7 +49,7 @@ def all_say(certificates, plan, version, *, but="") -> None:
     for group, stage in enumerate(plan.stages):
         for peer in stage.peers:
             if peer not in but:
-                certificates.hear(peer, [attested(plan, group, version)], holds=believe)
+                certificates.hear(peer, [attested(plan, group, version)], verify=believe)
 
 
 # --- what counts ---
@@ -62,30 +62,30 @@ def test_the_members_of_one_invite_certify_nothing_alone_where_the_group_has_oth
     certificates.obey(plan)
     forged = attested(plan, 0, 50)
     for peer in "ab":
-        certificates.hear(peer, [forged], holds=believe)
+        certificates.hear(peer, [forged], verify=believe)
     assert certificates.layers((0, 50)) == frozenset()
     entry = Certified(0, 50, forged.proofs, ((0, b"yes"), (1, b"yes")))
-    flaw = certified_flaw(successor(plan, certified=(entry,)), plan, MODEL, holds=believe, are_enough=are_enough)
+    flaw = certified_flaw(successor(plan, certified=(entry,)), plan, MODEL, verify=believe, are_enough=are_enough)
     assert flaw == "2 of 3 members have signed version 50 of embed, which is no majority, or of one invite alone"
-    certificates.hear("c", [forged], holds=believe)
+    certificates.hear("c", [forged], verify=believe)
     for peer in "de":
-        certificates.hear(peer, [attested(plan, 1, 50)], holds=believe)
+        certificates.hear(peer, [attested(plan, 1, 50)], verify=believe)
     held = {key for group in (0, 1) for key in group_keys(MODEL, plan, group)}
     assert certificates.layers((0, 50)) == held, "a group of one invite certifies what it holds"
 
 
 def test_a_majority_of_the_places_certifies_and_not_of_those_that_speak(certificates, plan):
-    certificates.hear("a", [attested(plan, 0, 50)], holds=believe)
+    certificates.hear("a", [attested(plan, 0, 50)], verify=believe)
     assert certificates.layers((0, 50)) == frozenset(), "two of three have not spoken"
-    certificates.hear("b", [attested(plan, 0, 50)], holds=believe)
+    certificates.hear("b", [attested(plan, 0, 50)], verify=believe)
     assert certificates.layers((0, 50)) == frozenset(group_keys(MODEL, plan, 0))
-    certificates.hear("d", [attested(plan, 1, 50)], holds=believe)
+    certificates.hear("d", [attested(plan, 1, 50)], verify=believe)
     assert not certificates.layers((0, 50)) & set(group_keys(MODEL, plan, 1)), "one of two is no majority"
 
 
 def test_those_who_sign_different_states_certify_none(certificates, plan):
-    certificates.hear("d", [attested(plan, 1, 50)], holds=believe)
-    certificates.hear("e", [attested(plan, 1, 50, salt="forged")], holds=believe)
+    certificates.hear("d", [attested(plan, 1, 50)], verify=believe)
+    certificates.hear("e", [attested(plan, 1, 50, salt="forged")], verify=believe)
     assert certificates.layers((0, 50)) == frozenset()
 
 
@@ -95,14 +95,14 @@ def test_those_who_sign_different_states_certify_none(certificates, plan):
     ids=["of another group", "no member", "forged"],
 )
 def test_who_has_no_place_or_has_not_signed_is_not_heard(certificates, plan, peer, group, signature):
-    certificates.hear("e", [attested(plan, 1, 50)], holds=believe)
-    certificates.hear(peer, [attested(plan, group, 50, signature=signature)], holds=believe)
+    certificates.hear("e", [attested(plan, 1, 50)], verify=believe)
+    certificates.hear(peer, [attested(plan, group, 50, signature=signature)], verify=believe)
     assert certificates.layers((0, 50)) == frozenset()
 
 
 def test_a_member_that_attests_without_end_fills_no_memory(certificates, plan):
     for version in range(1, 100):
-        certificates.hear("d", [attested(plan, 1, version)], holds=believe)
+        certificates.hear("d", [attested(plan, 1, version)], verify=believe)
     (said,) = certificates._said[group_keys(MODEL, plan, 1)].values()
     assert len(said) == ATTESTED_MAX
     assert max(said) == (0, 99)
@@ -116,10 +116,10 @@ def test_of_a_large_group_a_jury_signs(make_plan):
     certificates = Certificates(MODEL, placed=False, are_enough=majority)
     certificates.obey(plan)
     for peer in sorted(set(names) - set(chosen)):
-        certificates.hear(peer, [attested(plan, 0, 50)], holds=believe)
+        certificates.hear(peer, [attested(plan, 0, 50)], verify=believe)
     assert certificates.layers((0, 50)) == frozenset()
     for peer in chosen[: JURY // 2 + 1]:
-        certificates.hear(peer, [attested(plan, 0, 50)], holds=believe)
+        certificates.hear(peer, [attested(plan, 0, 50)], verify=believe)
     assert certificates.layers((0, 50)) == frozenset(group_keys(MODEL, plan, 0))
 
 
@@ -129,7 +129,7 @@ def test_of_a_large_group_a_jury_signs(make_plan):
 def test_a_plan_is_due_once_a_whole_version_is_signed_and_keeps_the_newest(certificates, plan):
     all_say(certificates, plan, 50, but="f")
     assert not certificates.is_due
-    certificates.hear("f", [attested(plan, 2, 50)], holds=believe)
+    certificates.hear("f", [attested(plan, 2, 50)], verify=believe)
     assert certificates.is_due
     for version in (50, 60, 70):
         all_say(certificates, plan, version)
@@ -161,44 +161,45 @@ def test_a_voter_takes_no_certificate_without_signatures(plan):
         (((0, b"yes"), (7, b"yes")), "1 of 2"),
     ):
         made = successor(plan, certified=(Certified(0, 50, proofs, signatures),))
-        assert certified_flaw(made, plan, MODEL, holds=believe, are_enough=majority).startswith(why)
+        assert certified_flaw(made, plan, MODEL, verify=believe, are_enough=majority).startswith(why)
     sound = successor(plan, certified=(Certified(0, 50, proofs, ((0, b"yes"), (1, b"yes"))),))
-    assert certified_flaw(sound, plan, MODEL, holds=believe, are_enough=majority) == ""
+    assert certified_flaw(sound, plan, MODEL, verify=believe, are_enough=majority) == ""
     handed_on = successor(sound, certified=(sound.certified[0].bare,))
-    assert certified_flaw(handed_on, sound, MODEL, holds=believe, are_enough=majority) == ""
+    assert certified_flaw(handed_on, sound, MODEL, verify=believe, are_enough=majority) == ""
     others = successor(plan, certified=(Certified(0, 50, proofs[:1], ((0, b"yes"), (1, b"yes"))),))
-    assert "no group holds these layers" in certified_flaw(others, plan, MODEL, holds=believe, are_enough=majority)
+    assert "no group holds these layers" in certified_flaw(others, plan, MODEL, verify=believe, are_enough=majority)
 
 
 def test_a_voter_lets_no_plan_forget_the_newest_version_that_is_certified(plan):
     every = (Certified(0, 50, attested(plan, group, 50).proofs) for group in range(3))
     base = successor(plan, certified=tuple(every))
     assert (
-        certified_flaw(successor(base, certified=base.certified), base, MODEL, holds=believe, are_enough=majority) == ""
+        certified_flaw(successor(base, certified=base.certified), base, MODEL, verify=believe, are_enough=majority)
+        == ""
     )
     for certified in ((), base.certified[1:]):
         forgets = successor(base, certified=certified)
-        flaw = certified_flaw(forgets, base, MODEL, holds=believe, are_enough=majority)
+        flaw = certified_flaw(forgets, base, MODEL, verify=believe, are_enough=majority)
         assert flaw == "version 50 of era 0 is no longer certified"
     part = successor(plan, certified=base.certified[:2])
-    assert certified_flaw(successor(part), part, MODEL, holds=believe, are_enough=majority) == "", (
+    assert certified_flaw(successor(part), part, MODEL, verify=believe, are_enough=majority) == "", (
         "a part is no version to go back to"
     )
 
 
 def test_a_voter_follows_no_plan_to_a_version_that_nobody_has_certified(plan):
-    back = successor(plan, era=1, restore_era=0, restore_version=4800, fresh=True)
-    flaw = certified_flaw(back, plan, MODEL, holds=believe, are_enough=majority)
+    back = successor(plan, era=1, restore_era=0, restore_version=4800, not_started=True)
+    flaw = certified_flaw(back, plan, MODEL, verify=believe, are_enough=majority)
     assert flaw == "era 1 begins at version 4800 of era 0, which is not certified"
     assert (
         certified_flaw(
-            msgspec.structs.replace(back, mandate=b"the owner's"), plan, MODEL, holds=believe, are_enough=majority
+            msgspec.structs.replace(back, mandate=b"the owner's"), plan, MODEL, verify=believe, are_enough=majority
         )
         == ""
     )
     assert (
         certified_flaw(
-            msgspec.structs.replace(back, restore_version=0), plan, MODEL, holds=believe, are_enough=majority
+            msgspec.structs.replace(back, restore_version=0), plan, MODEL, verify=believe, are_enough=majority
         )
         == ""
     )
@@ -219,7 +220,7 @@ async def trained(swarm, version=57):
     await swarm.begin(6)
     for peer in swarm.alive():
         peer.version = version
-    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
 
 
 @pytest.mark.sim

@@ -22,7 +22,7 @@ from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.proposer import Carried, Proposer
+from shoal.coordinator.proposer import PlanAdopted, Proposer
 from shoal.coordinator.roll import Electorate
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
@@ -32,7 +32,7 @@ PEERS = tuple("abcdefg")
 OWNER = "a"
 
 
-def vouch(body) -> bytes:
+def sign_vote(body) -> bytes:
     return b"yes"
 
 
@@ -78,8 +78,8 @@ class Bag:
             owner=OWNER,
             chain=chain,
             sign=self.sign,
-            vouch=vouch,
-            holds=believe,
+            sign_vote=sign_vote,
+            verify=believe,
             is_fresh=lambda _: False,
             experts=ExpertPlaces(num_experts=0, slots=0),
             certificates=Certificates(
@@ -97,7 +97,7 @@ class Bag:
 
     def begin(self, members) -> None:
         for peer in PEERS:
-            self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
+            self.chains[peer] = PlanChain("run", owner=OWNER, verify=believe, verify_order=believe)
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
         first = self.proposers[OWNER].make(None, 1, layout_of(members), 0.0)
         self.live.append(first)
@@ -109,7 +109,7 @@ class Bag:
     def carry_out(self, peer, progress) -> None:
         commands, outcome = progress
         self.under_way += [(peer, c.peer, c.message, None) for c in commands if isinstance(c, Ask)]
-        if isinstance(outcome, Carried):
+        if isinstance(outcome, PlanAdopted):
             self.live.append(outcome.plan)
             self.obey(peer, outcome.plan, peer)
             audience = {*outcome.voters, *outcome.plan.plan.members} - {peer}
@@ -146,7 +146,7 @@ class Bag:
             case PlanOffer():
                 base = self.open(message.predecessor)
                 self.obey(target, base, source)
-                reply = answer_offer(chain, source, message, self.plans[message.plan], base, vouch=vouch)
+                reply = answer_offer(chain, source, message, self.plans[message.plan], base, sign_vote=sign_vote)
                 self.under_way.append((target, source, reply, message))
             case TermGrant() | PlanVote():
                 newer, accepted = self.open(message.live), None
@@ -178,7 +178,7 @@ class Bag:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
             self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
         elif dice >= 0.99:
-            chain = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
+            chain = PlanChain("run", owner=OWNER, verify=believe, verify_order=believe)
             record, old = self.chains[peer].record(), self.chains[peer]
             before = self.open(record.before)
             chain.restore(record, live=old.live, accepted=old.accepted, before=before)

@@ -15,10 +15,11 @@ from shoal.coordinator.coordination_events import (
     Answered,
     Ask,
     Beat,
+    CoordinationTimerFired,
     HeadFound,
     Heard,
+    LogReason,
     LookUp,
-    Note,
     Obey,
     Persist,
     Publish,
@@ -26,7 +27,6 @@ from shoal.coordinator.coordination_events import (
     Reply,
     ReportDue,
     SendHeartbeat,
-    TimerFired,
     Unanswered,
 )
 from shoal.coordinator.core import CoordinationCore
@@ -38,7 +38,6 @@ from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.roster import FLOOR_HEARTBEATS
 from shoal.protocol.messages import (
     Done,
-    HandOver,
     HeartbeatReply,
     Leave,
     Ping,
@@ -49,6 +48,7 @@ from shoal.protocol.messages import (
     Refusal,
     TermGrant,
     TermRequest,
+    TransferLeadership,
     ValidationReport,
 )
 from shoal.protocol.spec import RunSpec, SwarmSpec
@@ -76,8 +76,8 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             chain=make_chain(),
             policy=ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator()),
             sign=make_unsigned,
-            vouch=lambda body: b"yes",
-            holds=lambda topic, signer, signature, body: signature == b"yes",
+            sign_vote=lambda body: b"yes",
+            verify=lambda topic, signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
         )
@@ -108,7 +108,7 @@ def tick(core, *, begin_s, end_s):
     happened = []
     while core.next_timer_s() <= end_s:
         now_s = max(begin_s, core.next_timer_s())
-        happened += [(now_s, command) for command in core.handle(TimerFired(), now_s=now_s)]
+        happened += [(now_s, command) for command in core.handle(CoordinationTimerFired(), now_s=now_s)]
     return happened
 
 
@@ -132,7 +132,7 @@ def coordinate(core, make_heartbeat, live, *, until_s, peers=PEERS, begin_s=0.0)
 
 
 def test_reports_to_the_owner_before_there_is_a_plan(make_core):
-    commands = make_core("b").handle(TimerFired(), now_s=0.0)
+    commands = make_core("b").handle(CoordinationTimerFired(), now_s=0.0)
     assert SendHeartbeat(target="a") in commands
 
 
@@ -173,11 +173,11 @@ def test_who_has_the_plan_is_not_sent_it_again(make_core, make_heartbeat, first)
 
 def test_a_newer_plan_found_in_the_directory_is_gone_after(make_core, first):
     core = make_core("b", first)
-    core.handle(TimerFired(), now_s=0.0)
+    core.handle(CoordinationTimerFired(), now_s=0.0)
     head = PlanHead(term=4, sequence=9, digest="", coordinator="e", addresses=())
     core.handle(HeadFound(head=head), now_s=0.2)
     assert core.next_timer_s() == 0.2
-    assert SendHeartbeat(target="e") in core.handle(TimerFired(), now_s=0.2)
+    assert SendHeartbeat(target="e") in core.handle(CoordinationTimerFired(), now_s=0.2)
 
 
 # --- the first plan ---
@@ -186,12 +186,12 @@ def test_a_newer_plan_found_in_the_directory_is_gone_after(make_core, first):
 def test_the_owner_makes_the_first_plan_alone_when_enough_are_here(make_core, make_heartbeat):
     core = make_core("a")
     list(hear(core, make_heartbeat, "abcde", 0.0))
-    assert Note(text="waiting for peers: 5 of 6 are here") in core.handle(TimerFired(), now_s=0.0)
+    assert LogReason(text="waiting for peers: 5 of 6 are here") in core.handle(CoordinationTimerFired(), now_s=0.0)
     list(hear(core, make_heartbeat, "f", 0.1))
-    commands = core.handle(TimerFired(), now_s=0.5)
+    commands = core.handle(CoordinationTimerFired(), now_s=0.5)
     (obeyed,) = only(commands, Obey)
     plan = obeyed.plan.plan
-    assert (plan.order, plan.coordinator, plan.previous, plan.fresh) == ((1, 1), "a", "", True)
+    assert (plan.order, plan.coordinator, plan.previous, plan.not_started) == ((1, 1), "a", "", True)
     assert sorted(plan.members) == list(PEERS)
     assert sorted(asks(commands, PlanLive)) == list("bcdef")
     assert Publish(plan=obeyed.plan) in commands
@@ -201,7 +201,7 @@ def test_the_owner_waits_for_what_the_directory_says(make_core, make_heartbeat):
     core = make_core("a")
     core.handle(HeadFound(head=PlanHead(term=3, sequence=5, digest="", coordinator="c", addresses=())), now_s=0.0)
     list(hear(core, make_heartbeat, PEERS, 0.0))
-    assert not only(core.handle(TimerFired(), now_s=0.0), Obey)
+    assert not only(core.handle(CoordinationTimerFired(), now_s=0.0), Obey)
     assert core.coordinator == "c"
 
 
@@ -273,7 +273,7 @@ def test_nobody_is_moved_before_everybody_has_been_heard(make_core, make_heartbe
 def test_a_sleep_of_ours_is_nobodys_death(make_core, make_heartbeat, first):
     core = make_core("a", first)
     coordinate(core, make_heartbeat, first, until_s=10.0)
-    commands = core.handle(TimerFired(), now_s=40.0)
+    commands = core.handle(CoordinationTimerFired(), now_s=40.0)
     assert LookUp() in commands
     assert not only(commands, Ask)
 
@@ -283,29 +283,29 @@ def test_at_the_end_of_its_term_the_first_in_turn_is_asked(make_core, make_heart
     commands = coordinate(core, make_heartbeat, first, until_s=60.0)
     order = rank("run", 2, PEERS)
     assert order[0] != "a", "else this tests nothing"
-    wills = asks(commands, HandOver)
-    assert list(wills) == [order[0]]
-    assert wills[order[0]].plan == first.link
-    assert sorted(peer for peer, _ in wills[order[0]].roster) == list(PEERS)
+    transfers = asks(commands, TransferLeadership)
+    assert list(transfers) == [order[0]]
+    assert transfers[order[0]].plan == first.link
+    assert sorted(peer for peer, _ in transfers[order[0]].roster) == list(PEERS)
 
 
 def test_the_next_in_turn_is_asked_when_the_first_does_not_answer(make_core, make_heartbeat, first):
     core = make_core("a", first)
-    heir, will = next(iter(asks(coordinate(core, make_heartbeat, first, until_s=60.0), HandOver).items()))
-    core.handle(Unanswered(peer=heir, asked=will, reason="silent"), now_s=61.0)
+    heir, transfer = next(iter(asks(coordinate(core, make_heartbeat, first, until_s=60.0), TransferLeadership).items()))
+    core.handle(Unanswered(peer=heir, asked=transfer, reason="silent"), now_s=61.0)
     commands = coordinate(core, make_heartbeat, first, begin_s=61.0, until_s=61.0)
     order = [peer for peer in rank("run", 2, PEERS) if peer != heir]
     if order[0] == "a":
         assert asks(commands, TermRequest)
     else:
-        assert list(asks(commands, HandOver)) == [order[0]]
+        assert list(asks(commands, TransferLeadership)) == [order[0]]
 
 
 def test_a_draining_coordinator_does_not_wait_for_the_end(make_core, make_heartbeat, first):
     core = make_core("a", first)
     coordinate(core, make_heartbeat, first, until_s=3.0)
     core.handle(Beat(heartbeat=make_heartbeat("a", draining=True)), now_s=4.0)
-    assert asks(coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0), HandOver)
+    assert asks(coordinate(core, make_heartbeat, first, begin_s=4.0, until_s=4.0), TransferLeadership)
 
 
 def test_a_plan_above_ours_ends_our_term_and_our_offer(make_core, make_heartbeat, make_plan, first):
@@ -404,8 +404,8 @@ def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_our
 
 def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.link, roster=())
-    commands = core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
+    transfer = TransferLeadership(plan=first.link, roster=())
+    commands = core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0)
     assert said(commands) == Done()
     requests = asks(commands, TermRequest)
     assert sorted(requests) == list("acdef")
@@ -427,10 +427,10 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
 
 
 def test_the_heir_lets_the_layout_end_where_it_was_to_end(make_core, make_plan, first):
-    live = make_plan(GROUPS, coordinator="a", fresh=False, ends_at=60, following=first.plan.stages)
+    live = make_plan(GROUPS, coordinator="a", not_started=False, cutover_version=60, next_layout=first.plan.stages)
     core = make_core("b", live)
-    will = HandOver(plan=live.link, roster=(), version=58)
-    commands = core.handle(Received(source="a", message=will, plan=live), now_s=60.0)
+    transfer = TransferLeadership(plan=live.link, roster=(), version=58)
+    commands = core.handle(Received(source="a", message=transfer, plan=live), now_s=60.0)
     request = asks(commands, TermRequest)["a"]
     for voter in "acd":
         granted = Answered(peer=voter, asked=request, reply=TermGrant(granted=True, term=2))
@@ -442,13 +442,13 @@ def test_the_heir_lets_the_layout_end_where_it_was_to_end(make_core, make_plan, 
     (obeyed,) = only(commands, Obey)
     plan = obeyed.plan.plan
     assert (plan.era, plan.stages) == (0, live.plan.stages)
-    assert (plan.ends_at, plan.following) == (60, first.plan.stages)
+    assert (plan.cutover_version, plan.next_layout) == (60, first.plan.stages)
 
 
 def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_advert, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.link, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
-    core.handle(Received(source="a", message=will, plan=first), now_s=60.0)
+    transfer = TransferLeadership(plan=first.link, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
+    core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0)
     other = make_plan(GROUPS, coordinator="c", order=(2, 2), base=first)
     core.handle(Received(source="c", message=PlanLive(plan=other.link), plan=other), now_s=61.0)
     own = make_plan(GROUPS, coordinator="b", order=(3, 3), base=other)
@@ -460,16 +460,16 @@ def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_adv
 
 def test_only_the_coordinator_hands_over(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.link, roster=())
-    assert isinstance(said(core.handle(Received(source="c", message=will, plan=first), now_s=1.0)), Refusal)
+    transfer = TransferLeadership(plan=first.link, roster=())
+    assert isinstance(said(core.handle(Received(source="c", message=transfer, plan=first), now_s=1.0)), Refusal)
 
 
 def test_the_unwilling_and_the_draining_take_nothing_over(make_core, make_heartbeat, make_advert, first):
     for says in ({"draining": True}, {"advert": make_advert("b", willing_to_coordinate=False)}):
         core = make_core("b", first)
         core.handle(Beat(heartbeat=make_heartbeat("b", **says)), now_s=0.0)
-        will = HandOver(plan=first.link, roster=())
-        assert isinstance(said(core.handle(Received(source="a", message=will, plan=first), now_s=1.0)), Refusal)
+        transfer = TransferLeadership(plan=first.link, roster=())
+        assert isinstance(said(core.handle(Received(source="a", message=transfer, plan=first), now_s=1.0)), Refusal)
         assert not any(isinstance(command, Ask) for _, command in tick(core, begin_s=1.0, end_s=60.0)), (
             "nor when the coordinator is silent"
         )
@@ -496,7 +496,7 @@ def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_hear
     begun_s, request = next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
     due_s = heard_s[-1] + floor_s + turn * STAGGER_HEARTBEATS
     assert due_s <= begun_s <= due_s + 0.2 * turn + 0.6, "ticks, and round trips of 40 ms"
-    assert (request.term, request.handed_over, request.sounding) == (2, False, True)
+    assert (request.term, request.handed_over, request.prevote) == (2, False, True)
     pinged = [at for at, c in happened if isinstance(c, Ask) and c.message == Ping()]
     assert bool(pinged) == (turn < CLOSE_PEERS)
 
@@ -528,7 +528,7 @@ def test_a_term_is_asked_for_once_a_majority_misses_the_coordinator(make_core, m
     assert core.chain.granted_term == 1, "nothing is promised by asking"
     commands = agree(core, question, now_s)
     request = asks(commands, TermRequest)["a"]
-    assert (request.term, request.sounding) == (2, False)
+    assert (request.term, request.prevote) == (2, False)
     assert core.chain.granted_term == 2
 
 
@@ -543,7 +543,7 @@ def test_no_term_is_spent_while_the_others_hear_the_coordinator(make_core, make_
 
 def test_being_asked_promises_nothing(make_core, first):
     core = make_core("b", first)
-    question = TermRequest(term=2, live=first.link, handed_over=False, sounding=True)
+    question = TermRequest(term=2, live=first.link, handed_over=False, prevote=True)
     reply = said(core.handle(Received(source="c", message=question, base=first), now_s=5.0))
     assert reply == TermGrant(granted=True, term=1)
     assert core.chain.granted_term == 1
@@ -564,14 +564,14 @@ def test_a_term_that_too_many_have_promised_to_another_is_given_up(make_core, ma
     request = asks(agree(core, question, now_s), TermRequest)["a"]
     no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
     commands = agree(core, request, now_s, reply=no)
-    assert "promised it to another" in only(commands, Note)[0].text
+    assert "promised it to another" in only(commands, LogReason)[0].text
     assert not asks([c for _, c in tick(core, begin_s=now_s, end_s=now_s + 0.2)], TermRequest)
 
 
 def test_an_heir_asks_for_the_next_term_when_another_has_got_this(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.link, roster=())
-    request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=60.0), TermRequest)["c"]
+    transfer = TransferLeadership(plan=first.link, roster=())
+    request = asks(core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=60.1)
     assert asks(commands, TermRequest)["c"].term == 3
@@ -582,7 +582,7 @@ def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartb
     core = make_core(me, first)
     core.handle(Answered(peer="a", asked=make_heartbeat(me), reply=ANSWER, took_s=0.04), now_s=0.5)
     assert not asks([c for _, c in tick(core, begin_s=0.5, end_s=0.9)], Ping)
-    question = TermRequest(term=2, live=first.link, handed_over=False, sounding=True)
+    question = TermRequest(term=2, live=first.link, handed_over=False, prevote=True)
     assert not said(core.handle(Received(source="c", message=question, base=first), now_s=1.0)).granted
     assert asks([c for _, c in tick(core, begin_s=1.0, end_s=1.2)], Ping)
     for now_s in (1.3, 1.5):
@@ -655,24 +655,24 @@ def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, ma
 
 def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
     core = make_core("b", first)
-    will = HandOver(plan=first.link, roster=())
-    request = asks(core.handle(Received(source="a", message=will, plan=first), now_s=1.0), TermRequest)["c"]
+    transfer = TransferLeadership(plan=first.link, roster=())
+    request = asks(core.handle(Received(source="a", message=transfer, plan=first), now_s=1.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 7, above 2", term=7)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=1.1)
-    assert "granted term 7" in only(commands, Note)[0].text
+    assert "granted term 7" in only(commands, LogReason)[0].text
     more = tick(core, begin_s=1.1, end_s=3.0)
     assert not asks([command for _, command in more], TermRequest)
 
 
 def test_a_term_that_cannot_be_outbid_stops_nobody(make_core, first):
     core = make_core("b", first)
-    will = Received(source="a", message=HandOver(plan=first.link, roster=()), plan=first)
-    request = asks(core.handle(will, now_s=1.0), TermRequest)["c"]
+    transfer = Received(source="a", message=TransferLeadership(plan=first.link, roster=()), plan=first)
+    request = asks(core.handle(transfer, now_s=1.0), TermRequest)["c"]
     lie = TermGrant(granted=False, reason="granted another", term=2**64 - 1)
     for _ in range(9):
         assert core.handle(Answered(peer="c", asked=request, reply=lie), now_s=1.1) == []
     tick(core, begin_s=1.1, end_s=8.0)
-    commands = core.handle(will, now_s=8.0)
+    commands = core.handle(transfer, now_s=8.0)
     (kept,) = only(commands, Persist)
     assert kept.record.granted_term == 3
     assert msgspec.msgpack.encode(kept.record)
@@ -691,8 +691,8 @@ def test_a_vote_that_carries_alone_counts_once_it_is_on_disk(make_core, make_pla
     live = make_plan([["a"], ["b"]], coordinator="b", order=(2, 2), base=first)
     core = make_core("a", first)
     core.handle(Received(source="b", message=PlanLive(plan=live.link), plan=live), now_s=0.5)
-    will = Received(source="b", message=HandOver(plan=live.link, roster=()), plan=live)
-    commands = core.handle(will, now_s=1.0)
+    transfer = Received(source="b", message=TransferLeadership(plan=live.link, roster=()), plan=live)
+    commands = core.handle(transfer, now_s=1.0)
     assert sorted(asks(commands, TermRequest)) == ["a", "b"], "the owner's vote decides between two"
     request = asks(commands, TermRequest)["a"]
     reply = said(core.handle(Received(source="a", message=request, base=live), now_s=1.0))
@@ -734,4 +734,4 @@ def test_a_peer_reports_at_once_when_somebody_waits_for_it(make_core, first):
     tick(core, begin_s=0.0, end_s=0.5)
     assert core.next_timer_s() > 0.5
     core.handle(ReportDue(), now_s=0.5)
-    assert only(core.handle(TimerFired(), now_s=0.5), SendHeartbeat)
+    assert only(core.handle(CoordinationTimerFired(), now_s=0.5), SendHeartbeat)

@@ -22,7 +22,7 @@ def swarm(make_plan, make_heartbeat):
 
     def make(groups, **says):
         policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
-        live = make_plan(groups, coordinator="ana", fresh=False).plan
+        live = make_plan(groups, coordinator="ana", not_started=False).plan
         policy.obey(live, 0.0)
         policy.begin_term(live, 0.0, continuing=False, silent=None)
         for stage, group in enumerate(groups):

@@ -16,7 +16,6 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import (
     CommitReport,
     Done,
-    HandOver,
     Heartbeat,
     PlanHead,
     PlanLive,
@@ -24,6 +23,7 @@ from shoal.protocol.messages import (
     PlanVote,
     StatusRequest,
     SwarmStatus,
+    TransferLeadership,
 )
 from shoal.protocol.plan import sign_plan
 from shoal.protocol.sim.trust import OpenGate
@@ -155,9 +155,9 @@ def test_addresses_in_a_will_are_dialled_if_it_is_the_coordinators(run_swarm, ma
         transport.introduce = introducing
         for source, ghost in ((liar, "ghost"), (last, "newcomer")):
             roster = ((PeerID(ghost), make_advert(ghost)),)
-            will = HandOver(plan=source.coordination.plan.link, roster=roster)
+            transfer = TransferLeadership(plan=source.coordination.plan.link, roster=roster)
             with contextlib.suppress(Refused):
-                await source.port.spawn(source.coordination._endpoint.ask(heir.peer_id, will, Done))
+                await source.port.spawn(source.coordination._endpoint.ask(heir.peer_id, transfer, Done))
             await asyncio.sleep(1.0)
             assert (ghost in dialled) == (source is last)
 
@@ -180,11 +180,11 @@ def test_what_is_too_large_to_send_is_not_answered(run_swarm):
 
         transport.call, coordination._feed = too_large, feeding
         peer.commits.append(report(stage=0, microbatches=swarm.spec.training.microbatches_per_step))
-        for message in (HandOver(plan=b"", roster=()), PlanOffer(term=1, plan=b"", predecessor=b"")):
+        for message in (TransferLeadership(plan=b"", roster=()), PlanOffer(term=1, plan=b"", predecessor=b"")):
             await peer.port.spawn(coordination._ask(other, message))
         await asyncio.sleep(2.5)
         unanswered = {type(event.asked) for event in fed if isinstance(event, Unanswered)}
-        assert {HandOver, Heartbeat} <= unanswered
+        assert {TransferLeadership, Heartbeat} <= unanswered
         assert PlanOffer not in unanswered, "or it would be made and signed again for everybody, at every tick"
         transport.call = call
         await swarm.until(lambda: not coordination._reports, within_s=3)

@@ -4,7 +4,7 @@ from shoal.coordinator.era import (
     MISSING_HEARTBEATS,
     PATIENCE_HEARTBEATS,
     RESIGNED_HEARTBEATS,
-    Disks,
+    CheckpointCatalog,
     HolderWatch,
     holders,
     is_last_holder,
@@ -21,29 +21,29 @@ def held(era, version, *layers):
     return Holding(era=era, version=version, layers=layers)
 
 
-def disks(**holdings):
-    return Disks.of(holdings.items())
+def catalog(**holdings):
+    return CheckpointCatalog.of(holdings.items())
 
 
 def test_a_snapshot_is_whole_when_every_layer_is_somewhere():
-    apart = disks(a=[held(0, 50, "embed", "layers.0")], b=[held(0, 50, "layers.1", "head")])
+    apart = catalog(a=[held(0, 50, "embed", "layers.0")], b=[held(0, 50, "layers.1", "head")])
     assert apart.newest_whole(LAYERS) == (0, 50)
-    assert disks(a=[held(0, 50, "embed", "layers.0")], b=[held(0, 50, "head")]).newest_whole(LAYERS) is None
+    assert catalog(a=[held(0, 50, "embed", "layers.0")], b=[held(0, 50, "head")]).newest_whole(LAYERS) is None
 
 
 def test_layers_of_two_versions_or_two_eras_make_no_snapshot():
-    assert disks(a=[held(0, 50, *LAYERS[:2])], b=[held(0, 60, *LAYERS[2:])]).newest_whole(LAYERS) is None
-    assert disks(a=[held(0, 50, *LAYERS[:2])], b=[held(1, 50, *LAYERS[2:])]).newest_whole(LAYERS) is None
+    assert catalog(a=[held(0, 50, *LAYERS[:2])], b=[held(0, 60, *LAYERS[2:])]).newest_whole(LAYERS) is None
+    assert catalog(a=[held(0, 50, *LAYERS[:2])], b=[held(1, 50, *LAYERS[2:])]).newest_whole(LAYERS) is None
 
 
 def test_the_newest_is_of_the_last_era_and_then_the_last_version():
-    found = disks(a=[held(0, 90, *LAYERS), held(1, 60, *LAYERS), held(1, 55, *LAYERS)], b=[held(1, 70, "embed")])
+    found = catalog(a=[held(0, 90, *LAYERS), held(1, 60, *LAYERS), held(1, 55, *LAYERS)], b=[held(1, 70, "embed")])
     assert found.newest_whole(LAYERS) == (1, 60)
     assert found.era_max == 1
 
 
 def test_parts_of_one_peers_snapshot_add_up():
-    found = disks(a=[held(0, 50, *LAYERS[:2]), held(0, 50, *LAYERS[2:])])
+    found = catalog(a=[held(0, 50, *LAYERS[:2]), held(0, 50, *LAYERS[2:])])
     assert found.newest_whole(LAYERS) == (0, 50)
     assert found.has("a", (0, 50), LAYERS)
     assert not found.has("b", (0, 50), LAYERS[:1])
@@ -52,22 +52,22 @@ def test_parts_of_one_peers_snapshot_add_up():
 def test_a_snapshot_is_safe_when_every_layer_is_on_two_disks():
     one, other = LAYERS[:2], LAYERS[2:]
     old = [held(0, 40, *LAYERS)]
-    found = disks(a=[*old, held(0, 50, *one)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
+    found = catalog(a=[*old, held(0, 50, *one)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
     assert found.newest_whole(LAYERS) == (0, 50)
     assert found.newest_safe(LAYERS) == (0, 40)
-    found = disks(a=[*old, held(0, 50, *LAYERS)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
+    found = catalog(a=[*old, held(0, 50, *LAYERS)], b=[*old, held(0, 50, *other)], c=[held(0, 50, *one)])
     assert found.newest_safe(LAYERS) == (0, 50)
-    assert disks(a=[held(0, 50, *one), held(0, 50, *LAYERS)]).newest_safe(LAYERS) is None, "twice on one disk is once"
+    assert catalog(a=[held(0, 50, *one), held(0, 50, *LAYERS)]).newest_safe(LAYERS) is None, "twice on one disk is once"
 
 
 def test_what_no_era_can_be_is_not_believed():
-    assert disks(a=[held(1 << 63, 50, *LAYERS), held(-1, 50, *LAYERS)]).era_max == -1
+    assert catalog(a=[held(1 << 63, 50, *LAYERS), held(-1, 50, *LAYERS)]).era_max == -1
 
 
 def test_version_0_is_the_seeds_and_no_disk_is_an_answer():
-    assert disks(a=[held(0, 0, *LAYERS)]).newest_whole(LAYERS) is None
-    assert disks().newest_whole(LAYERS) is None
-    assert disks().era_max == -1
+    assert catalog(a=[held(0, 0, *LAYERS)]).newest_whole(LAYERS) is None
+    assert catalog().newest_whole(LAYERS) is None
+    assert catalog().era_max == -1
 
 
 ABC = [["a", "d"], ["b", "e"], ["c", "f"]]
@@ -166,7 +166,7 @@ def test_who_holds_what_is_read_from_each_heartbeat_once(make_plan, make_heartbe
     for peer, says in beats.items():
         roster.heard(peer, make_heartbeat(peer, **({"era": 1} | says)), 0.0)
     model = ModelSpec(num_experts=2)
-    found = holders(live, roster, disks(), model, fresh=False, now_s=0.5)
+    found = holders(live, roster, catalog(), model, not_started=False, now_s=0.5)
     assert ["".join(sorted(group)) for group in found] == ["a", "", "", "ad", "", "", "b", "", ""]
 
 

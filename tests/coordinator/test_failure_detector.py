@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.coordinator.coordination_events import Ask, Note
+from shoal.coordinator.coordination_events import Ask, LogReason
 from shoal.coordinator.failure_detector import (
     RETURN_S,
     ROLL_CALL_HEARTBEATS,
@@ -31,7 +31,7 @@ def roster(make_heartbeat):
 
 
 @pytest.fixture
-def suspects():
+def degraded_links():
     return FailureDetector(me="a", heartbeat_s=1.0)
 
 
@@ -40,7 +40,7 @@ def asked(commands):
 
 
 def notes(commands):
-    return [command.text for command in commands if isinstance(command, Note)]
+    return [command.text for command in commands if isinstance(command, LogReason)]
 
 
 def hear(roster, make_heartbeat, peers, now_s):

@@ -9,7 +9,7 @@ from shoal.coordinator.experts import expert_groups
 from shoal.coordinator.experts.failure_records import FailureRecords
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, PeerRecord
+from shoal.protocol.messages import PeerRecord, TransferLeadership
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
 GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
@@ -112,8 +112,8 @@ def test_only_who_coordinates_knows_why_somebody_is_gone(policy, make_plan, make
 
 def test_a_liar_hands_over_what_harms_nobody(policy, make_plan):
     lies = [PeerRecord(PeerID(f"x{number}"), 1e300, float("nan")) for number in range(2000)]
-    will = HandOver(plan=b"", roster=(), records=(PeerRecord(PeerID("a"), 1e300, 1e300), *lies))
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(will), type=HandOver)
+    transfer = TransferLeadership(plan=b"", roster=(), records=(PeerRecord(PeerID("a"), 1e300, 1e300), *lies))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(transfer), type=TransferLeadership)
     policy.view.inherit(again)
     assert [record.peer for record in policy.view.experts.records.tell(())] == ["a"]
     stages = make_plan(GROUPS, coordinator="a").plan.stages
@@ -122,10 +122,10 @@ def test_a_liar_hands_over_what_harms_nobody(policy, make_plan):
 
 def test_a_hand_over_without_records_is_one(policy):
     """From a coordinator whose model has no experts, or of the release before."""
-    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(HandOver(plan=b"", roster=())))
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(TransferLeadership(plan=b"", roster=())))
     del plain["records"]
-    will = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=HandOver)
-    policy.view.inherit(will)
+    transfer = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=TransferLeadership)
+    policy.view.inherit(transfer)
     assert policy.view.experts.records == FailureRecords()
 
 
@@ -136,7 +136,7 @@ def test_loads_of_an_old_term_do_not_come_back(policy, make_plan, make_heartbeat
     for count in (0, 100):
         policy.view.hear("a", make_heartbeat("a", stage=0, loads=(count,) * 4), 0.0)
     policy.view.stand_by()
-    policy.view.inherit(HandOver(plan=b"", roster=(), loads=((1.0,) * 4,)))
+    policy.view.inherit(TransferLeadership(plan=b"", roster=(), loads=((1.0,) * 4,)))
     policy.begin_term(live, 600.0, continuing=False, silent=None)
     policy.view.hear("a", make_heartbeat("a", stage=0, loads=(100_000, 200, 200, 200)), 600.0)
     assert policy.view.experts.load_shares(0) == pytest.approx([0.25] * 4)

@@ -194,7 +194,7 @@ def test_a_plan_goes_back_only_where_state_is_lost(judged, says, told, own, is_r
 
 
 def test_the_end_of_a_layout_is_no_way_back(judged, make_plan):
-    live = make_plan(GROUPS, coordinator="c", spares=("e",), ends_at=9, following=())
+    live = make_plan(GROUPS, coordinator="c", spares=("e",), cutover_version=9, next_layout=())
     says = {"era": 1, "restore_version": 9, "restore_era": 0, "spares": ("e",)}
     assert judged(GROUPS, {"c": HOLDS_1}, live=live, own=OWN, **says) == (set(), "")
 

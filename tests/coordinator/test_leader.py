@@ -12,7 +12,7 @@ from shoal.coordinator.leader import SEARCH_HEARTBEATS, Leader
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.messages import HandOver, Holding, Ping
+from shoal.protocol.messages import Holding, Ping, TransferLeadership
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 TERM_S = 20.0
@@ -34,7 +34,7 @@ def leader(policy):
 
 @pytest.fixture
 def live(policy, make_plan):
-    live = make_plan(GROUPS, coordinator="a", fresh=False)
+    live = make_plan(GROUPS, coordinator="a", not_started=False)
     policy.obey(live.plan, 0.0)
     return live
 
@@ -58,7 +58,7 @@ def test_who_waits_for_disks_keeps_the_role_if_it_may(leader, policy, live, make
             says = {"stage": stage, "synced": stage != 1, "version": 57, "holdings": PART}
             policy.view.hear(peer, make_heartbeat(peer, **says), now_s)
         commands, want = work(leader, live, now_s, eligible=eligible)
-        handed_over_s += [now_s for _ in asked(commands, HandOver)]
+        handed_over_s += [now_s for _ in asked(commands, TransferLeadership)]
         if isinstance(want, Layout) and want.beginning is not None:
             begun_again_s.append(now_s)
     if eligible:
@@ -93,11 +93,11 @@ def test_who_doubts_somebody_finds_out_before_the_role_moves(
         commands, want = work(leader, live, now_s)
         for peer in asked(commands, Ping) if answers else []:
             leader.answered(Answered(peer=peer, asked=Ping(), reply=Ping()), now_s)
-        if asked(commands, HandOver):
+        if asked(commands, TransferLeadership):
             handed_over_s = min(handed_over_s, now_s)
         if isinstance(want, Layout):
             dropped_s = min(dropped_s, now_s)
-            live = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a", order=(1, 2), fresh=False)
+            live = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a", order=(1, 2), not_started=False)
             policy.obey(live.plan, now_s)
     assert handed_over_s == expected_s
     assert (dropped_s < handed_over_s < math.inf) == (silent == ("f",) and not answers)

@@ -227,7 +227,7 @@ def test_one_refusal_may_be_an_accident_and_two_are_not(watch, plan):
 def test_refusals_of_others_say_nothing(watch, plan):
     for now_s in (5.0, 6.0):
         watch.refused("c", plan, took_s=0.04, now_s=now_s)
-    assert not watch.is_brisk(6.0)
+    assert not watch.is_fast_tick(6.0)
 
 
 def test_an_alarm_makes_look_for_a_while(watch, plan):

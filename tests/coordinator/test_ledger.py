@@ -3,7 +3,7 @@ import math
 import pytest
 
 from shoal.coordinator.ledger import HISTORY_STEPS, PATIENCE_HEARTBEATS, Ledger
-from shoal.protocol.messages import CommitReport, HandOver, PaceMark, ValidationReport
+from shoal.protocol.messages import CommitReport, PaceMark, TransferLeadership, ValidationReport
 
 MARKS = tuple(PaceMark(era=0, step=9 - age, age_s=6.0 * age, num_steps=1, tokens=5400) for age in reversed(range(10)))
 
@@ -151,7 +151,7 @@ def test_a_validation_is_told_once_with_the_next_step(ledger):
 
 
 def test_the_successor_knows_the_loss_until_it_hears_a_newer_one(ledger):
-    ledger.take_over(HandOver(plan=b"", roster=(), version=31, loss=3.3, validation_loss=3.4), 0.0)
+    ledger.take_over(TransferLeadership(plan=b"", roster=(), version=31, loss=3.3, validation_loss=3.4), 0.0)
     assert (ledger.loss, ledger.validation_loss) == (3.3, 3.4)
     ledger.note_commits([commit(2, 29, loss=9.9)], 0.0)
     assert ledger.loss == 3.3
@@ -185,7 +185,7 @@ def test_a_run_is_done_when_its_last_version_is_validated() -> None:
 def test_a_successor_goes_on_from_what_it_was_told() -> None:
     ledger = Believing(num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=True, tokens_per_step=1000)
     ledger.take_over(
-        HandOver(
+        TransferLeadership(
             plan=b"",
             roster=(),
             version=50,
@@ -255,9 +255,9 @@ def test_a_validation_above_the_beginning_is_forgotten(ledger):
 
 def test_what_is_told_of_another_era_changes_nothing(ledger):
     ledger.rewind(2, 10, num_stages=3)
-    ledger.take_over(HandOver(plan=b"", roster=(), era=1, version=50, loss=1.0), 0.0)
+    ledger.take_over(TransferLeadership(plan=b"", roster=(), era=1, version=50, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (10, None)
-    ledger.take_over(HandOver(plan=b"", roster=(), era=2, version=50, step=48, loss=1.0), 0.0)
+    ledger.take_over(TransferLeadership(plan=b"", roster=(), era=2, version=50, step=48, loss=1.0), 0.0)
     assert (ledger.step, ledger.loss) == (48, 1.0)
 
 

@@ -147,11 +147,11 @@ def test_a_fall_that_its_reporter_has_measured_twice_is_believed_at_once(book):
 def test_a_line_is_suspected_once_several_of_its_links_have_fallen(book):
     book.note(A, [report(other, sends=1e7) for other in (B, C, D)])
     book.note(A, [report(B, sends=1e6, has_fallen=True)])
-    assert not book.suspects(), "it may as well be the line of the other end"
+    assert not book.degraded_links(), "it may as well be the line of the other end"
     book.note(A, [report(C, sends=1e6, has_fallen=True)])
-    assert book.suspects() == {A: 2}
+    assert book.degraded_links() == {A: 2}
     book.note(A, [report(C, sends=1e7)])
-    assert not book.suspects(), "it carries as much as before"
+    assert not book.degraded_links(), "it carries as much as before"
 
 
 def test_what_is_known_of_a_slow_line_from_before_is_out_of_date(book):

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator.allocate.interface import HORIZON_S
 from shoal.coordinator.cluster_view import HORIZON_S_MAX, RETURN_HEARTBEATS, ClusterView
-from shoal.coordinator.era import Disks, disks_of
+from shoal.coordinator.era import CheckpointCatalog, disks_of
 from shoal.coordinator.experts.failure_rate import PRIOR_S
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding
@@ -12,7 +12,7 @@ from shoal.protocol.spec import RunSpec, SwarmSpec
 
 SPEC = RunSpec(swarm=SwarmSpec(heartbeat_s=1.0, snapshot_interval_s=300.0, snapshot_interval_steps=0))
 WAY_BACK_S = RETURN_HEARTBEATS * 1.0
-NOTHING = Disks.of(())
+NOTHING = CheckpointCatalog.of(())
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def view(make_heartbeat):
     return view
 
 
-def snapshot_at(view, now_s, disks=NOTHING):
-    return view.snapshot(view.roster.measured(0.0), None, disks, now_s, knows_network=False)
+def snapshot_at(view, now_s, catalog=NOTHING):
+    return view.snapshot(view.roster.measured(0.0), None, catalog, now_s, knows_network=False)
 
 
 def test_a_layout_is_expected_to_last_as_long_as_nobody_has_come_or_gone(view, make_plan):

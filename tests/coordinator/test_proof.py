@@ -83,7 +83,7 @@ def test_votes_are_for_one_plan_of_one_run_in_one_ballot():
     """With real keys: a signature that serves another purpose is no vote."""
     a, b, c = (Identity(bytes([number] * 32)) for number in range(3))
 
-    def holds(signer, signature, body):
+    def verify(signer, signature, body):
         return SEALS.statement_holds(signer, signature, "vote", run="run", body=body)
 
     def voted(*, run="run", ballot=2, digest="d2", topic="vote"):
@@ -96,7 +96,7 @@ def test_votes_are_for_one_plan_of_one_run_in_one_ballot():
         plan = SignedPlan(
             msgspec.structs.replace(base.plan, sequence=2, previous="d1"), b"", "d2", make(2, tuple(votes))
         )
-        return proof_flaw(plan, base, owner=a.peer_id, holds=holds)
+        return proof_flaw(plan, base, owner=a.peer_id, verify=verify)
 
     assert flaw(voted()) == ""
     for other in ({"run": "another"}, {"ballot": 3}, {"digest": "d3"}, {"topic": "state"}):
@@ -126,7 +126,7 @@ def test_only_the_owner_makes_a_first_plan(make_chain, make_plan):
         ({"order": (1, 2 + limits.SEQUENCE_JUMP_MAX)}, "too far"),
         ({"era": 1 + limits.ERA_JUMP_MAX}, "era"),
         ({"restore_version": 9}, "has begun elsewhere"),
-        ({"reign": 1}, "without a mandate"),
+        ({"override_epoch": 1}, "without a mandate"),
         ({"order": (1, 2), "coordinator": "b"}, "another coordinator"),
     ],
 )
@@ -179,13 +179,13 @@ def test_a_mandate_wins_over_every_plan_that_a_peer_may_hold(make_plan, make_cha
         ABC, coordinator="a", order=(1 + limits.TERM_JUMP_MAX, 2 + limits.SEQUENCE_JUMP_MAX - 1), base=first
     )
     assert chain.adopt(far).new
-    mandated = make_plan([["b"], ["c"]], coordinator="b", order=(5, 3), mandate=b"m", reign=1, previous="lost")
+    mandated = make_plan([["b"], ["c"]], coordinator="b", order=(5, 3), mandate=b"m", override_epoch=1, previous="lost")
     assert chain.adopt(mandated).new
     assert (chain.granted_term, chain.granted_to) == (5, "b"), "what was promised before binds nobody"
     assert not chain.adopt(make_plan(ABC, coordinator="a", order=(9, 9), base=far)).new
-    again = make_plan([["b"]], coordinator="b", order=(5, 4), mandate=b"m", reign=1, previous="lost")
+    again = make_plan([["b"]], coordinator="b", order=(5, 4), mandate=b"m", override_epoch=1, previous="lost")
     assert "has been used" in chain.adopt(again).reason, "one mandate is for one plan"
-    assert chain.adopt(make_plan([["b"], ["c"]], coordinator="b", order=(5, 4), base=mandated, reign=1)).new
+    assert chain.adopt(make_plan([["b"], ["c"]], coordinator="b", order=(5, 4), base=mandated, override_epoch=1)).new
 
 
 # --- laggards and newcomers ---
@@ -252,9 +252,9 @@ def test_who_hears_its_coordinator_takes_nothing_on_trust(make_plan, make_chain,
 
 def test_a_new_reign_is_believed_with_its_mandate_only(make_plan, make_chain, first):
     plans = grow(make_plan, first, 3)
-    mandated = make_plan(ABC, coordinator="b", order=(9, 9), mandate=b"m", reign=1, previous=plans[-1].digest)
-    after = make_plan(ABC, coordinator="b", order=(9, 10), base=mandated, reign=1)
-    last = make_plan(ABC, coordinator="b", order=(9, 11), base=after, reign=1)
+    mandated = make_plan(ABC, coordinator="b", order=(9, 9), mandate=b"m", override_epoch=1, previous=plans[-1].digest)
+    after = make_plan(ABC, coordinator="b", order=(9, 10), base=mandated, override_epoch=1)
+    last = make_plan(ABC, coordinator="b", order=(9, 11), base=after, override_epoch=1)
     teller = obeying(make_chain, [*plans, mandated, after, last])
     laggard = obeying(make_chain, plans[:1])
     asking = ChainSync(me="me", chain=laggard, heartbeat_s=1.0)
@@ -313,7 +313,7 @@ def test_nobody_obeys_a_strangers_plan(run_swarm, votes):
         port, endpoint = await attacker(swarm)
         live = swarm.peers["p1"].coordination.plan
         plan = msgspec.structs.replace(
-            live.plan, term=2, sequence=2, previous=live.digest, coordinator=port.peer_id, era=1, fresh=True
+            live.plan, term=2, sequence=2, previous=live.digest, coordinator=port.peer_id, era=1, not_started=True
         )
         signed = sign_plan(port.identity, plan)
         body = vote_body(2, signed.digest)
@@ -410,7 +410,7 @@ def test_who_was_away_for_many_plans_follows_by_its_links(run_swarm):
         assert took_s < 10.0
         orders = [plan.plan.order for plan in away.plans]
         assert len(orders) > 5, "each link was proven against the one before"
-        links = ChainRequest(after=away.plans[0].digest, reign=0)
+        links = ChainRequest(after=away.plans[0].digest, override_epoch=0)
         asked = await away.port.spawn(away.coordination._endpoint.ask(swarm.peers["p1"].peer_id, links, ChainLinks))
         assert len(asked.links) >= 5
 
@@ -425,14 +425,21 @@ def test_the_owners_mandate_is_followed_by_a_swarm_that_has_a_majority(run_swarm
         await swarm.begin(6)
         owner = swarm.peers["p0"]
         base = owner.coordination.plan
-        leave = Mandate(reign=1, term=1001, coordinator=owner.peer_id, previous="whatever")
+        leave = Mandate(override_epoch=1, term=1001, coordinator=owner.peer_id, previous="whatever")
         mandate = sign_mandate(owner.port.identity, leave, run=base.plan.run)
         plan = msgspec.structs.replace(
-            base.plan, reign=1, term=1001, sequence=2, previous="whatever", mandate=mandate, era=1, fresh=True
+            base.plan,
+            override_epoch=1,
+            term=1001,
+            sequence=2,
+            previous="whatever",
+            mandate=mandate,
+            era=1,
+            not_started=True,
         )
         port, endpoint = await attacker(swarm)
         await tell_everybody(swarm, port, endpoint, sign_plan(owner.port.identity, plan))
-        await swarm.until(lambda: all(peer.plan.reign == 1 for peer in swarm.alive()), within_s=3.0)
+        await swarm.until(lambda: all(peer.plan.override_epoch == 1 for peer in swarm.alive()), within_s=3.0)
         await swarm.add("new")
         await swarm.until(lambda: swarm.agreed() and swarm.peers["new"].order > (1001, 2), within_s=10.0)
 

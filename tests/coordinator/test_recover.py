@@ -42,7 +42,7 @@ async def halved(swarm, *, num_peers=9, num_dead=5, stores=None, version=0):
     if version:
         for peer in swarm.alive():
             peer.version = version
-        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
     await asyncio.sleep(25.0)  # everybody's advert is in the directory
     dead = [f"p{number}" for number in range(num_peers - num_dead, num_peers)]
     for name in dead:
@@ -89,7 +89,7 @@ def test_a_stage_that_died_with_the_missing_comes_back_from_snapshots(run_swarm,
         await swarm.begin(9)
         for peer in swarm.alive():
             peer.version = 57
-        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
         await asyncio.sleep(25.0)
         plan = swarm.coordinator.plan
         layers = stage_layer_keys(swarm.spec.model, 0, swarm.spec.model.num_layers)
@@ -109,7 +109,7 @@ def test_a_stage_that_died_with_the_missing_comes_back_from_snapshots(run_swarm,
         )
         record_property("back_after_s", took_s)
         plan = swarm.coordinator.plan
-        assert (plan.restore_version, plan.fresh) == (50, True)
+        assert (plan.restore_version, plan.not_started) == (50, True)
         assert all(peer.state is not None for peer in swarm.alive())
 
     run_swarm(scenario, min_peers=9, steps=1000)
@@ -151,7 +151,7 @@ def test_what_the_missing_agreed_on_among_themselves_gives_way(run_swarm, tmp_pa
         situation = await port.spawn(recovery.look())
         assert len(situation.missing) == 5
         await port.spawn(recovery.reset(situation, owner, tmp_path))
-        assert {(peer.plan.reign, peer.plan.term) for peer in left} == {(1, situation.term_max + RESET_TERMS)}
+        assert {(peer.plan.override_epoch, peer.plan.term) for peer in left} == {(1, situation.term_max + RESET_TERMS)}
         swarm.world.heal(cut)
         await swarm.until(lambda: swarm.agreed() and len(swarm.coordinator.plan.members) == 9, within_s=60.0)
         assert swarm.coordinator.plan.term >= RESET_TERMS
@@ -191,7 +191,7 @@ def test_too_few_for_the_stages_is_said(run_swarm, tmp_path: Path):
         situation = await port.spawn(recovery.look())
         recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
         assert len(recovered.plan.members) == 3
-        assert recovered.plan.reign == 2, "no reign begins twice"
+        assert recovered.plan.override_epoch == 2, "no reign begins twice"
 
     run_swarm(scenario, min_peers=9)
 
@@ -223,8 +223,10 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
         other = next(found.peer for found in situation.found if found.peer != coordinator)
         before = {peer.order for peer in swarm.alive()}
 
-        def forged(signer: Identity, *, run=run, reign=1, to=coordinator, previous=situation.base.digest) -> Reset:
-            mandate = Mandate(reign=reign, term=term, coordinator=to, previous=previous)
+        def forged(
+            signer: Identity, *, run=run, override_epoch=1, to=coordinator, previous=situation.base.digest
+        ) -> Reset:
+            mandate = Mandate(override_epoch=override_epoch, term=term, coordinator=to, previous=previous)
             return Reset(
                 mandate=sign_mandate(signer, mandate, run=run),
                 live=situation.base.link,
@@ -237,7 +239,7 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
             (forged(stranger), "owner did not sign"),
             (forged(owner, run="another"), "speaks for run"),
             (forged(owner, to=other), "mandate for another peer"),
-            (forged(owner, reign=0), "a mandate of reign 0"),
+            (forged(owner, override_epoch=0), "a mandate of reign 0"),
             (forged(owner, previous="another"), "look again"),
         ]:
             with pytest.raises(Refused, match=complaint):
@@ -264,7 +266,7 @@ def test_a_reset_for_nobody_is_refused_with_a_sentence(run_swarm):
         port, endpoint, recovery, owner = await visitor(swarm)
         situation = await port.spawn(recovery.look())
         coordinator = situation.coordinator(2000)
-        mandate = Mandate(reign=1, term=2000, coordinator=coordinator, previous=situation.base.digest)
+        mandate = Mandate(override_epoch=1, term=2000, coordinator=coordinator, previous=situation.base.digest)
         reset = Reset(
             mandate=sign_mandate(owner, mandate, run=endpoint.run), live=situation.base.link, version=0, roster=()
         )
@@ -300,7 +302,13 @@ def test_the_owner_goes_back_to_an_older_era_whoever_is_there(run_swarm, tmp_pat
         recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
         assert len(recovered.following) == 6
         plan = recovered.plan
-        assert (plan.reign, plan.era, plan.restore_era, plan.restore_version, plan.fresh) == (1, 4, 0, 50, True)
+        assert (plan.override_epoch, plan.era, plan.restore_era, plan.restore_version, plan.not_started) == (
+            1,
+            4,
+            0,
+            50,
+            True,
+        )
         await asyncio.sleep(10.0)
         assert all(peer.plan.era == 4 and peer.state is not None for peer in swarm.alive())
         assert all(peer.coordination.num_alarms == 0 for peer in swarm.alive())

@@ -8,7 +8,7 @@ from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.replan_policy import NOTHING_TO_READ, TOLD_HEARTBEATS, ReplanPolicy, _divided
 from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
+from shoal.protocol.messages import CommitReport, Holding, Reset, TransferLeadership
 from shoal.protocol.plan import Mandate
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
@@ -58,7 +58,7 @@ def begin_with_two_left(policy, live, *, died_s):
 
 
 def test_nothing_is_said_while_everybody_has_what_he_should(policy, make_live, hear):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
     hear()
     assert policy.next_plan(live.plan, 2.0, sequence=2) == (None, "")
@@ -85,14 +85,14 @@ def test_who_takes_over_and_knows_nothing_does_not_call_a_plan_fresh(policy, mak
     assert not policy.view.is_fresh(live.plan, make_heartbeat("b", stage=None, synced=False), leads=False)
     assert policy.view.is_fresh(live.plan, make_heartbeat("b", stage=1, synced=True), leads=False)
     assert not policy.view.is_fresh(live.plan, make_heartbeat("b", stage=1, synced=True, version=3), leads=False)
-    policy.view.inherit(HandOver(plan=b"", roster=(), version=0))
+    policy.view.inherit(TransferLeadership(plan=b"", roster=(), version=0))
     assert policy.view.is_fresh(live.plan, None, leads=False)
-    policy.view.inherit(HandOver(plan=b"", roster=(), version=9))
+    policy.view.inherit(TransferLeadership(plan=b"", roster=(), version=9))
     assert not policy.view.is_fresh(live.plan, None, leads=False)
 
 
 def test_a_lost_stage_begins_an_era_from_the_newest_whole_snapshot(policy, make_live, hear):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
     hear()
     assert policy.next_plan(live.plan, 0.0, sequence=2) == (None, "")
@@ -110,7 +110,7 @@ def test_a_run_that_was_saved_does_not_begin_anew_where_nothing_of_it_can_be_rea
     for peer in "abcdef":
         policy.view.hear(peer, make_heartbeat(peer), 0.0)
     assert policy.first_plan(1.0) == (None, NOTHING_TO_READ)
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
     for now_s in (1.0, 500.0):
         for peer in "abcdef":
@@ -123,7 +123,7 @@ def test_a_run_that_was_saved_does_not_begin_anew_where_nothing_of_it_can_be_rea
 
 
 def test_what_is_said_of_another_era_is_no_holding_of_this_one(policy, make_live, hear):
-    live = make_live(order=(1, 9), era=2, restore_version=50, restore_era=1, fresh=False)
+    live = make_live(order=(1, 9), era=2, restore_version=50, restore_era=1, not_started=False)
     begin(policy, live)
     hear("acdf", now_s=2.0, era=2, holdings=kept(50, 0, 1, 2, era=1))
     hear("be", now_s=2.0, era=1, version=99)
@@ -144,7 +144,7 @@ def test_who_is_behind_a_whole_snapshot_of_its_era_has_begun_it_again(policy, ma
 @pytest.mark.parametrize("said", [69, 66])
 def test_a_mate_that_has_yet_to_commit_what_is_on_disks_holds_the_state(policy, make_live, hear, said):
     """Either its heartbeat is older than the snapshot, or whoever died after its own commit owes it the sums."""
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
     hear("be", version=said)
     policy.next_plan(live.plan, 0.0, sequence=2)
@@ -163,7 +163,7 @@ def test_a_mate_that_has_yet_to_commit_what_is_on_disks_holds_the_state(policy, 
 
 
 def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(policy, make_live, hear):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
     for peer, copy in zip("abcdef", (0, 1, 2, 1, 2, 0), strict=True):
         hear(peer, holdings=kept(50, copy))
@@ -180,7 +180,7 @@ def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(policy, make_liv
 
 
 def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin_with_two_left(policy, live, died_s=30.0)
     hear("ac", now_s=30.0, holdings=kept(50, 0, 1, 2))
     draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
@@ -197,7 +197,7 @@ def two_left(make_live, make_heartbeat, request):
     """(who has copies of which stages, now) -> what comes next, where a and c are left of a run that begins with
     `min_peers` peers, two or all six."""
     few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=request.param))
-    policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
+    policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(not_started=False)
     begin_with_two_left(policy, live, died_s=30.0)
 
     def next_plan(copies, now_s):
@@ -253,9 +253,9 @@ def test_reports_that_cannot_be_name_their_reporter(policy, make_live, hear):
 
 
 def test_a_peer_that_returns_goes_back_to_its_stage(policy, make_live, make_plan, hear):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     begin(policy, live)
-    smaller = make_plan([["a", "d"], ["b"], ["c"]], coordinator="a", order=(1, 2), base=live, fresh=False)
+    smaller = make_plan([["a", "d"], ["b"], ["c"]], coordinator="a", order=(1, 2), base=live, not_started=False)
     policy.obey(smaller.plan, 0.0)
     policy.begin_term(smaller.plan, 0.0, continuing=False, silent=None)
     hear("abcd")
@@ -265,11 +265,11 @@ def test_a_peer_that_returns_goes_back_to_its_stage(policy, make_live, make_plan
 
 
 def test_a_reset_is_for_those_in_reach(policy, make_live, make_advert):
-    live = make_live(fresh=False)
+    live = make_live(not_started=False)
     policy.obey(live.plan, 0.0)
     roster = tuple((peer, make_advert(peer)) for peer in "abcd")
     reset = Reset(mandate=b"m", live=live.link, version=60, roster=roster)
-    leave = Mandate(reign=1, term=1001, coordinator="a", previous=live.digest)
+    leave = Mandate(override_epoch=1, term=1001, coordinator="a", previous=live.digest)
     draft, _ = policy.reset_plan(live, reset, leave, 0.0, sequence=2)
     assert draft.beginning is None
     assert {peer for stage in draft.stages for peer in stage.peers} == set("abcd")
@@ -312,7 +312,7 @@ def test_a_host_whose_memory_is_too_small_waits_and_says_for_how_much(make_adver
 def test_who_reads_that_half_are_gone_is_told_who_can_help(make_plan, make_heartbeat):
     """Only the run's owner can recover it, and everybody reads this sentence."""
     policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
-    live = make_plan([["a", "b"]], coordinator="a", fresh=False)
+    live = make_plan([["a", "b"]], coordinator="a", not_started=False)
     policy.obey(live.plan, 0.0)
     policy.begin_term(live.plan, 0.0, continuing=False, silent=None)
     policy.view.hear("a", make_heartbeat("a", stage=0, version=5, synced=True), 0.0)
@@ -322,5 +322,5 @@ def test_who_reads_that_half_are_gone_is_told_who_can_help(make_plan, make_heart
 
 
 def test_stages_whose_number_stays_have_moved_boundaries(make_live):
-    plan = msgspec.structs.replace(make_live().plan, following=make_live().plan.stages)
+    plan = msgspec.structs.replace(make_live().plan, next_layout=make_live().plan.stages)
     assert _divided(plan, 29) == "the boundaries of the stages moved at step 29: layers 0-2, 2-4, 4-6"

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from shoal.coordinator import replan_policy
-from shoal.coordinator.allocate.dividing import Change, lacking_bytes
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
+from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes
 from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS, Calibration
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Searched
@@ -73,7 +73,7 @@ def policy(allocator):
 
 @pytest.fixture
 def live(make_plan):
-    return make_plan(GROUPS, coordinator="a", fresh=False)
+    return make_plan(GROUPS, coordinator="a", not_started=False)
 
 
 @pytest.fixture
@@ -288,9 +288,9 @@ def found(policy, allocator, hear, live, layout):
     return SEARCHED_S + 0.5
 
 
-def ending(make_plan, live, halves, *, ends_at):
-    plan = make_plan(GROUPS, coordinator="a", order=(1, 2), base=live, fresh=False)
-    return msgspec.structs.replace(plan.plan, ends_at=ends_at, following=halves.stages)
+def ending(make_plan, live, halves, *, cutover_version):
+    plan = make_plan(GROUPS, coordinator="a", order=(1, 2), base=live, not_started=False)
+    return msgspec.structs.replace(plan.plan, cutover_version=cutover_version, next_layout=halves.stages)
 
 
 def carried(peer, version, *, era=0):
@@ -315,9 +315,9 @@ def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
 
 def price(monkeypatch, **fields):
     """Let the change to another layout cost so much."""
-    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "travel_s": 20.0, "ahead_s": 60.0, "meanwhile": 0.9}
-    change = Change(**{**usual, "left_s": 5.0, **fields})
-    monkeypatch.setattr(replan_policy, "following_change", lambda snapshot, plan, following: change)
+    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "stop_and_copy_s": 20.0, "precopy_s": 60.0, "meanwhile": 0.9}
+    change = Change(**{**usual, "residual_s": 5.0, **fields})
+    monkeypatch.setattr(replan_policy, "next_layout_change", lambda snapshot, plan, following: change)
 
 
 @pytest.fixture
@@ -326,10 +326,10 @@ def preparing(policy, allocator, hear, make_plan, live, halves, monkeypatch):
     price(monkeypatch)
     now_s = found(policy, allocator, hear, live, halves)
     draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
-    assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
-    assert (draft.ends_at, draft.beginning) == (0, None)
+    assert (draft.stages, draft.spares, draft.next_layout) == (live.plan.stages, live.plan.spares, halves.stages)
+    assert (draft.cutover_version, draft.beginning) == (0, None)
     assert reason == "search: 2 stages: its members fetch what they lack"
-    plan = ending(make_plan, live, halves, ends_at=0)
+    plan = ending(make_plan, live, halves, cutover_version=0)
     policy.obey(plan, now_s)
     policy.settle(plan, now_s)
     return plan, now_s
@@ -348,20 +348,20 @@ def test_the_end_of_a_layout_is_set_when_everybody_has_what_it_lacked(policy, ma
     assert policy.next_plan(plan, now_s + 1.0, sequence=3) == (None, "")
     hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s + 2.0)
     draft, reason = policy.next_plan(plan, now_s + 2.0, sequence=3)
-    assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
+    assert (draft.stages, draft.spares, draft.next_layout) == (live.plan.stages, live.plan.spares, halves.stages)
     assert draft.beginning is None
-    assert draft.ends_at > 57 + SPEC.training.s_max
-    assert reason == f"another division into stages: at step {draft.ends_at}"
+    assert draft.cutover_version > 57 + SPEC.training.s_max
+    assert reason == f"another division into stages: at step {draft.cutover_version}"
 
 
 def test_a_layout_ends_at_once_where_standing_still_costs_less_than_fetching_ahead(
     policy, allocator, hear, live, halves, monkeypatch
 ):
-    price(monkeypatch, travel_s=10.0)
+    price(monkeypatch, stop_and_copy_s=10.0)
     now_s = found(policy, allocator, hear, live, halves)
     draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
-    assert draft.following == halves.stages
-    assert draft.ends_at > 57
+    assert draft.next_layout == halves.stages
+    assert draft.cutover_version > 57
 
 
 @pytest.mark.parametrize(("part_left", "ends"), [(0.7, False), (0.9, True)])
@@ -377,7 +377,7 @@ def test_a_layout_ends_early_where_state_comes_more_slowly_than_foreseen(
             at = {"stage": STAGE_OF[peer], "version": 57, "synced": True, "unfetched_bytes": left}
             policy.view.hear(peer, make_heartbeat(peer, plan_sequence=plan.sequence, **at), now_s + after_s)
     draft, _ = policy.next_plan(plan, now_s + SEEN_AHEAD_S, sequence=3)
-    assert (draft is not None and draft.ends_at > 57) == ends
+    assert (draft is not None and draft.cutover_version > 57) == ends
 
 
 def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(policy, make_heartbeat, preparing):
@@ -388,7 +388,7 @@ def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(policy, make
     last_s = now_s + END_PATIENCE_S + 20.0
     hear_fetching(policy, make_heartbeat, plan, 5_000, now_s=last_s)
     draft, _ = policy.next_plan(plan, last_s, sequence=3)
-    assert draft.ends_at > 57
+    assert draft.cutover_version > 57
 
 
 def test_a_coordinator_that_comes_back_looks_anew_at_what_its_members_lack(policy, make_heartbeat, preparing):
@@ -407,7 +407,7 @@ def test_what_follows_is_called_off_if_a_member_leaves_while_others_fetch(policy
     hear_fetching(policy, make_heartbeat, plan, 9_000, now_s=now_s + 1.0)
     hear("d", now_s=now_s + 1.0, draining=True)
     draft, _ = policy.next_plan(plan, now_s + 1.0, sequence=3)
-    assert (draft.ends_at, draft.following) == (0, ())
+    assert (draft.cutover_version, draft.next_layout) == (0, ())
 
 
 def test_nobody_waits_for_members_that_hold_all_they_will_hold(policy, allocator, hear, live):
@@ -420,7 +420,7 @@ def test_nobody_waits_for_members_that_hold_all_they_will_hold(policy, allocator
     narrower = Layout(stages=(*halves, *two[1:]), spares=(), reason="search: 4 stages")
     now_s = found(policy, allocator, hear, live, narrower)
     draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
-    assert draft.ends_at > 57
+    assert draft.cutover_version > 57
 
 
 def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbeat, make_plan, live, halves):
@@ -447,13 +447,13 @@ def test_a_run_whose_experts_are_placed_is_divided_as_any_other(allocator, make_
 
     now_s = found(policy, allocator, hear, live, halves)
     draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
-    assert draft.following == halves.stages
+    assert draft.next_layout == halves.stages
 
 
 def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_carried(
     policy, make_heartbeat, make_plan, live, halves
 ):
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     policy.begin_term(plan, 0.0, continuing=False, silent=None)
     hear_carried(policy, make_heartbeat, "abdef", version=60, now_s=1.0)
@@ -473,7 +473,7 @@ def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_car
     assert draft.stages == halves.stages
     assert draft.spares == ("e",)
     assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (1, 60, 0)
-    assert draft.ends_at == 0
+    assert draft.cutover_version == 0
     assert reason == "3 stages became 2 at step 60: layers 0-3, 3-6"
 
 
@@ -484,7 +484,7 @@ def test_the_next_layout_begins_once_every_group_of_experts_has_compared_its_sta
     same."""
     spec = placed(num_experts=2)
     policy = ReplanPolicy(ClusterView("run", spec), allocator)
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     policy.begin_term(plan, 0.0, continuing=False, silent=None)
 
@@ -508,7 +508,7 @@ def test_the_next_layout_begins_once_every_group_of_experts_has_compared_its_sta
 
 
 def test_who_carries_a_version_of_another_era_does_not_count(policy, make_heartbeat, make_plan, live, halves):
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     policy.begin_term(plan, 0.0, continuing=False, silent=None)
     for now_s in (1.0, 2.0, 4.0):
@@ -527,18 +527,18 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     fetching, now_s = preparing
     hear_fetching(policy, make_heartbeat, fetching, 0, now_s=now_s)
     draft, _ = policy.next_plan(fetching, now_s, sequence=2)
-    notice = draft.ends_at - 57 - SPEC.training.s_max - 1
-    plan = ending(make_plan, live, halves, ends_at=draft.ends_at)
+    notice = draft.cutover_version - 57 - SPEC.training.s_max - 1
+    plan = ending(make_plan, live, halves, cutover_version=draft.cutover_version)
     policy.obey(plan, now_s)
-    far = draft.ends_at + 3
+    far = draft.cutover_version + 3
     hear(version=far, now_s=now_s + 1.0)
     again, _ = policy.next_plan(plan, now_s + 1.0, sequence=3)
-    assert again.following == halves.stages
-    assert again.ends_at == far + SPEC.training.s_max + 1 + 2 * notice
+    assert again.next_layout == halves.stages
+    assert again.cutover_version == far + SPEC.training.s_max + 1 + 2 * notice
 
 
 @pytest.mark.parametrize(
-    ("step_s", "times", "ends_at"),
+    ("step_s", "times", "cutover_version"),
     [
         pytest.param(40.0, 3.0, 57, id="what has begun is made again"),
         pytest.param(40.0, 1.05, 58, id="hardly quicker: the step that has begun is ended, and no more"),
@@ -547,20 +547,20 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     ],
 )
 def test_a_slow_layout_ends_at_the_version_that_is(
-    policy, make_heartbeat, monkeypatch, step_s, times, ends_at, preparing
+    policy, make_heartbeat, monkeypatch, step_s, times, cutover_version, preparing
 ):
     """Args: times: what follows should be so many times quicker."""
     plan, now_s = preparing
     for step in range(50, 57):
         policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - (56.5 - step) * step_s)
 
-    def foresee(stages, now_s):
+    def predict_step_time(stages, now_s):
         return Foreseen(100.0 * (times if len(stages) == 2 else 1.0), "compute", 0)
 
-    monkeypatch.setattr(policy.view, "foresee", foresee)
+    monkeypatch.setattr(policy.view, "predict_step_time", predict_step_time)
     hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
     draft, _ = policy.next_plan(plan, now_s, sequence=2)
-    assert draft.ends_at == ends_at
+    assert draft.cutover_version == cutover_version
 
 
 @pytest.mark.parametrize(("ahead", "more"), [(1, 1), (2, 0)], ids=["it may go on", "it waits for the others"])
@@ -575,19 +575,19 @@ def test_a_stage_that_waits_for_the_others_does_not_pass_the_end_with_their_next
     for step in range(50, 57):
         policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - 40.0 - (56 - step) * 10.0)
 
-    def foresee(stages, now_s):
+    def predict_step_time(stages, now_s):
         return Foreseen(SPEC.tokens_per_step / (10.0 if len(stages) == 2 else 30.0), "compute", 0)
 
-    monkeypatch.setattr(policy.view, "foresee", foresee)
+    monkeypatch.setattr(policy.view, "predict_step_time", predict_step_time)
     hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
     policy.view.ledger.note_version(0, 57 + ahead)
     draft, _ = policy.next_plan(plan, now_s, sequence=2)
-    assert draft.ends_at == 57 + ahead + more
+    assert draft.cutover_version == 57 + ahead + more
 
 
 @pytest.mark.parametrize("change", ["leaves", "dies"])
 def test_a_layout_does_not_end_if_a_member_goes(policy, hear, make_plan, live, halves, change):
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     policy.begin_term(plan, 0.0, continuing=False, silent=None)
     hear(now_s=1.0)
@@ -599,11 +599,11 @@ def test_a_layout_does_not_end_if_a_member_goes(policy, hear, make_plan, live, h
         hear("abcef", now_s=now_s)
     draft, _ = policy.next_plan(plan, now_s, sequence=3)
     assert isinstance(draft, Layout)
-    assert (draft.ends_at, draft.following, draft.beginning) == (0, (), None)
+    assert (draft.cutover_version, draft.next_layout, draft.beginning) == (0, (), None)
 
 
 def test_a_layout_does_not_end_if_nothing_moves_any_more(policy, hear, make_plan, live, halves):
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     policy.begin_term(plan, 0.0, continuing=False, silent=None)
     hear(version=59, now_s=END_PATIENCE_S - 1.0)
@@ -611,7 +611,7 @@ def test_a_layout_does_not_end_if_nothing_moves_any_more(policy, hear, make_plan
     hear(version=59, now_s=END_PATIENCE_S)
     draft, reason = policy.next_plan(plan, END_PATIENCE_S, sequence=3)
     assert draft.stages == plan.stages
-    assert (draft.ends_at, draft.following) == (0, ())
+    assert (draft.cutover_version, draft.next_layout) == (0, ())
     assert reason == "the stages stay as they are: not all have come to step 60"
 
 
@@ -619,7 +619,7 @@ def test_who_takes_over_gives_the_end_of_a_layout_as_much_time_as_who_announced_
     policy, hear, make_plan, live, halves
 ):
     """It knows of no commit, so for all it knows nothing has moved for ever."""
-    plan = ending(make_plan, live, halves, ends_at=60)
+    plan = ending(make_plan, live, halves, cutover_version=60)
     policy.obey(plan, 0.0)
     began_s = 2.0 * END_PATIENCE_S
     policy.begin_term(plan, began_s, continuing=False, silent=None)
@@ -627,7 +627,7 @@ def test_who_takes_over_gives_the_end_of_a_layout_as_much_time_as_who_announced_
     assert policy.next_plan(plan, began_s + 1.0, sequence=3) == (None, "")
     hear(version=59, now_s=began_s + END_PATIENCE_S)
     draft, _ = policy.next_plan(plan, began_s + END_PATIENCE_S, sequence=3)
-    assert (draft.ends_at, draft.following) == (0, ())
+    assert (draft.cutover_version, draft.next_layout) == (0, ())
 
 
 class Quiet:
@@ -708,13 +708,13 @@ def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heart
     for second in range(1, 3600):
         if (second - 1) % 60 == 0:
             term = 1 + second // 60
-            will = policy.hand_over(make_unsigned(plan), float(second)) if term > 1 else None
+            transfer = policy.hand_over(make_unsigned(plan), float(second)) if term > 1 else None
             policy = policies[term % len(policies)]
-            plan = msgspec.structs.replace(plan, term=term, sequence=plan.sequence + 1, fresh=False)
+            plan = msgspec.structs.replace(plan, term=term, sequence=plan.sequence + 1, not_started=False)
             for each in policies:
                 each.obey(plan, float(second))
-            if will:
-                policy.view.inherit(will)
+            if transfer:
+                policy.view.inherit(transfer)
             policy.begin_term(plan, float(second), continuing=False, silent=None)
         hear()
         found, reason = policy.next_plan(plan, float(second), sequence=plan.sequence + 1)
@@ -736,5 +736,5 @@ def plan_after(before, draft, *, term):
         coordinator=PeerID("p0"),
         stages=draft.stages,
         spares=draft.spares,
-        fresh=before is None,
+        not_started=before is None,
     )

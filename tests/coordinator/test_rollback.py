@@ -51,12 +51,12 @@ async def trained(swarm, num_peers=6):
     await swarm.begin(num_peers)
     train(swarm)
     snapshot(swarm, 50)
-    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
     await asyncio.sleep(3.0)
 
 
 def checked(plan, *, era=1, version=50, from_era=0):
-    assert (plan.era, plan.restore_version, plan.restore_era, plan.fresh) == (era, version, from_era, True)
+    assert (plan.era, plan.restore_version, plan.restore_era, plan.not_started) == (era, version, from_era, True)
     assert 0 < plan.rollbacks <= era
     assert all(stage.members for stage in plan.stages)
     assert {member.since for stage in plan.stages for member in stage.members} == {plan.sequence}
@@ -76,7 +76,7 @@ def test_a_stage_whose_members_all_die_is_made_again_from_snapshots(run_swarm, s
         assert swarm.coordinator.coordination.status().era == 1
         assert swarm.coordinator.coordination.status().step == 50
         train(swarm, 51)
-        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=5.0)
+        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=5.0)
         await asyncio.sleep(10.0)
         assert swarm.coordinator.plan.era == 1, "once"
 
@@ -210,14 +210,14 @@ def test_a_swarm_that_was_switched_off_goes_on_from_its_disks(run_swarm, tmp_pat
         await swarm.until(lambda: all(peer.order == (1, 1) for peer in swarm.alive()), within_s=10.0)
         train(swarm)
         snapshot(swarm, 50)
-        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
-        disks = {peer.name: peer.holdings for peer in swarm.alive()}
+        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
+        catalog = {peer.name: peer.holdings for peer in swarm.alive()}
         for peer in swarm.alive():
             swarm.world.crash(peer.port)
         await asyncio.sleep(300.0)
         for name, store in stores.items():
             back = await swarm.add(name, store=store)
-            back.holdings = disks[name]
+            back.holdings = catalog[name]
             assert back.plan.era == 0
             assert back.state is None
         record_property("back_after_s", await swarm.until(gone_back(swarm), within_s=15.0))
@@ -250,7 +250,7 @@ def test_a_coordinator_that_restarts_throws_nobody_out(run_swarm):
             await swarm.add(f"p{number}")
         await swarm.until(lambda: all(peer.order == (1, 1) for peer in swarm.alive()), within_s=10.0)
         train(swarm)
-        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+        await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
         swarm.world.crash(swarm.peers["p0"].port)
         await asyncio.sleep(0.5)
         await swarm.add("p0", store=store)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import (
@@ -34,7 +34,7 @@ def snapshot_of(*, speed=1e12, rate=1e7, latency_s=0.05, known=4):
     )
     here = np.where(np.arange(len(SWARM)) < known, 1.0, np.nan)
     between = here[:, None] * here[None, :]
-    return Snapshot(
+    return SwarmSnapshot(
         peers=peers,
         layer_costs=(1.0,) * 6,
         num_stages=3,
@@ -44,7 +44,7 @@ def snapshot_of(*, speed=1e12, rate=1e7, latency_s=0.05, known=4):
 
 @pytest.fixture
 def live(make_plan):
-    return make_plan(GROUPS, coordinator="a", fresh=False).plan
+    return make_plan(GROUPS, coordinator="a", not_started=False).plan
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_hand_over_with_the_same_places_makes_nothing_stale(schedule, live, be
     look(schedule, live, 0.0)
     job = look(schedule, live, SETTLED)
     schedule.returned(job, better)
-    again = make_plan(GROUPS, coordinator="a", order=(2, 2), fresh=False).plan
+    again = make_plan(GROUPS, coordinator="a", order=(2, 2), not_started=False).plan
     assert schedule.found_for(again, SWARM) == better
 
 
@@ -224,7 +224,7 @@ def test_a_successor_searches_only_what_its_predecessor_has_not(schedule, live, 
         assert heir.has_searched(plan, SWARM) is (searched and not found)
         return bool(found)
 
-    second = make_plan(GROUPS, coordinator="b", order=(2, 2), fresh=False).plan
+    second = make_plan(GROUPS, coordinator="b", order=(2, 2), not_started=False).plan
     assert not searches(second, searched=True)
     assert searches(second, searched=False)
     assert searches(msgspec.structs.replace(second, term=AFRESH_TERMS), searched=True)

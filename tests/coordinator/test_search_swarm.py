@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SETTLE_HEARTBEATS
@@ -24,7 +24,7 @@ class Mover(GreedyAllocator):
     def prepare(self) -> None:
         pass
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         self.previous.append(previous)
         if previous is None:
             return None, "no first layout"
@@ -47,7 +47,7 @@ async def commit(swarm) -> None:
     """Somebody commits a step, so that the era is under way and no plan is fresh."""
     for peer in swarm.alive():
         peer.version = 1
-    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.fresh, within_s=10.0)
+    await swarm.until(lambda: swarm.agreed() and not swarm.coordinator.plan.not_started, within_s=10.0)
 
 
 def sizes(swarm) -> list[int]:

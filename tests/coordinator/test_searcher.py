@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
@@ -13,7 +13,7 @@ from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError
 
 JOB = SearchJob(
-    snapshot=Snapshot(peers=(), layer_costs=(1.0,), num_stages=1),
+    snapshot=SwarmSnapshot(peers=(), layer_costs=(1.0,), num_stages=1),
     previous=None,
     swarm=(),
     seed=7,

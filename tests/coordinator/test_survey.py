@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.coordinator.cost.layer_costs import trunk_costs
-from shoal.coordinator.era import Disks
+from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop
 from shoal.protocol.identity import PeerID
@@ -66,6 +66,7 @@ def test_a_run_says_how_much_memory_it_waits_for():
 def test_a_layout_is_to_have_the_number_of_stages_as_soon_as_there_are_so_many_peers(stages, wanted):
     survey = Survey(RunSpec(swarm=SwarmSpec(stages=stages)))
     made = [
-        survey.snapshot(peers_with(1, names), None, Disks.of(()), knows_network=False) for names in ("a", "ab", "abc")
+        survey.snapshot(peers_with(1, names), None, CheckpointCatalog.of(()), knows_network=False)
+        for names in ("a", "ab", "abc")
     ]
     assert [snapshot.num_stages for snapshot in made] == wanted

@@ -20,7 +20,7 @@ def test_first_plan_comes_when_enough_peers_are_here(run_swarm):
         assert took_s < 3
         plan = swarm.peers["p3"].plan
         assert [len(stage.members) for stage in plan.stages] == [2, 2, 2]
-        assert plan.fresh
+        assert plan.not_started
         assert swarm.peers["p0"].coordination.is_coordinator
 
     run_swarm(scenario, min_peers=6)

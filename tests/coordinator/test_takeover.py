@@ -9,7 +9,7 @@ import random
 import pytest
 
 from shoal.coordinator.coordination_events import Answered
-from shoal.protocol.messages import HandOver, PlanLive, PlanOffer, PlanVote, TermRequest
+from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermRequest, TransferLeadership
 
 pytestmark = pytest.mark.sim
 
@@ -24,12 +24,12 @@ BEFORE = {
     "half of the offers sent": (PlanOffer, NUM_PEERS // 2),
     "carried and told to nobody": (PlanLive, 0),
     "told to half": (PlanLive, NUM_PEERS // 2),
-    "before the hand-over": (HandOver, 0),
+    "before the hand-over": (TransferLeadership, 0),
     "half of the requests sent": (TermRequest, NUM_PEERS // 2),
     "the heir's first plan carried": (PlanLive, 0),
 }
 """Before the n + 1st message of a kind."""
-AFTER = {"after the hand-over": HandOver}
+AFTER = {"after the hand-over": TransferLeadership}
 VOTES = {"after one vote": 1, "one vote short": 2}
 HEIR = ("half of the requests sent", "the heir's first plan carried")
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.chain import ChainRecord
-from shoal.coordinator.coordination_events import Ask, LookUp, Note, Persist, Reply
+from shoal.coordinator.coordination_events import Ask, LogReason, LookUp, Persist, Reply
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.write_ahead import COMPLAIN_EVERY_S, WriteAhead
 from shoal.protocol.errors import LocalError
@@ -79,7 +79,7 @@ def test_a_promise_that_cannot_be_kept_is_a_refusal(word, disk, promise):
 @pytest.mark.parametrize("question", [OFFER, REQUEST])
 def test_nobody_is_asked_for_what_we_cannot_give_ourselves(word, disk, question):
     disk.limit(0)
-    assert list(word.backed([keep(1), question, Note(text="said")])) == [Note(text="said")]
+    assert list(word.backed([keep(1), question, LogReason(text="said")])) == [LogReason(text="said")]
     assert list(word.backed([question])) == [], "the core asks again, and does not say again that it is to be kept"
     disk.limit(None)
     assert list(word.backed([question])) == [question]
@@ -88,7 +88,7 @@ def test_nobody_is_asked_for_what_we_cannot_give_ourselves(word, disk, question)
 
 def test_all_the_rest_is_done(word, disk):
     disk.limit(0)
-    rest = [Note(text="obeyed"), LookUp(), Ask(peer="b", message=Done()), Reply(message=PlanVote(accepted=False))]
+    rest = [LogReason(text="obeyed"), LookUp(), Ask(peer="b", message=Done()), Reply(message=PlanVote(accepted=False))]
     assert list(word.backed([keep(1), *rest])) == rest
 
 

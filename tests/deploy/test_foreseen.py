@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.calibration import SLOW
 from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.swarm import SimSwarm
@@ -29,12 +29,12 @@ SLOWER = 4.0
 class Watching(GreedyAllocator):
     """Finds nothing better, and keeps what it was asked."""
 
-    snapshots: list[tuple[float, Snapshot]] = field(default_factory=list)
+    snapshots: list[tuple[float, SwarmSnapshot]] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Nothing is compiled."""
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         self.snapshots.append((asyncio.get_running_loop().time(), snapshot))
         return None, "stays"
 

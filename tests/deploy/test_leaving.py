@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Allocator, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import Allocator, NoLayout, SwarmSnapshot
 from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.node import LEAVE_S
@@ -277,7 +277,7 @@ class ThreeBegin(GreedyAllocator):
     def __init__(self) -> None:
         self._has_begun = False
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if not self._has_begun and len(snapshot.peers) < 3:
             raise NoLayout("three are to begin")
         self._has_begun = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shoal.deploy.simulate.sightings import Committed
+from shoal.deploy.simulate.sightings import CommitSeen
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train
@@ -50,7 +50,7 @@ def paused_run(spec, *, stage, for_s, seed=0):
     committed_at: dict[tuple[int, int], tuple[float, object]] = {}
 
     def note(event):
-        if isinstance(event, Committed):
+        if isinstance(event, CommitSeen):
             committed_at.setdefault((event.report.stage, event.report.step), (event.at_s, event.report))
 
     async def main():

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.deploy.simulate.sightings import Committed, Obeyed
+from shoal.deploy.simulate.sightings import CommitSeen, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train
@@ -30,7 +30,7 @@ def played(spec, main, *, seed=0):
     def note(event):
         if isinstance(event, Obeyed):
             plans.setdefault(event.plan.plan.sequence, event.plan.plan)
-        elif isinstance(event, Committed):
+        elif isinstance(event, CommitSeen):
             commits.setdefault((event.report.era, event.report.stage, event.report.step), event.report)
 
     async def play():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.coordinator.token_rate import WINDOW_S
-from shoal.deploy.simulate.sightings import Committed
+from shoal.deploy.simulate.sightings import CommitSeen
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.messages import SwarmStatus
@@ -58,7 +58,7 @@ def watched() -> Watched:
     seen = Watched()
 
     def note(event):
-        if isinstance(event, Committed) and event.report.stage == 1:
+        if isinstance(event, CommitSeen) and event.report.stage == 1:
             seen.commits.setdefault(event.report.step, (event.at_s, event.report.tokens))
 
     async def main():

@@ -20,7 +20,7 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE, SAVES_OF_ONE_MAX
-from shoal.protocol.messages import Done, Halt, Halted, HandOver, Keep, Repair, Reset, Save, Saved
+from shoal.protocol.messages import Done, Halt, Halted, Keep, Repair, Reset, Save, Saved, TransferLeadership
 from shoal.protocol.plan import Mandate, sign_mandate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -54,13 +54,13 @@ def hand_over(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Str
     assert liar.coordination.plan is not None
     advert = msgspec.structs.replace(liar.peer.advert(), addresses=(f"/ip4/10.0.0.1/tcp/{number}",))
     roster = ((PeerID(f"ghost{number}"), advert),)
-    return HandOver(plan=liar.coordination.plan.link, roster=roster), Done
+    return TransferLeadership(plan=liar.coordination.plan.link, roster=roster), Done
 
 
 def reset(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Struct]]:
     live = liar.coordination.plan
     assert live is not None
-    mandate = Mandate(reign=1 + number, term=10**6, coordinator=live.plan.coordinator, previous=live.digest)
+    mandate = Mandate(override_epoch=1 + number, term=10**6, coordinator=live.plan.coordinator, previous=live.digest)
     signed = sign_mandate(liar.endpoint.identity, mandate, run=liar.endpoint.run)
     return Reset(mandate=signed, live=live.link, version=10**6, roster=()), Done
 
@@ -144,7 +144,7 @@ def seen_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Message | N
             await asyncio.sleep(60.0 * MINUTES)
             swarm.raise_failures()
             assert sorted(swarm.running) == sorted(NAMES)
-            assert max(node.coordination.plan.plan.reign for node in swarm.nodes.values()) == 0
+            assert max(node.coordination.plan.plan.override_epoch for node in swarm.nodes.values()) == 0
             made = max(swarm.steps) - began
             if attack is not None:
                 assert not attack.done()

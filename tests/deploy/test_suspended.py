@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.simulate.sightings import Committed
+from shoal.deploy.simulate.sightings import CommitSeen
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.sim.loop import run
@@ -40,7 +40,7 @@ def stopped_run(*, replicas, seed=0):
     eras: set[int] = set()
 
     def note(event):
-        if isinstance(event, Committed) and event.report.stage == 1:
+        if isinstance(event, CommitSeen) and event.report.stage == 1:
             commits.setdefault((event.report.era, event.report.step), event.at_s)
             eras.add(event.report.era)
 

@@ -234,7 +234,7 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
         "run": [newest.run],
         "peer": peers,
         "coordinator": peers,
-        "lead": [*peers, ""],
+        "leader": [*peers, ""],
         "term": [newest.term, newest.term + 1],
         "sequence": [newest.sequence, newest.sequence + 1],
         "plan_sequence": [newest.sequence],
@@ -264,7 +264,9 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
 
 def _mandate(swarm: SimSwarm, peers: Sequence[PeerID], newest: SignedPlan) -> bytes:
     plan = newest.plan
-    mandate = Mandate(reign=plan.reign + 1, term=plan.term + 1, coordinator=peers[0], previous=newest.digest)
+    mandate = Mandate(
+        override_epoch=plan.override_epoch + 1, term=plan.term + 1, coordinator=peers[0], previous=newest.digest
+    )
     return sign_mandate(swarm.world.identity("host"), mandate, run=plan.run)
 
 
@@ -278,7 +280,7 @@ def _made_plans(swarm: SimSwarm, newest: SignedPlan, peers: Sequence[PeerID], rn
         seen: Known = {
             "run": [base.run],
             "coordinator": [identity.peer_id],
-            "reign": [base.reign],
+            "override_epoch": [base.override_epoch],
             "term": [base.term, base.term + 1, base.term + 2],
             "sequence": [base.sequence + 1, base.sequence + 2],
             "era": [base.era, base.era, base.era + 1],

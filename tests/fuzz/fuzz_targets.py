@@ -101,7 +101,7 @@ def known() -> Known:
         "run": [RUN],
         "peer": peers,
         "coordinator": peers,
-        "lead": [*peers, ""],
+        "leader": [*peers, ""],
         "silent": [peers[:2], []],
         "term": [1, 2, 3],
         "sequence": [1, 2, 3],
@@ -129,7 +129,7 @@ def known() -> Known:
 
 
 def _mandate(previous: str) -> bytes:
-    mandate = Mandate(reign=1, term=3, coordinator=VICTIM.peer_id, previous=previous)
+    mandate = Mandate(override_epoch=1, term=3, coordinator=VICTIM.peer_id, previous=previous)
     return sign_mandate(OWNER, mandate, run=RUN)
 
 

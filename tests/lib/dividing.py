@@ -15,9 +15,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.plan_layout import Layout
-from shoal.deploy.simulate.sightings import Committed, Event, Obeyed
+from shoal.deploy.simulate.sightings import CommitSeen, Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.initial import weights_digest
@@ -48,7 +48,7 @@ class DividingAllocator(GreedyAllocator):
     def prepare(self) -> None:
         """Nothing is compiled."""
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if previous is None:
             return None, "the first plan is by rule"
         rng = random.Random(f"dividing/{self.run}/{previous.sequence}")
@@ -218,7 +218,7 @@ async def _play(run: DividingRun) -> DividingResult:
         match event:
             case Obeyed():
                 plans[event.plan.plan.sequence] = event.plan.plan
-            case Committed(report=report):
+            case CommitSeen(report=report):
                 committed_s.setdefault((report.era, report.step), {}).setdefault(report.stage, event.at_s)
                 known = result.commits.setdefault((report.era, report.step, report.stage), report)
                 if known.digest != report.digest:
@@ -273,7 +273,7 @@ async def _play(run: DividingRun) -> DividingResult:
     for before, after in itertools.pairwise(ordered):
         bounds = [stage.layers for stage in after.stages]
         result.divisions += [stage.layers for stage in before.stages] != bounds
-        result.called_off += bool(before.ends_at) and not after.ends_at and not after.fresh
+        result.called_off += bool(before.cutover_version) and not after.cutover_version and not after.not_started
         result.rollbacks = max(result.rollbacks, after.rollbacks)
         result.stage_counts.add(len(bounds))
     return result
@@ -318,10 +318,10 @@ def _kill_somebody(swarm: SimSwarm, plan: Plan, names: list[str], rng: random.Ra
 def _leaves_experts(swarm: SimSwarm, plan: Plan, name: str) -> bool:
     """Whether the others hold the state of every expert without `name`."""
     held = {
-        tenure.group_id
+        membership.group_id
         for other, node in swarm.nodes.items()
         if other != name and other in swarm.running and node.endpoint.era == plan.era
-        for tenure in node.peer.experts.tenures
-        if tenure.is_ready
+        for membership in node.peer.experts.memberships
+        if membership.is_ready
     }
     return held.issuperset(range(len(plan.stages), len(plan.stages) + len(plan.experts)))

@@ -30,7 +30,7 @@ from shoal.peer.replica.events import (
 )
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, Digest, Hello, Progress, RoundStart
+from shoal.protocol.messages import CommitReport, Digest, PresenceUpdate, Progress, RoundStart
 from shoal.protocol.plan import Plan
 
 Action = Callable[[], None]
@@ -76,7 +76,7 @@ class Round:
 
 
 @dataclass(eq=False)
-class Tenure:
+class Membership:
     """One replica: its core, and what its driver would keep."""
 
     core: ReplicaCore
@@ -118,14 +118,14 @@ class Node:
     asleep: bool = False
     quitting: bool = False
     life: int = 0
-    tenures: int = 0
+    memberships: int = 0
     count: int = 0
     order: Plan | None = None
     renewing: bool = False
-    hellos: dict[PeerID, Hello] = field(default_factory=dict)
+    presences: dict[PeerID, PresenceUpdate] = field(default_factory=dict)
     boxes: dict[PeerID, Box] = field(default_factory=dict)
     inbox: list[Action] = field(default_factory=list)
-    tenure: Tenure | None = None
+    membership: Membership | None = None
 
     @property
     def acts(self) -> bool:
@@ -196,17 +196,19 @@ class Machines:
                 assert due_s < self.grown_s + STUCK_AFTER_S, f"waits for ever: {self.stuck()}"
                 self.now_s = max(self.now_s, due_s)
             assert self.now_s < self.grown_s + 10 * STUCK_AFTER_S, f"it never ends: {self.stuck()}"
-            leads = [n.name for n in self.nodes.values() if n.acts and n.tenure and n.tenure.core.group.is_lead]
+            leads = [
+                n.name for n in self.nodes.values() if n.acts and n.membership and n.membership.core.group.is_leader
+            ]
             leads = [name for name in leads if not self._is_counted_out(self.nodes[name])]
             assert len(leads) <= 1 or self.is_partial, f"{leads} act as lead at once"
 
     def _finished(self) -> bool:
         order = self.orders[-1]
         for node in self.nodes.values():
-            tenure = node.tenure
-            if (node.name in names_of(order)) != (tenure is not None) or (node.alive and node.order is not order):
+            membership = node.membership
+            if (node.name in names_of(order)) != (membership is not None) or (node.alive and node.order is not order):
                 return False
-            if node.asleep or node.inbox or (tenure and (not tenure.ready or tenure.version < self.steps)):
+            if node.asleep or node.inbox or (membership and (not membership.ready or membership.version < self.steps)):
                 return False
         # What is to be said to somebody who has gone for good, nobody waits for.
         gone = {n.name for n in self.nodes.values() if not n.alive and n.name not in (*names_of(order), *order.spares)}
@@ -217,7 +219,9 @@ class Machines:
         for node in self.nodes.values():
             if node.alive:
                 yield from ((node, peer, box) for peer, box in node.boxes.items())
-                yield from ((node, peer, box) for peer, box in (node.tenure.boxes if node.tenure else {}).items())
+                yield from (
+                    (node, peer, box) for peer, box in (node.membership.boxes if node.membership else {}).items()
+                )
 
     def _actions(self) -> list[Action]:
         actions: list[Action] = [partial(self._do, i) for i, (node, _) in enumerate(self.later) if not node.asleep]
@@ -229,55 +233,59 @@ class Machines:
         for node in self.nodes.values():
             if not node.acts:
                 continue
-            tenure = node.tenure
-            is_draining = tenure is not None and tenure.leaving and not node.quitting
+            membership = node.membership
+            is_draining = membership is not None and membership.leaving and not node.quitting
             if (node.order is not self.orders[-1] or node.renewing) and not is_draining:
                 actions.append(partial(self._follow, node))
-            if tenure is not None:
-                actions += self._deeds(node, tenure)
+            if membership is not None:
+                actions += self._deeds(node, membership)
         return actions
 
-    def _deeds(self, node: Node, tenure: Tenure) -> list[Action]:
+    def _deeds(self, node: Node, membership: Membership) -> list[Action]:
         """What a replica may do now."""
-        core, now_s = tenure.core, self.now_s
+        core, now_s = membership.core, self.now_s
         deeds: list[Action] = []
         if core.next_timer_s() <= now_s:
-            deeds.append(partial(self._handle, node, tenure, TimerFired()))
-        if tenure.joins_at_s <= now_s:
-            deeds.append(partial(self._join, node, tenure))
-        for ours in tenure.rounds.values():
-            if ours.start.step == tenure.version and ours.press_at_s <= now_s and tenure.version not in tenure.means:
-                deeds.append(partial(self._press, node, tenure, ours))
-        if tenure.leaving:
+            deeds.append(partial(self._handle, node, membership, TimerFired()))
+        if membership.joins_at_s <= now_s:
+            deeds.append(partial(self._join, node, membership))
+        for ours in membership.rounds.values():
+            if (
+                ours.start.step == membership.version
+                and ours.press_at_s <= now_s
+                and membership.version not in membership.means
+            ):
+                deeds.append(partial(self._press, node, membership, ours))
+        if membership.leaving:
             drained = core.pipeline.is_idle and not core.group.owes
-            if drained or tenure.leaves_at_s <= now_s:
-                deeds.append(partial(self._leave, node, tenure, drained))
+            if drained or membership.leaves_at_s <= now_s:
+                deeds.append(partial(self._leave, node, membership, drained))
         return deeds
 
     def _due_s(self) -> Iterable[float]:
         for node in self.nodes.values():
-            tenure = node.tenure
-            if tenure and node.acts:
-                yield from (tenure.core.next_timer_s(), tenure.leaves_at_s, tenure.joins_at_s)
-                yield from (r.press_at_s for r in tenure.rounds.values() if tenure.version == r.start.step)
+            membership = node.membership
+            if membership and node.acts:
+                yield from (membership.core.next_timer_s(), membership.leaves_at_s, membership.joins_at_s)
+                yield from (r.press_at_s for r in membership.rounds.values() if membership.version == r.start.step)
         yield from (box.retry_at_s for node, _, box in self._boxes() if box.queue and not node.asleep)
 
     def _do(self, at: int) -> None:
         self.later.pop(at)[1]()
 
-    def _soon(self, node: Node, tenure: Tenure, action: Action) -> None:
+    def _soon(self, node: Node, membership: Membership, action: Action) -> None:
         """In this tenure, or never."""
-        self.later.append((node, lambda: action() if node.tenure is tenure else None))
+        self.later.append((node, lambda: action() if node.membership is membership else None))
 
-    def _frame(self, source: Node, target: PeerID, act: Callable[[Tenure], None]) -> None:
+    def _frame(self, source: Node, target: PeerID, act: Callable[[Membership], None]) -> None:
         """To whatever replica is there; may be lost."""
         at = self.nodes[target]
         life, sender = at.life, source.life
 
         def arrive() -> None:
             dropped = source.life != sender and self.rng.random() < 0.5
-            if at.alive and at.life == life and at.tenure and not dropped and not self._is_lost():
-                act(at.tenure)
+            if at.alive and at.life == life and at.membership and not dropped and not self._is_lost():
+                act(at.membership)
 
         self.later.append((at, arrive))
 
@@ -316,64 +324,64 @@ class Machines:
     def _hear(self, at: Node, life: int, source: Node, message: object) -> None:
         if at.life != life:
             return
-        if isinstance(message, Hello):
+        if isinstance(message, PresenceUpdate):
             self._heard(at, source.name, message)
-            reply, source_life = self._hello(at), source.life
+            reply, source_life = self._presence(at), source.life
             self.later.append((source, lambda: self._replied(source, source_life, at.name, reply)))
             return
-        tenure, event = at.tenure, heard_as(source.name, message)
-        if tenure is not None:
+        membership, event = at.membership, heard_as(source.name, message)
+        if membership is not None:
             with contextlib.suppress(Refused):
-                self._handle(at, tenure, event)
+                self._handle(at, membership, event)
 
-    def _replied(self, node: Node, life: int, source: PeerID, hello: Hello) -> None:
+    def _replied(self, node: Node, life: int, source: PeerID, presence: PresenceUpdate) -> None:
         if node.alive and node.life == life:
-            self._heard(node, source, hello)
+            self._heard(node, source, presence)
 
     def _silence(self, node: Node, peer: PeerID) -> None:
-        tenure = node.tenure
-        if tenure is not None:
-            self._handle(node, tenure, MemberSilent(peer))
-            if peer in names_of(tenure.core.plan):
-                self._say_hello(node, [peer])
+        membership = node.membership
+        if membership is not None:
+            self._handle(node, membership, MemberSilent(peer))
+            if peer in names_of(membership.core.plan):
+                self._announce_presence(node, [peer])
 
     # --- hellos ---
 
-    def _hello(self, node: Node) -> Hello:
+    def _presence(self, node: Node) -> PresenceUpdate:
         node.count += 1
-        tenure = node.tenure
-        return Hello(
-            incarnation=1000 * node.life + node.tenures,
+        membership = node.membership
+        return PresenceUpdate(
+            incarnation=1000 * node.life + node.memberships,
             count=node.count,
             plan_sequence=node.order.sequence if node.order else 0,
-            stage=0 if tenure else -1,
-            version=tenure.version if tenure else 0,
-            ready=bool(tenure and tenure.ready),
-            is_open=bool(tenure and tenure.core.is_open),
-            draining=bool(tenure and tenure.leaving),
+            stage=0 if membership else -1,
+            version=membership.version if membership else 0,
+            ready=bool(membership and membership.ready),
+            is_open=bool(membership and membership.core.is_open),
+            draining=bool(membership and membership.leaving),
         )
 
-    def _say_hello(self, node: Node, audience: Iterable[PeerID]) -> None:
+    def _announce_presence(self, node: Node, audience: Iterable[PeerID]) -> None:
         for peer in audience:
             if peer != node.name:
-                node.boxes.setdefault(peer, Box()).post("hello", self._hello(node))
+                node.boxes.setdefault(peer, Box()).post("hello", self._presence(node))
 
-    def _heard(self, node: Node, source: PeerID, hello: Hello) -> None:
-        before = node.hellos.get(source)
-        if before is not None and (hello.incarnation, hello.count) <= (before.incarnation, before.count):
+    def _heard(self, node: Node, source: PeerID, presence: PresenceUpdate) -> None:
+        before = node.presences.get(source)
+        if before is not None and (presence.incarnation, presence.count) <= (before.incarnation, before.count):
             return
-        node.hellos[source] = hello
-        if before is not None and hello.incarnation > before.incarnation:
+        node.presences[source] = presence
+        if before is not None and presence.incarnation > before.incarnation:
             self._forget(node, node.boxes, source)
-            self._say_hello(node, [source])
-            if node.tenure:
-                self._handle(node, node.tenure, PeerReborn(source, hello.incarnation))
-        if node.tenure:
-            self._handle(node, node.tenure, PeerSaid(source, hello))
+            self._announce_presence(node, [source])
+            if node.membership:
+                self._handle(node, node.membership, PeerReborn(source, presence.incarnation))
+        if node.membership:
+            self._handle(node, node.membership, PeerSaid(source, presence))
 
     def _died(self, node: Node, peer: PeerID) -> None:
-        if node.tenure is not None:
-            self._handle(node, node.tenure, PeerDied(peer))
+        if node.membership is not None:
+            self._handle(node, node.membership, PeerDied(peer))
 
 
 def names_of(plan: Plan) -> tuple[PeerID, ...]:

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Node, Round, Tenure, names_of
+from group_machines import DRAIN_S, PRESS_S, Action, Box, Machines, Membership, Node, Round, names_of
 from shoal.peer.pipeline.microbatch import Microbatch, indices_from
 from shoal.peer.replica.commands import (
+    AnnouncePresence,
     Answer,
     CatchUp,
     Command,
@@ -28,12 +29,10 @@ from shoal.peer.replica.commands import (
     HandOut,
     Reduce,
     Report,
-    SayHello,
     SendClaim,
     Tell,
     Witness,
 )
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     ClaimArrived,
@@ -43,7 +42,7 @@ from shoal.peer.replica.events import (
     Event,
     GrantArrived,
     JobDone,
-    Joined,
+    JoinedGroup,
     PeerSaid,
     PlanFollowed,
     RepairArrived,
@@ -54,10 +53,11 @@ from shoal.peer.replica.events import (
     VersionSet,
 )
 from shoal.peer.replica.flow import Window
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
-from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import GroupView
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused
@@ -68,7 +68,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 @dataclass(kw_only=True)
 class World(Machines):
-    calls: dict[int, tuple[Node, Tenure]] = field(default_factory=dict)
+    calls: dict[int, tuple[Node, Membership]] = field(default_factory=dict)
     """Number of a claim -> whose it is."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -99,7 +99,7 @@ class World(Machines):
                 faults.append(partial(rng.choice((self._die, self._crash_and_return, self._quit)), node))
             if self.sleeps and rng.random() < 0.3:
                 faults.append(partial(self._sleep, node))
-            if self.flips and node.tenure and node.tenure.ready and not node.tenure.leaving:
+            if self.flips and node.membership and node.membership.ready and not node.membership.leaving:
                 faults.append(partial(self._flip, node))
         return faults
 
@@ -114,10 +114,10 @@ class World(Machines):
             and node.order is not None
             and node.name in names_of(order)
             and order.since_of(node.name) <= node.order.sequence
-            and node.tenure is not None
-            and node.tenure.ready
-            and not node.tenure.leaving
-            and node.tenure.version > reported
+            and node.membership is not None
+            and node.membership.ready
+            and not node.membership.leaving
+            and node.membership.version > reported
             for node in self.nodes.values()
         )
 
@@ -170,9 +170,9 @@ class World(Machines):
 
     def _end_process(self, node: "Node") -> None:
         self._abandon(node)
-        node.alive, node.order, node.hellos, node.boxes, node.inbox = False, None, {}, {}, []
+        node.alive, node.order, node.presences, node.boxes, node.inbox = False, None, {}, {}, []
         node.renewing = node.quitting = False
-        node.life, node.tenures, node.count = node.life + 1, 0, 0
+        node.life, node.memberships, node.count = node.life + 1, 0, 0
 
     def _crash_and_return(self, node: "Node") -> None:
         self._die(node)
@@ -183,8 +183,8 @@ class World(Machines):
         self.note(f"{node.name} quits")
         self.deaths -= 1
         node.quitting = True
-        if node.tenure:
-            self._drain(node, node.tenure)
+        if node.membership:
+            self._drain(node, node.membership)
 
     def _sleep(self, node: "Node") -> None:
         self.note(f"{node.name} sleeps")
@@ -213,33 +213,33 @@ class World(Machines):
         node.order = order
         if before is not None:
             self._count_out(node, before, order)
-        tenure = node.tenure
+        membership = node.membership
         renewing, node.renewing = node.renewing, False
-        if tenure is not None and me not in names_of(order):
+        if membership is not None and me not in names_of(order):
             is_counted_out = me not in order.spares and not node.quitting
             if before is not None and order.sequence == before.sequence + 1 and not is_counted_out:
-                self._handle(node, tenure, self._followed(order))
-                if not tenure.leaving:
-                    self._drain(node, tenure)
+                self._handle(node, membership, self._followed(order))
+                if not membership.leaving:
+                    self._drain(node, membership)
                 return
             self._abandon(node)
-        elif tenure is not None and (renewing or (before is not None and order.since_of(me) > before.sequence)):
+        elif membership is not None and (renewing or (before is not None and order.since_of(me) > before.sequence)):
             self._abandon(node)
-        if node.quitting and node.tenure is not None:
+        if node.quitting and node.membership is not None:
             return
         if me in names_of(order) and not node.quitting:
-            if node.tenure is None:
+            if node.membership is None:
                 self._begin(node, order)
             else:
-                self._handle(node, node.tenure, self._followed(order))
-        elif node.quitting and node.tenure is None:
+                self._handle(node, node.membership, self._followed(order))
+        elif node.quitting and node.membership is None:
             self._end_process(node)
             return
-        for peer, hello in sorted(node.hellos.items()):
-            if node.tenure and peer in names_of(order):
-                self._handle(node, node.tenure, PeerSaid(peer, hello))
-        if node.tenure:
-            self._say_hello(node, audience(node.tenure))
+        for peer, presence in sorted(node.presences.items()):
+            if node.membership and peer in names_of(order):
+                self._handle(node, node.membership, PeerSaid(peer, presence))
+        if node.membership:
+            self._announce_presence(node, audience(node.membership))
 
     def _count_out(self, node: "Node", before: Plan, order: Plan) -> None:
         for peer in sorted({*names_of(before), *before.spares} - {node.name}):
@@ -247,16 +247,16 @@ class World(Machines):
             returned = same_place and order.since_of(peer) > before.sequence
             if peer in (*names_of(order), *order.spares) and not returned:
                 continue
-            hello = node.hellos.pop(peer, None)
+            presence = node.presences.pop(peer, None)
             self._forget(node, node.boxes, peer)
-            if returned or hello is None or not hello.draining:
+            if returned or presence is None or not presence.draining:
                 self._died(node, peer)
 
     def _begin(self, node: "Node", order: Plan) -> None:
-        node.tenures += 1
-        group = Commit(
+        node.memberships += 1
+        group = GroupCore(
             me=node.name,
-            incarnation=1000 * node.life + node.tenures,
+            incarnation=1000 * node.life + node.memberships,
             stage=0,
             steps=self.steps,
             microbatches=self.M,
@@ -272,27 +272,27 @@ class World(Machines):
         book = WorkQueue(
             steps=self.steps, microbatches=self.M, s_max=self.s_max, validation_interval=0, validation_microbatches=1
         )
-        supply = Supply(book=book, group=group, demand=pipeline)
-        node.tenure = tenure = Tenure(ReplicaCore(group, pipeline, supply, order))
-        self._handle(node, tenure, self._followed(order))
-        if order.sequence == 1 and node.life == 0 and node.tenures == 1:
-            self._soon(node, tenure, partial(self._take_over, node, tenure, 0, "seed"))
+        queue = MicrobatchQueue(book=book, group=group, demand=pipeline)
+        node.membership = membership = Membership(ReplicaCore(group, pipeline, queue, order))
+        self._handle(node, membership, self._followed(order))
+        if order.sequence == 1 and node.life == 0 and node.memberships == 1:
+            self._soon(node, membership, partial(self._take_over, node, membership, 0, "seed"))
         else:
-            tenure.joins_at_s = self.now_s
+            membership.joins_at_s = self.now_s
 
     def _followed(self, order: Plan) -> PlanFollowed:
         """Who may still drain a replica knows from the plans before, which come with the newest."""
         former = {name for earlier in self.orders[: order.sequence] for name in names_of(earlier)}
         return PlanFollowed(order, frozenset(former.difference(names_of(order))))
 
-    def _drain(self, node: "Node", tenure: "Tenure") -> None:
-        tenure.leaves_at_s = self.now_s + DRAIN_S
-        self._handle(node, tenure, DrainBegun())
+    def _drain(self, node: "Node", membership: "Membership") -> None:
+        membership.leaves_at_s = self.now_s + DRAIN_S
+        self._handle(node, membership, DrainBegun())
 
-    def _leave(self, node: "Node", tenure: "Tenure", drained: bool) -> None:
+    def _leave(self, node: "Node", membership: "Membership", drained: bool) -> None:
         self.note(f"{node.name} leaves, drained: {drained}")
         if drained:
-            self._handle(node, tenure, Drained())
+            self._handle(node, membership, Drained())
         self._abandon(node)
         if node.quitting:
             for peer, box in node.boxes.items():  # its last word, as far as it can be reached
@@ -302,240 +302,248 @@ class World(Machines):
 
     def _abandon(self, node: "Node") -> None:
         """The replica ends; calls under way may still arrive."""
-        tenure, node.tenure = node.tenure, None
-        if tenure is not None:
-            for peer in list(tenure.boxes):
-                self._forget(node, tenure.boxes, peer)
-            self._say_hello(node, audience(tenure))  # that there is nothing to wait for any more
+        membership, node.membership = node.membership, None
+        if membership is not None:
+            for peer in list(membership.boxes):
+                self._forget(node, membership.boxes, peer)
+            self._announce_presence(node, audience(membership))  # that there is nothing to wait for any more
 
     # --- state ---
 
-    def _join(self, node: "Node", tenure: "Tenure") -> None:
+    def _join(self, node: "Node", membership: "Membership") -> None:
         """Fetch the newest state of those who are ready, as far as we know and in truth; then replay."""
-        mates = [peer for peer in tenure.core.group.ready_mates if self.nodes[peer].acts]
-        holders = [self.nodes[peer].tenure for peer in mates]
+        group_peers = [peer for peer in membership.core.group.ready_members if self.nodes[peer].acts]
+        holders = [self.nodes[peer].membership for peer in group_peers]
         versions = {t.version: t.digest for t in holders if t and t.ready}
-        tenure.joins_at_s = self.now_s + 1.0
+        membership.joins_at_s = self.now_s + 1.0
         if versions and not self._is_lost():
             version = max(versions)
-            if version >= tenure.version:
-                self._soon(node, tenure, partial(self._take_over, node, tenure, version, versions[version]))
-                tenure.joins_at_s = math.inf
+            if version >= membership.version:
+                self._soon(node, membership, partial(self._take_over, node, membership, version, versions[version]))
+                membership.joins_at_s = math.inf
 
-    def _take_over(self, node: "Node", tenure: "Tenure", version: int, digest: str) -> None:
-        if version >= tenure.version:
-            self._handle(node, tenure, VersionSet(version))
-            self._reached(node, tenure, version, digest)
+    def _take_over(self, node: "Node", membership: "Membership", version: int, digest: str) -> None:
+        if version >= membership.version:
+            self._handle(node, membership, VersionSet(version))
+            self._reached(node, membership, version, digest)
         if version == 0 and digest == "seed":
-            self._become_ready(node, tenure)
+            self._become_ready(node, membership)
         else:
-            self._soon(node, tenure, partial(self._replay, node, tenure))
+            self._soon(node, membership, partial(self._replay, node, membership))
 
-    def _replay(self, node: "Node", tenure: "Tenure") -> None:
-        mates, step = tenure.core.group.ready_mates, tenure.version
-        there = self.nodes[mates[0]].tenure if mates and self.nodes[mates[0]].acts else None
-        if tenure.stepping >= step:
-            self._soon(node, tenure, partial(self._replay, node, tenure))
+    def _replay(self, node: "Node", membership: "Membership") -> None:
+        group_peers, step = membership.core.group.ready_members, membership.version
+        there = self.nodes[group_peers[0]].membership if group_peers and self.nodes[group_peers[0]].acts else None
+        if membership.stepping >= step:
+            self._soon(node, membership, partial(self._replay, node, membership))
         elif there is None or self._is_lost() or (there.version > step and step not in there.means):
-            tenure.joins_at_s = self.now_s + 1.0
+            membership.joins_at_s = self.now_s + 1.0
         elif there.version > step:
-            tenure.means[step] = there.means[step]
-            tenure.by.pop(step, None)
-            self._commit_if_complete(node, tenure)
-            self._soon(node, tenure, partial(self._replay, node, tenure))
+            membership.means[step] = there.means[step]
+            membership.by.pop(step, None)
+            self._commit_if_complete(node, membership)
+            self._soon(node, membership, partial(self._replay, node, membership))
         else:
-            self._become_ready(node, tenure)
+            self._become_ready(node, membership)
 
-    def _become_ready(self, node: "Node", tenure: "Tenure") -> None:
-        self.note(f"{node.name} is ready at {tenure.version}")
-        self._handle(node, tenure, Joined(self._remembers(tenure)))
+    def _become_ready(self, node: "Node", membership: "Membership") -> None:
+        self.note(f"{node.name} is ready at {membership.version}")
+        self._handle(node, membership, JoinedGroup(self._remembers(membership)))
 
-    def _remembers(self, tenure: "Tenure") -> bool:
-        return self.s_max > 0 or tenure.has_stepped
+    def _remembers(self, membership: "Membership") -> bool:
+        return self.s_max > 0 or membership.has_stepped
 
-    def _reached(self, node: "Node", tenure: "Tenure", version: int, digest: str, by: RoundStart | None = None) -> None:
-        tenure.digest = digest
+    def _reached(
+        self, node: "Node", membership: "Membership", version: int, digest: str, by: RoundStart | None = None
+    ) -> None:
+        membership.digest = digest
         self.note(f"{node.name} is at {version} {digest}")
-        tenure.rounds = {step: r for step, r in tenure.rounds.items() if step >= version}
-        tenure.early = {key: frames for key, frames in tenure.early.items() if key[0] >= version}
+        membership.rounds = {step: r for step, r in membership.rounds.items() if step >= version}
+        membership.early = {key: frames for key, frames in membership.early.items() if key[0] >= version}
         self.grown_s = self.now_s
-        self._handle(node, tenure, Stepped(version, digest, by, remembers=self._remembers(tenure)))
-        self._commit_if_complete(node, tenure)
+        self._handle(node, membership, Stepped(version, digest, by, remembers=self._remembers(membership)))
+        self._commit_if_complete(node, membership)
 
-    def _commit_if_complete(self, node: "Node", tenure: "Tenure") -> None:
-        step = tenure.version
-        if step in tenure.means and tenure.stepping < step:
-            tenure.stepping = step
-            self._handle(node, tenure, StepReady(step))
+    def _commit_if_complete(self, node: "Node", membership: "Membership") -> None:
+        step = membership.version
+        if step in membership.means and membership.stepping < step:
+            membership.stepping = step
+            self._handle(node, membership, StepReady(step))
 
     # --- the device ---
 
-    def _begin_job(self, node: "Node", tenure: "Tenure", job: Job) -> None:
+    def _begin_job(self, node: "Node", membership: "Membership", job: Job) -> None:
         m = job.microbatch
         if m is not None:
             self.made[m] += 1
             assert self.is_hard or self.made[m] == 1, f"{m} ran twice"
-            if not tenure.core.group.lacks(m.step, m.index):
-                tenure.unwanted.add(m)
-        self._soon(node, tenure, partial(self._end_job, node, tenure, job))
+            if not membership.core.group.lacks(m.step, m.index):
+                membership.unwanted.add(m)
+        self._soon(node, membership, partial(self._end_job, node, membership, job))
 
-    def _end_job(self, node: "Node", tenure: "Tenure", job: Job) -> None:
-        step, is_due = job.version, tenure.core.pipeline.version == job.version
-        self._handle(node, tenure, JobDone(job, None if job.microbatch is None else 1.0))
+    def _end_job(self, node: "Node", membership: "Membership", job: Job) -> None:
+        step, is_due = job.version, membership.core.pipeline.version == job.version
+        self._handle(node, membership, JobDone(job, None if job.microbatch is None else 1.0))
         if job.microbatch is None and is_due:  # else a state was loaded while it ran
-            digest = f"{zlib.crc32((tenure.digest + tenure.means[step]).encode()):08x}"
-            tenure.has_stepped = True
-            self._reached(node, tenure, step + 1, digest, tenure.by.get(step))
+            digest = f"{zlib.crc32((membership.digest + membership.means[step]).encode()):08x}"
+            membership.has_stepped = True
+            self._reached(node, membership, step + 1, digest, membership.by.get(step))
 
     # --- claims ---
 
-    def _claim_arrives(self, node: "Node", tenure: "Tenure", leader: PeerID, count: int, call: int) -> None:
+    def _claim_arrives(self, node: "Node", membership: "Membership", leader: PeerID, count: int, call: int) -> None:
         at = self.nodes[leader]
         try:
-            if not at.acts or at.tenure is None or self._is_lost():
+            if not at.acts or at.membership is None or self._is_lost():
                 raise Refused(leader, "cannot be reached")
-            self._handle(at, at.tenure, ClaimArrived(node.name, count, call))
+            self._handle(at, at.membership, ClaimArrived(node.name, count, call))
         except Refused:
-            self._claim_failed(node, tenure, leader, call)
+            self._claim_failed(node, membership, leader, call)
 
-    def _claim_failed(self, node: "Node", tenure: "Tenure", leader: PeerID, call: int) -> None:
-        if tenure.claim == call:
-            tenure.claim = None
-            self._handle(node, tenure, ClaimFailed(leader))
+    def _claim_failed(self, node: "Node", membership: "Membership", leader: PeerID, call: int) -> None:
+        if membership.claim == call:
+            membership.claim = None
+            self._handle(node, membership, ClaimFailed(leader))
 
-    def _grant_arrives(self, node: "Node", tenure: "Tenure", leader: PeerID, call: int, grant: Grant) -> None:
-        if tenure.claim == call:
+    def _grant_arrives(self, node: "Node", membership: "Membership", leader: PeerID, call: int, grant: Grant) -> None:
+        if membership.claim == call:
             if self._is_lost():
-                self._claim_failed(node, tenure, leader, call)
+                self._claim_failed(node, membership, leader, call)
             else:
-                tenure.claim = None
-                self._handle(node, tenure, GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
+                membership.claim = None
+                self._handle(node, membership, GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
 
-    def _hand_out(self, node: "Node", tenure: "Tenure", member: PeerID, microbatches: tuple[Microbatch, ...]) -> None:
+    def _hand_out(
+        self, node: "Node", membership: "Membership", member: PeerID, microbatches: tuple[Microbatch, ...]
+    ) -> None:
         at = self.nodes[member]
         try:
-            if not at.acts or at.tenure is None or self._is_lost():
+            if not at.acts or at.membership is None or self._is_lost():
                 raise Refused(member, "cannot be reached")
-            self._handle(at, at.tenure, RepairArrived(node.name, tuple((m.step, m.index) for m in microbatches)))
+            self._handle(at, at.membership, RepairArrived(node.name, tuple((m.step, m.index) for m in microbatches)))
         except Refused:
-            self._handle(node, tenure, RepairDeclined(member, microbatches))
+            self._handle(node, membership, RepairDeclined(member, microbatches))
 
     # --- commands ---
 
-    def _handle(self, node: "Node", tenure: "Tenure", event: Event) -> None:
-        for command in tenure.core.handle(event, now_s=self.now_s):
-            self._perform(node, tenure, command)
+    def _handle(self, node: "Node", membership: "Membership", event: Event) -> None:
+        for command in membership.core.handle(event, now_s=self.now_s):
+            self._perform(node, membership, command)
 
-    def _perform(self, node: "Node", tenure: "Tenure", command: Command) -> None:
+    def _perform(self, node: "Node", membership: "Membership", command: Command) -> None:
         match command:
             case Job():
-                self._begin_job(node, tenure, command)
+                self._begin_job(node, membership, command)
             case Count(counted):
-                if counted.microbatch not in tenure.unwanted:
-                    self._handle(node, tenure, counted)
+                if counted.microbatch not in membership.unwanted:
+                    self._handle(node, membership, counted)
             case Forget(microbatch):
-                tenure.unwanted.discard(microbatch)
+                membership.unwanted.discard(microbatch)
             case Tell(message, to=to):
-                self._tell(node, tenure, message, to)
+                self._tell(node, membership, message, to)
             case Reduce(start):
-                self._reduce(node, tenure, start)
+                self._reduce(node, membership, start)
             case Report(report) | Witness(report):
                 self._check_report(node, report, is_report=isinstance(command, Report))
             case CatchUp(mate, step):
-                self._soon(node, tenure, partial(self._catch_up, node, tenure, mate, step))
+                self._soon(node, membership, partial(self._catch_up, node, membership, mate, step))
             case ForgetMember(peer):
-                self._forget(node, tenure.boxes, peer)
-            case SayHello():
-                self._say_hello(node, audience(tenure))
+                self._forget(node, membership.boxes, peer)
+            case AnnouncePresence():
+                self._announce_presence(node, audience(membership))
             case SendClaim(leader, count):
-                tenure.claim = call = next(self._numbers)
-                self.calls[call] = node, tenure
-                self._soon(node, tenure, partial(self._claim_arrives, node, tenure, leader, count, call))
+                membership.claim = call = next(self._numbers)
+                self.calls[call] = node, membership
+                self._soon(node, membership, partial(self._claim_arrives, node, membership, leader, count, call))
             case DropClaim():
-                tenure.claim = None
+                membership.claim = None
             case Answer(call, Grant() as grant):
                 claimant, of = self.calls.pop(call)
                 self._soon(claimant, of, partial(self._grant_arrives, claimant, of, node.name, call, grant))
             case HandOut(member, microbatches):
                 self.note(f"{node.name} hands out {' '.join(map(str, microbatches))} again to {member}")
                 assert self.is_hard, "nothing is lost"
-                self._soon(node, tenure, partial(self._hand_out, node, tenure, member, microbatches))
+                self._soon(node, membership, partial(self._hand_out, node, membership, member, microbatches))
             case _:
                 raise AssertionError(f"{node.name} is asked for {command}")
 
-    def _tell(self, node: "Node", tenure: "Tenure", message: Progress | RoundStart | Digest, to: PeerID | None) -> None:
-        core = tenure.core.group
-        audience = [*core.mates, *core.departing]
+    def _tell(
+        self, node: "Node", membership: "Membership", message: Progress | RoundStart | Digest, to: PeerID | None
+    ) -> None:
+        core = membership.core.group
+        audience = [*core.group_peers, *core.draining]
         if isinstance(message, RoundStart):
             self._check_round(core, message)
             audience += [m.peer for m in message.members if m.peer != core.me and m.peer not in audience]
         elif isinstance(message, Digest):
-            audience += [peer for peer in core.round_mates if peer not in audience]
+            audience += [peer for peer in core.round_peers if peer not in audience]
         key = (type(message), message.version if isinstance(message, Digest) else message.step)
         for mate in audience if to is None else [to]:
-            tenure.boxes.setdefault(mate, Box()).post(key, message)
+            membership.boxes.setdefault(mate, Box()).post(key, message)
 
-    def _reduce(self, node: "Node", tenure: "Tenure", start: RoundStart) -> None:
+    def _reduce(self, node: "Node", membership: "Membership", start: RoundStart) -> None:
         self.note(f"{node.name} reduces {start.step}.{start.attempt} of {' '.join(m.peer for m in start.members)}")
-        tenure.rounds[start.step] = Round(start, press_at_s=self.now_s + PRESS_S)
+        membership.rounds[start.step] = Round(start, press_at_s=self.now_s + PRESS_S)
         for member in start.members:
-            self._send(node, tenure, member.peer, start, "part")
-        for source, kind in tenure.early.pop((start.step, start.attempt), []):
-            self._take(node, tenure, source, start.step, kind)
+            self._send(node, membership, member.peer, start, "part")
+        for source, kind in membership.early.pop((start.step, start.attempt), []):
+            self._take(node, membership, source, start.step, kind)
 
-    def _press(self, node: "Node", tenure: "Tenure", ours: "Round") -> None:
+    def _press(self, node: "Node", membership: "Membership", ours: "Round") -> None:
         """What was lost on the way is sent again."""
-        self._handle(node, tenure, StoodStill())
+        self._handle(node, membership, StoodStill())
         ours.press_at_s = self.now_s + PRESS_S
         members = [member.peer for member in ours.start.members]
         for kind in ("part", "result") if ours.parts == set(members) else ("part",):
             for peer in members:
-                self._send(node, tenure, peer, ours.start, kind)
+                self._send(node, membership, peer, ours.start, kind)
 
-    def _send(self, node: "Node", tenure: "Tenure", target: PeerID, start: RoundStart, kind: str) -> None:
+    def _send(self, node: "Node", membership: "Membership", target: PeerID, start: RoundStart, kind: str) -> None:
         at = self.nodes[target]
         if target == node.name:
-            self._soon(node, tenure, partial(self._frame_arrives, node, tenure, node.name, start, kind))
+            self._soon(node, membership, partial(self._frame_arrives, node, membership, node.name, start, kind))
         else:
             self._frame(node, target, lambda there: self._frame_arrives(at, there, node.name, start, kind))
 
-    def _frame_arrives(self, node: "Node", tenure: "Tenure", source: PeerID, start: RoundStart, kind: str) -> None:
+    def _frame_arrives(
+        self, node: "Node", membership: "Membership", source: PeerID, start: RoundStart, kind: str
+    ) -> None:
         step, attempt = start.step, start.attempt
-        ours = tenure.rounds.get(step)
-        if step < tenure.version:
+        ours = membership.rounds.get(step)
+        if step < membership.version:
             return
         if ours is None or ours.start.attempt < attempt:
-            tenure.early.setdefault((step, attempt), []).append((source, kind))
+            membership.early.setdefault((step, attempt), []).append((source, kind))
         elif ours.start.attempt == attempt:
             assert ours.start == start, f"two rounds {step}.{attempt}: {ours.start} and {start}"
-            self._take(node, tenure, source, step, kind)
+            self._take(node, membership, source, step, kind)
 
-    def _take(self, node: "Node", tenure: "Tenure", source: PeerID, step: int, kind: str) -> None:
-        ours = tenure.rounds[step]
+    def _take(self, node: "Node", membership: "Membership", source: PeerID, step: int, kind: str) -> None:
+        ours = membership.rounds[step]
         members = {member.peer for member in ours.start.members}
         if kind == "part" and source not in ours.parts:
             ours.parts.add(source)
             if ours.parts == members:
                 for peer in sorted(members):
-                    self._send(node, tenure, peer, ours.start, "result")
+                    self._send(node, membership, peer, ours.start, "result")
         elif kind == "result":
             ours.results.add(source)
-            if ours.results == members and step == tenure.version:
-                tenure.means[step] = repr(ours.start.members)
-                tenure.by[step] = ours.start
-                self._commit_if_complete(node, tenure)
+            if ours.results == members and step == membership.version:
+                membership.means[step] = repr(ours.start.members)
+                membership.by[step] = ours.start
+                self._commit_if_complete(node, membership)
 
-    def _catch_up(self, node: "Node", tenure: "Tenure", mate: PeerID, step: int) -> None:
-        there = self.nodes[mate].tenure if self.nodes[mate].acts else None
-        if tenure.version != step or tenure.stepping >= step or there is None or self._is_lost():
+    def _catch_up(self, node: "Node", membership: "Membership", mate: PeerID, step: int) -> None:
+        there = self.nodes[mate].membership if self.nodes[mate].acts else None
+        if membership.version != step or membership.stepping >= step or there is None or self._is_lost():
             return
         if there.version > step and step not in there.means:
-            if tenure.ready and not tenure.leaving:
+            if membership.ready and not membership.leaving:
                 node.renewing = True
         elif there.version > step:
-            tenure.means[step] = there.means[step]
-            tenure.by.pop(step, None)
-            self._commit_if_complete(node, tenure)
+            membership.means[step] = there.means[step]
+            membership.by.pop(step, None)
+            self._commit_if_complete(node, membership)
 
     # --- checks ---
 
@@ -551,7 +559,7 @@ class World(Machines):
         assert self.is_hard or not start.duplicates
         assert start.given_up == 0
         assert start.loss_sum == sum(held.values())
-        assert {m.peer for m in start.members} >= {core.me, *core.ready_mates}
+        assert {m.peer for m in start.members} >= {core.me, *core.ready_members}
 
     def _check_report(self, node: "Node", report: CommitReport, *, is_report: bool) -> None:
         self.note(f"{node.name} {'reports' if is_report else 'witnesses'} {report.step} {report.digest}")
@@ -566,7 +574,7 @@ class World(Machines):
 
     def check_the_end(self) -> None:
         final = [self.nodes[name] for name in names_of(self.orders[-1])]
-        assert len({node.tenure.digest for node in final}) == 1, "different states"
+        assert len({node.membership.digest for node in final}) == 1, "different states"
         # What everybody who could report it has stepped past with a new replica, nobody reports.
         unreported = sorted(set(range(self.steps)) - set(self.reports))
         assert self.loses_replicas or not unreported, f"not reported: {unreported}"
@@ -574,13 +582,13 @@ class World(Machines):
     def stuck(self) -> str:
         lines = []
         for n in self.nodes.values():
-            if n.tenure:
-                t, c = n.tenure, n.tenure.core.group
+            if n.membership:
+                t, c = n.membership, n.membership.core.group
                 lines.append(
-                    f"{n.name}: v{c.version} acts={n.acts} ready={c.ready} open={t.core.is_open} lead={c.lead} "
-                    f"is_lead={c.is_lead} waits for {c.waits_for()} leaving={t.leaving} "
-                    f"order={n.order.sequence if n.order else None} claim={t.claim} ready_mates={c.ready_mates} "
-                    f"departing={c.departing}"
+                    f"{n.name}: v{c.version} acts={n.acts} ready={c.ready} open={t.core.is_open} lead={c.leader} "
+                    f"is_lead={c.is_leader} waits for {c.waits_for()} leaving={t.leaving} "
+                    f"order={n.order.sequence if n.order else None} claim={t.claim} ready_mates={c.ready_members} "
+                    f"departing={c.draining}"
                 )
         return "\n".join(lines)
 
@@ -589,7 +597,7 @@ def outcome(report: CommitReport) -> tuple[object, ...]:
     return (report.step, report.digest, report.duplicates, report.microbatches, report.given_up)
 
 
-def audience(tenure: "Tenure") -> list[PeerID]:
+def audience(membership: "Membership") -> list[PeerID]:
     """Whom the plan names that it works under, and the mates that it has, if that is another."""
-    group = tenure.core.group
-    return list(dict.fromkeys((*names_of(tenure.core.plan), *group.mates, *group.departing)))
+    group = membership.core.group
+    return list(dict.fromkeys((*names_of(membership.core.plan), *group.group_peers, *group.draining)))

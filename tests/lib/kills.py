@@ -21,7 +21,7 @@ def killed(make_swarm, spec, kills, *, seed=0, formats=()):
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True, formats=next(formats))
+        swarm.obey(stages, not_started=True, formats=next(formats))
         for step, name in sorted(kills.items()):
             await swarm.until_step(step)
             await asyncio.sleep(swarm.world.rng(f"moment {step}").random() * 1.5)
@@ -29,7 +29,7 @@ def killed(make_swarm, spec, kills, *, seed=0, formats=()):
             del swarm.drivers[name]
             await asyncio.sleep(4.0)
             stages[int(name[0])].remove(name)
-            swarm.obey(stages, fresh=False, formats=next(formats))
+            swarm.obey(stages, not_started=False, formats=next(formats))
         await swarm.until_step(spec.training.steps)
         await swarm.close()
         return swarm

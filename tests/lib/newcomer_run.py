@@ -17,7 +17,7 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.peer import light
+from shoal.peer import learner
 from shoal.peer.replica.driver import Replica
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import make_topology
@@ -47,7 +47,7 @@ class Moments:
 
 
 @contextmanager
-def _watched(moments: Moments, *, may_be_light: bool) -> Iterator[None]:
+def _watched(moments: Moments, *, may_be_learner: bool) -> Iterator[None]:
     take, load = Replica._take_weights, Replica._load
 
     def since_s() -> float:
@@ -62,16 +62,16 @@ def _watched(moments: Moments, *, may_be_light: bool) -> Iterator[None]:
             moments.whole_s.append(since_s())
         load(replica, state)  # type: ignore[arg-type]
 
-    small = light._SMALL_BYTES if may_be_light else 1 << 60
+    small = learner._SMALL_BYTES if may_be_learner else 1 << 60
     with (
         mock.patch.object(Replica, "_take_weights", taken),
         mock.patch.object(Replica, "_load", loaded),
-        mock.patch.object(light, "_SMALL_BYTES", small),
+        mock.patch.object(learner, "_SMALL_BYTES", small),
     ):
         yield
 
 
-def play(*, seconds: float, may_be_light: bool = True, seed: int = 0) -> tuple[SimResult, Moments]:
+def play(*, seconds: float, may_be_learner: bool = True, seed: int = 0) -> tuple[SimResult, Moments]:
     """Args: seconds: of virtual time, from the beginning. may_be_light: False: as it was before there were light
     members."""
     between, workload = 1.0 - np.eye(4), Workload.of(SPEC)
@@ -93,7 +93,7 @@ def play(*, seconds: float, may_be_light: bool = True, seed: int = 0) -> tuple[S
         record_timeline=True,
     )
     moments = Moments()
-    with _watched(moments, may_be_light=may_be_light):
+    with _watched(moments, may_be_learner=may_be_learner):
         return run_modelled(run), moments
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.sightings import Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
@@ -40,7 +40,7 @@ class RestlessAllocator(GreedyAllocator):
     def prepare(self) -> None:
         """Nothing is compiled."""
 
-    def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
+    def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if previous is None:
             return None, "the first plan is nobody's move"
         rng = random.Random(f"restless/{seed}/{previous.sequence}")

@@ -43,13 +43,13 @@ import shoal.protocol
 from shoal.coordinator.allocate.dtfm_search import plan_dtfm
 from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.coordination_events import Alarm, Note
+from shoal.coordinator.coordination_events import Alarm, LogReason
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy import cli
-from shoal.deploy.planning.layouts import LayoutName, Request, layout
+from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
 from shoal.deploy.simulate.campaign import run_trial
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.scenario import STEPS_MAX, shipped_names
@@ -146,7 +146,7 @@ def coordination(seed: str, tape: Tape) -> None:
     def recorded(core: CoordinationCore, event: Any, *, now_s: float) -> Any:
         tape.tell(now_s, core.me, tape.kind(event), event, name=type(event).__name__)
         commands = handle(core, event, now_s=now_s)
-        for command in (each for each in commands if not isinstance(each, Note)):
+        for command in (each for each in commands if not isinstance(each, LogReason)):
             what = None if isinstance(command, Alarm) else command
             tape.tell(now_s, core.me, tape.kind(command), what, name=type(command).__name__)
         return commands
@@ -175,12 +175,12 @@ def figures(name: str, tape: Tape) -> None:
             tape.tell(what, part, value)
 
 
-def _request(name: str) -> Request:
+def _request(name: str) -> LayoutRequest:
     scenario = case(name)
-    return Request(topology=scenario.topology, workload=Workload.of(scenario.spec), stages=scenario.stages)
+    return LayoutRequest(topology=scenario.topology, workload=Workload.of(scenario.spec), stages=scenario.stages)
 
 
-def _layouts(request: Request, wanted: tuple[LayoutName, ...]) -> Iterator[tuple[LayoutName, Placement | None]]:
+def _layouts(request: LayoutRequest, wanted: tuple[LayoutName, ...]) -> Iterator[tuple[LayoutName, Placement | None]]:
     for what in wanted:
         try:
             yield what, layout(what, request)

@@ -98,7 +98,7 @@ class Swarm:
         self,
         stages: list[list[str]],
         *,
-        fresh: bool,
+        not_started: bool,
         experts: list[list[list[str]]] | None = None,
         spares: tuple[str, ...] = (),
         era: int = 0,
@@ -138,7 +138,7 @@ class Swarm:
                 ExpertGroup(stage, expert, members(len(stages) + number, experts[stage][expert] if experts else []))
                 for number, (stage, expert) in enumerate(units)
             ),
-            fresh=fresh,
+            not_started=not_started,
             era=era,
             restore_version=restore,
             restore_era=max(0, era - 1),

@@ -166,7 +166,7 @@ def test_of_what_the_next_layout_gives_to_another_holder_no_copy_is_made_beside(
 ) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         after = tuple(Stage(i, i + 1, (Member(peers[n].name, 1.0, 1.0),)) for i, n in enumerate((next_holder, "b")))
-        plans.append(msgspec.structs.replace(plans[-1], ends_at=VERSION, following=after))
+        plans.append(msgspec.structs.replace(plans[-1], cutover_version=VERSION, next_layout=after))
         await preserve(peers["a"], rank=0, num_ready=1, among=peers)
         assert versions(peers["a"]) == [VERSION]
         assert versions(peers["d"]) == ([VERSION] if copied else [])
@@ -261,7 +261,7 @@ async def begin_layout(peers: dict[str, Peer], plans: list[Plan]) -> Peer:
     """A layout begins whose first step nobody has made. Returns: a, which has had a second to preserve its state."""
     a = peers["a"]
     assert a.state is not None
-    plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
+    plans.append(msgspec.structs.replace(plans[-1], not_started=True, restore_version=VERSION))
     a.copies.preserve(0, a.state, rank=0, num_ready=2)
     await asyncio.sleep(1.0)
     return a
@@ -274,7 +274,7 @@ def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: Run
         a = await begin_layout(peers, plans)
         await asyncio.sleep(5.0)
         assert (versions(a), versions(peers["c"])) == ([VERSION], [])
-        plans.append(msgspec.structs.replace(plans[-1], fresh=False))
+        plans.append(msgspec.structs.replace(plans[-1], not_started=False))
         await a.tasks.wait()
         await peers["c"].tasks.wait()
         assert versions(peers["c"]) == [VERSION]
@@ -293,11 +293,11 @@ def test_a_copy_that_is_under_way_when_a_layout_begins_goes_on_after_its_first_s
         assert a.state is not None
         a.copies.preserve(0, a.state, rank=0, num_ready=2)
         await a.tasks.wait()  # c has been asked to keep one, and asks for it
-        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=2 * VERSION))
+        plans.append(msgspec.structs.replace(plans[-1], not_started=True, restore_version=2 * VERSION))
         await asyncio.sleep(5.0)
         assert versions(peers["c"]) == []
         if ends == "a step is made":
-            plans.append(msgspec.structs.replace(plans[-1], fresh=False))
+            plans.append(msgspec.structs.replace(plans[-1], not_started=False))
         else:
             a.is_leaving = True
         await asyncio.sleep(0.6)

@@ -74,7 +74,7 @@ class Scene:
             on_failure=self.failures.append,
         )
 
-    def plan(self, *, follows: bool = True, era: int = 0, ends_at: int = 0) -> Plan:
+    def plan(self, *, follows: bool = True, era: int = 0, cutover_version: int = 0) -> Plan:
         layers = self.spec.model.num_layers
         me, holder = Member(PeerID(self.me), 1.0, 1.0), Member(PeerID(self.holder), 1.0, 1.0)
         return Plan(
@@ -86,13 +86,13 @@ class Scene:
             stages=(Stage(0, 1, (me,)), Stage(1, layers, (holder,))),
             era=era,
             restore_era=max(0, era - 1),
-            fresh=era > 0,
-            following=(Stage(0, layers, (me,)),) if follows else (),
-            ends_at=ends_at,
+            not_started=era > 0,
+            next_layout=(Stage(0, layers, (me,)),) if follows else (),
+            cutover_version=cutover_version,
         )
 
     def obey(self, plan: Plan) -> None:
-        self.server.trail.follow(plan)
+        self.server.gradient_log.follow(plan)
         self.ahead.follow(plan)
 
     def step(self, *, noted: bool = True) -> None:
@@ -105,10 +105,10 @@ class Scene:
                 layers[key] = step_layer(self.spec, key, layers[key], gradients[key], version) or layers[key]
         self.state = StageState(version=version + 1, layers=layers)
         if noted:
-            self.server.trail.note(0, version + 1, gradients)
+            self.server.gradient_log.note(0, version + 1, gradients)
 
     def came_out_alike(self, got: Any) -> bool:
-        return {key: layer.proof() for key, layer in got.items()} == dict(self.state.proofs())
+        return {key: layer.secure_digest() for key, layer in got.items()} == dict(self.state.proofs())
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_what_has_come_of_a_layer_on_its_way_is_told(play: Callable[..., None]) 
 
 def test_nothing_is_fetched_for_a_layout_that_ends_before_anything_has_been(play: Callable[..., None]) -> None:
     async def scene(s: Scene) -> None:
-        s.obey(s.plan(ends_at=2))
+        s.obey(s.plan(cutover_version=2))
         assert s.ahead.unfetched_bytes == 0, "nothing is wanted yet"
         await asyncio.sleep(STEP_S)
         assert await s.ahead.ended(0, 2, [s.holder]) == {}

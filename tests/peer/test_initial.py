@@ -104,7 +104,7 @@ def train(
             driver = await swarm.add(name)
             driver.server.initial = servers.get(name)
         prepare(swarm)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(steps)
         await swarm.close()
         return swarm
@@ -153,7 +153,7 @@ def test_who_goes_back_to_the_beginning_begins_with_the_same_weights(
             (await swarm.add(name)).server.initial = weights if name == "host" else None
         lives = []
         for era in range(2):
-            swarm.obey(stages, fresh=True, era=era, spares=("host",))
+            swarm.obey(stages, not_started=True, era=era, spares=("host",))
             await swarm.until_step(2)
             lives.append(swarm.losses[:2])
             swarm.commits.clear()
@@ -174,10 +174,10 @@ def test_a_host_that_was_away_when_the_plan_was_made_is_asked_when_it_is_back(
         swarm = make_swarm(spec, network=NETWORK)
         for name in ("a", "b", "c", "host"):
             (await swarm.add(name)).server.initial = weights if name == "host" else None
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await asyncio.sleep(10.0)
         assert weights.asked == []
-        swarm.obey(stages, fresh=True, spares=("host",))
+        swarm.obey(stages, not_started=True, spares=("host",))
         await swarm.until_step(1)
         await swarm.close()
 

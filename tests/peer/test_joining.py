@@ -35,7 +35,7 @@ class Scene:
     spec: RunSpec
     monkeypatch: pytest.MonkeyPatch
     may_begin: bool = True
-    mates: tuple[PeerID, ...] = (MATE,)
+    group_peers: tuple[PeerID, ...] = (MATE,)
     """Those that hold the state."""
     joining: tuple[PeerID, ...] = ()
     """Those that are about to fetch it too."""
@@ -58,7 +58,7 @@ class Scene:
     """Whom it asked for what its mates have committed meanwhile."""
     committed: int = 0
     """The version that its mates have reached, all of whose steps they give."""
-    light: Any = None
+    learner: Any = None
     """What it may be meanwhile."""
     has_state: bool = False
     """A state has come already, and the steps since have not."""
@@ -106,7 +106,7 @@ class Scene:
             if not self.fetched:
                 return plan
             spares = () if self.newcomer is None else (self.newcomer,)
-            return msgspec.structs.replace(plan, spares=spares, fresh=plan.fresh and not self.goes_on)
+            return msgspec.structs.replace(plan, spares=spares, not_started=plan.not_started and not self.goes_on)
 
         async def compute(kind: str, work: Any, *, flop: float) -> Any:
             return SimpleNamespace(value=work())
@@ -116,8 +116,8 @@ class Scene:
 
         class Core:
             me = ME
-            mates = (*self.mates, *self.joining)
-            holders = self.mates
+            group_peers = (*self.group_peers, *self.joining)
+            holders = self.group_peers
 
             @property
             def version(self) -> int:
@@ -140,13 +140,13 @@ class Scene:
         async def main() -> None:
             if self.has_state:
                 joining._runtime.load(initial_state(self.spec, keys, torch.device("cpu")))
-            await asyncio.wait_for(joining.run(plan, self.light), 60.0)
+            await asyncio.wait_for(joining.run(plan, self.learner), 60.0)
 
         run(main())
         return self.taken
 
 
-def plan(*, fresh: bool, restore_version: int = 0, restore_era: int = 0) -> Plan:
+def plan(*, not_started: bool, restore_version: int = 0, restore_era: int = 0) -> Plan:
     members = tuple(Member(peer, 1.0, 1.0) for peer in (ME, MATE))
     return Plan(
         run="run",
@@ -158,7 +158,7 @@ def plan(*, fresh: bool, restore_version: int = 0, restore_era: int = 0) -> Plan
         era=restore_era + 1,
         restore_version=restore_version,
         restore_era=restore_era,
-        fresh=fresh,
+        not_started=not_started,
     )
 
 
@@ -168,92 +168,92 @@ def scene(tiny_spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def test_the_first_era_begins_with_the_seed_and_asks_nobody(scene: Scene) -> None:
-    assert scene.join(plan(fresh=True)) == [0]
+    assert scene.join(plan(not_started=True)) == [0]
     assert scene.fetched == []
 
 
 def test_a_later_era_begins_with_the_snapshots_of_any_member_ourselves_first(scene: Scene) -> None:
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
     assert scene.fetched == [((ME, MATE, OTHER), 40, 2)]
 
 
 def test_snapshots_that_are_not_there_yet_are_waited_for(scene: Scene) -> None:
     scene.silent_for = 3
-    assert scene.join(plan(fresh=True, restore_version=40)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40)) == [40]
     assert len(scene.fetched) == 4
 
 
 def test_whoever_hears_of_a_layout_before_its_holders_asks_again_soon_and_then_more_rarely(scene: Scene) -> None:
     scene.silent_for = 6
-    scene.join(plan(fresh=True, restore_version=40))
+    scene.join(plan(not_started=True, restore_version=40))
     waited_s = [after_s - before_s for before_s, after_s in itertools.pairwise(scene.asked_s)]
     assert waited_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
 
 
 def test_in_an_era_under_way_the_state_is_the_mates(scene: Scene) -> None:
-    assert scene.join(plan(fresh=False, restore_version=40)) == [7]
+    assert scene.join(plan(not_started=False, restore_version=40)) == [7]
     assert scene.fetched == [((MATE,), -1, -1)]
 
 
 def test_who_comes_later_with_a_copy_is_asked_for_it(scene: Scene) -> None:
     scene.silent_for = 1
     scene.newcomer = NEWCOMER
-    assert scene.join(plan(fresh=True, restore_version=40)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40)) == [40]
     assert [holders for holders, _, _ in scene.fetched] == [(ME, MATE, OTHER), (ME, MATE, OTHER, NEWCOMER)]
 
 
 def test_who_comes_too_late_for_the_beginning_asks_its_mates(scene: Scene) -> None:
     scene.silent_for, scene.goes_on, scene.mates_version = 2, True, 41
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [41]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [41]
     assert scene.fetched == [((ME, MATE, OTHER), 40, 2), ((MATE,), -1, -1), ((MATE,), -1, -1)]
 
 
 def test_who_comes_by_the_beginning_late_replays_what_its_mates_have_committed_since(scene: Scene) -> None:
     scene.committed = 42
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
     assert scene.group_version == 42
 
 
 def test_who_begins_does_not_wait_for_mates_who_cannot_be_reached(scene: Scene) -> None:
     scene.unreachable = (MATE,)
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
 
 
 @pytest.mark.parametrize("restore_version", [0, 40])
 def test_who_has_begun_this_era_before_asks_its_mates(scene: Scene, restore_version: int) -> None:
     scene.may_begin = False
-    assert scene.join(plan(fresh=True, restore_version=restore_version)) == [7]
+    assert scene.join(plan(not_started=True, restore_version=restore_version)) == [7]
 
 
 def test_a_state_that_is_older_than_ours_is_not_taken(scene: Scene) -> None:
     scene.group_version = 9
-    assert scene.join(plan(fresh=False)) == []
+    assert scene.join(plan(not_started=False)) == []
 
 
 def test_those_who_join_together_replay_from_different_holders(scene: Scene) -> None:
     others = sorted(Identity.generate().peer_id for _ in range(3))
-    scene.mates, scene.joining = (MATE, OTHER), tuple(others)
-    scene.join(plan(fresh=False))
+    scene.group_peers, scene.joining = (MATE, OTHER), tuple(others)
+    scene.join(plan(not_started=False))
     expected = sorted([ME, *others]).index(ME) % 2
-    assert scene.replayed_from == [scene.mates[expected]]
+    assert scene.replayed_from == [scene.group_peers[expected]]
 
 
 def test_another_holder_is_asked_where_one_cannot_be_reached(scene: Scene) -> None:
-    scene.mates, scene.unreachable = (MATE, OTHER), (MATE,)
-    assert scene.join(plan(fresh=False)) == [7]
+    scene.group_peers, scene.unreachable = (MATE, OTHER), (MATE,)
+    assert scene.join(plan(not_started=False)) == [7]
     assert scene.replayed_from == [MATE, OTHER]
     assert len(scene.fetched) == 1
 
 
 def test_what_a_replica_carries_from_the_last_layout_it_does_not_ask_for(scene: Scene) -> None:
     scene.carries = ("embed", "layers.0")
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
     assert scene.fetched == []
 
 
 def test_a_replica_that_carries_a_part_asks_for_the_rest(scene: Scene) -> None:
     scene.carries = ("layers.0",)
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
     assert scene.fetched == [((ME, MATE, OTHER), 40, 2)]
     assert scene.wanted == [("embed",)]
 
@@ -276,19 +276,19 @@ class Light:
 
 @pytest.mark.parametrize("is_worth_it", [True, False])
 def test_the_mates_state_comes_to_a_light_member_or_at_once(scene: Scene, is_worth_it: bool) -> None:
-    scene.light = Light(scene, is_worth_it=is_worth_it)
-    assert scene.join(plan(fresh=False, restore_version=40)) == ([9] if is_worth_it else [7])
+    scene.learner = Light(scene, is_worth_it=is_worth_it)
+    assert scene.join(plan(not_started=False, restore_version=40)) == ([9] if is_worth_it else [7])
     assert len(scene.fetched) == (0 if is_worth_it else 1)
-    assert scene.light.num_begun == 1
+    assert scene.learner.num_begun == 1
 
 
 def test_who_has_a_state_and_lacks_steps_becomes_no_light_member(scene: Scene) -> None:
-    scene.light, scene.has_state = Light(scene, is_worth_it=True), True
-    assert scene.join(plan(fresh=False, restore_version=40)) == [7]
-    assert scene.light.num_begun == 0
+    scene.learner, scene.has_state = Light(scene, is_worth_it=True), True
+    assert scene.join(plan(not_started=False, restore_version=40)) == [7]
+    assert scene.learner.num_begun == 0
 
 
 def test_what_an_era_begins_with_is_fetched_whole(scene: Scene) -> None:
-    scene.light = Light(scene, is_worth_it=True)
-    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
-    assert scene.light.num_begun == 0
+    scene.learner = Light(scene, is_worth_it=True)
+    assert scene.join(plan(not_started=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.learner.num_begun == 0

@@ -11,7 +11,7 @@ from shoal.peer.neighbours import Neighbours
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Hello
+from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
@@ -20,8 +20,8 @@ from shoal.protocol.sim.world import SimPeer, World
 SILENCE_S = 30.0
 
 
-def hello(count: int, *, incarnation: int = 1, version: int = 0) -> Hello:
-    return Hello(
+def presence(count: int, *, incarnation: int = 1, version: int = 0) -> PresenceUpdate:
+    return PresenceUpdate(
         incarnation=incarnation, count=count, plan_sequence=1, stage=0, version=version, ready=True, is_open=True
     )
 
@@ -46,7 +46,7 @@ def ear(world: World, name: str) -> Ear:
     neighbours = Neighbours(
         endpoint=endpoint,
         clock=peer.clock,
-        own=lambda: hello(0),
+        own=lambda: presence(0),
         on_state=lambda source, said: told.append(("state", source, said.version)),
         on_reborn=lambda source, incarnation: told.append(("reborn", source, incarnation)),
         on_silence=lambda source: told.append(("silence", source, -1)),
@@ -70,14 +70,14 @@ def play(scene: Callable[[Ear, Ear], Coroutine[Any, Any, None]]) -> None:
     run(main())
 
 
-async def tell(speaker: Ear, listener: Ear, *words: Hello) -> None:
+async def tell(speaker: Ear, listener: Ear, *words: PresenceUpdate) -> None:
     for word in words:
-        await speaker.endpoint.ask(listener.peer.peer_id, word, Hello)
+        await speaker.endpoint.ask(listener.peer.peer_id, word, PresenceUpdate)
 
 
 def test_a_word_that_a_later_one_has_overtaken_changes_nothing() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
-        await tell(speaker, listener, hello(3, version=3), hello(2, version=2), hello(3, version=3))
+        await tell(speaker, listener, presence(3, version=3), presence(2, version=2), presence(3, version=3))
         assert listener.told == [("state", speaker.peer.peer_id, 3)]
         last = dict(listener.neighbours.words()).get(speaker.peer.peer_id)
         assert last is not None
@@ -89,7 +89,7 @@ def test_a_word_that_a_later_one_has_overtaken_changes_nothing() -> None:
 def test_a_new_incarnation_is_told_before_its_state_however_low_it_counts() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
         source = speaker.peer.peer_id
-        await tell(speaker, listener, hello(9, version=5), hello(1, incarnation=2, version=0))
+        await tell(speaker, listener, presence(9, version=5), presence(1, incarnation=2, version=0))
         assert listener.told == [("state", source, 5), ("reborn", source, 2), ("state", source, 0)]
 
     play(scene)
@@ -97,7 +97,7 @@ def test_a_new_incarnation_is_told_before_its_state_however_low_it_counts() -> N
 
 def test_the_first_word_of_anyone_is_no_rebirth_and_the_dead_are_not_heard() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
-        await tell(speaker, listener, hello(1, incarnation=7, version=1), hello(99, incarnation=6, version=9))
+        await tell(speaker, listener, presence(1, incarnation=7, version=1), presence(99, incarnation=6, version=9))
         assert listener.told == [("state", speaker.peer.peer_id, 1)]
 
     play(scene)
@@ -105,10 +105,10 @@ def test_the_first_word_of_anyone_is_no_rebirth_and_the_dead_are_not_heard() -> 
 
 def test_who_is_forgotten_begins_as_a_stranger() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
-        await tell(speaker, listener, hello(5, version=5))
+        await tell(speaker, listener, presence(5, version=5))
         listener.neighbours.forget(speaker.peer.peer_id)
         assert listener.neighbours.words() == []
-        await tell(speaker, listener, hello(1, incarnation=2, version=6))
+        await tell(speaker, listener, presence(1, incarnation=2, version=6))
         assert [kind for kind, _, _ in listener.told] == ["state", "state"]
 
     play(scene)
@@ -118,7 +118,7 @@ def test_each_of_our_words_has_a_higher_number_also_the_answers() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
         counts = []
         for count in range(3):
-            answer = await speaker.endpoint.ask(listener.peer.peer_id, hello(count + 1), Hello)
+            answer = await speaker.endpoint.ask(listener.peer.peer_id, presence(count + 1), PresenceUpdate)
             counts.append(answer.count)
         assert counts == sorted(set(counts))
 
@@ -131,7 +131,7 @@ def test_who_cannot_be_reached_is_silent_until_it_is_heard_or_long_enough_ago() 
         listener.neighbours.unreachable(source)
         assert listener.neighbours.silent == (source,)
         assert listener.told == [("silence", source, -1)]
-        await tell(speaker, listener, hello(1))
+        await tell(speaker, listener, presence(1))
         assert listener.neighbours.silent == ()
         listener.neighbours.unreachable(source)
         await asyncio.sleep(SILENCE_S - 1.0)
@@ -171,7 +171,7 @@ def test_a_newborn_hears_again_what_the_one_before_had_answered_to() -> None:
         there = [listener.peer.peer_id]
         speaker.neighbours.say_news(there)
         await speaker.neighbours.flush(10.0)
-        await tell(listener, speaker, hello(1, incarnation=2))
+        await tell(listener, speaker, presence(1, incarnation=2))
         await speaker.neighbours.flush(10.0)
         assert len(listener.told) == 2
         speaker.neighbours.forget(listener.peer.peer_id)
@@ -185,12 +185,12 @@ def test_a_newborn_hears_again_what_the_one_before_had_answered_to() -> None:
 def test_whom_no_plan_names_is_refused_and_forgotten_once_none_does() -> None:
     async def scene(listener: Ear, speaker: Ear) -> None:
         source = speaker.peer.peer_id
-        await tell(speaker, listener, hello(1))
+        await tell(speaker, listener, presence(1))
         listener.strangers.add(source)
         listener.neighbours.forget_strangers()
         assert listener.neighbours.words() == []
         with pytest.raises(Refused):
-            await tell(speaker, listener, hello(2))
+            await tell(speaker, listener, presence(2))
         assert listener.neighbours.words() == []
 
     play(scene)

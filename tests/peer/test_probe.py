@@ -174,12 +174,12 @@ def test_peers_behind_one_card_find_out_together_what_it_carries() -> None:
 
         async def measure(probe: LinkProbe) -> list[float]:
             links = [await probe.measure(port.peer_id) for port in afar]
-            mates = [port.peer_id for port in server[1:]]
+            group_peers = [port.peer_id for port in server[1:]]
             alone = await probe.measure_together(links)
             return [
                 alone,
-                await probe.measure_together(links, mates),
-                await probe.measure_together(links, mates),
+                await probe.measure_together(links, group_peers),
+                await probe.measure_together(links, group_peers),
                 await probe.measure_together(links, [afar[0].peer_id]),
             ]
 

@@ -96,7 +96,7 @@ def swarm_of(
         for name in [name for names in stages for name in names]:
             driver = await swarm.add(name, device_flop_per_s=2e8, keeps=keeps)
             driver.begin_with(models.get(name))
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(steps)
         await swarm.close()
         assert swarm.world.failures == []
@@ -263,10 +263,10 @@ def test_a_peer_that_had_the_head_of_a_tied_model_fetches_no_embedding(
         swarm, host = make_swarm(spec, network=NETWORK), Model(spec)
         for name in ("a", "b"):
             (await swarm.add(name, keeps=True)).begin_with(host if name == "a" else None)
-        swarm.obey([["a"], ["b"]], fresh=True)
+        swarm.obey([["a"], ["b"]], not_started=True)
         await swarm.until_step(2)
         assert EMBED not in host.asked or host.asked.count(EMBED) == 1, "only a has computed with it"
-        swarm.obey([["b"], ["a"]], fresh=True, era=1)
+        swarm.obey([["b"], ["a"]], not_started=True, era=1)
         await swarm.until_step(4)
         disk, folder = swarm.peer("b").disk, PurePosixPath(swarm.drivers["b"].replica._endpoint.run) / FOLDER
         assert disk.read(folder / f"{EMBED}.bin") == host.layer(EMBED).numpy().tobytes()
@@ -309,7 +309,7 @@ def test_a_base_on_disk_that_is_damaged_comes_again(make_swarm: Callable[..., An
         swarm = make_swarm(spec, network=NETWORK)
         for name in ("a", "b"):
             (await swarm.add(name, keeps=True)).begin_with(Model(spec) if name == "a" else None)
-        swarm.obey([["a"], ["b"]], fresh=True)
+        swarm.obey([["a"], ["b"]], not_started=True)
         await swarm.until_step(2)
         disk, folder = swarm.peer("b").disk, PurePosixPath(swarm.drivers["b"].replica._endpoint.run) / FOLDER
         assert disk.list(folder)
@@ -317,7 +317,7 @@ def test_a_base_on_disk_that_is_damaged_comes_again(make_swarm: Callable[..., An
             disk.write(folder / file, bytes(len(disk.read(folder / file))))
         swarm.world.crash(swarm.peer("b"))
         await swarm.add("b", keeps=True)
-        swarm.obey([["a"], ["b"]], fresh=True, era=1)
+        swarm.obey([["a"], ["b"]], not_started=True, era=1)
         await swarm.until_step(4)
         await swarm.close()
         assert swarm.world.failures == []
@@ -354,7 +354,7 @@ def test_members_may_multiply_in_bfloat16(make_swarm: Callable[..., Any], tiny_s
         swarm = make_swarm(spec, network=NETWORK)
         for name in ("a", "b", "c"):
             (await swarm.add(name, dtype=torch.bfloat16)).begin_with(Model(spec) if name == "b" else None)
-        swarm.obey([["a"], ["b"], ["c"]], fresh=True)
+        swarm.obey([["a"], ["b"], ["c"]], not_started=True)
         await swarm.until_step(6)
         await swarm.close()
         return swarm
@@ -375,7 +375,7 @@ def test_when_the_only_copy_of_the_model_is_gone_its_layers_are_still_there(
         for name in ("host", "b", "c", "spare"):
             driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
             driver.begin_with(Model(spec) if name == "host" else None)
-        swarm.obey([["host"], ["b"], ["c"]], fresh=True, spares=("spare",))
+        swarm.obey([["host"], ["b"], ["c"]], not_started=True, spares=("spare",))
         disk, folder = swarm.peer("spare").disk, PurePosixPath(swarm.drivers["spare"]._endpoint.run) / FOLDER
         await swarm.until_step(5)
         await swarm.until(lambda: {"embed.bin", "layers.0.bin", "layers.1.bin"} <= set(disk.list(folder)))
@@ -389,7 +389,7 @@ def test_when_the_only_copy_of_the_model_is_gone_its_layers_are_still_there(
         for reports in swarm.commits.values():
             for step in [step for step in reports if step >= version]:
                 del reports[step]
-        swarm.obey([["c"], ["spare"]], fresh=True, era=1, restore=version)
+        swarm.obey([["c"], ["spare"]], not_started=True, era=1, restore=version)
         await swarm.until_step(14)
         await swarm.close()
         assert swarm.world.failures == []

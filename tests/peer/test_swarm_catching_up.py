@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.peer.replica.events import SupplyStopped
+from shoal.peer.replica.events import QueueStopped
 from shoal.protocol.messages import ReducedRequest, ReducePart
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -27,7 +27,7 @@ def keep_from(pieces, peers, step):
 def open_anew(replica, step):
     """As a lead does whose round a late contribution has outgrown."""
     group = replica.core.group
-    assert group.is_lead
+    assert group.is_leader
     assert group.version == step
     group._rounds.void(step)
     for command in group._try_round(replica._s.clock.now_s()):
@@ -62,11 +62,11 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         names = ["0", "1", "2"]
         for name in names:
             await swarm.add(name)
-        swarm.obey([names], fresh=True)
+        swarm.obey([names], not_started=True)
         await swarm.until_step(1)
         slow = swarm.drivers["2"]
         replica = slow.replica
-        replica.handle(SupplyStopped())  # the others make all there is
+        replica.handle(QueueStopped())  # the others make all there is
         await swarm.until_step(2)
         device = replica.compute = Resting(replica.compute)
         ask = slow._endpoint.ask
@@ -105,7 +105,7 @@ def test_those_who_owe_each_other_a_later_attempt_get_the_step_from_those_who_ha
         names = sorted(swarm.drivers, key=lambda name: swarm.peer(name).peer_id)
         behind, ahead = names[:-num_ahead], names[-num_ahead:]
         replicas = {name: swarm.drivers[name] for name in names}
-        swarm.obey([names], fresh=True)
+        swarm.obey([names], not_started=True)
         await swarm.until_step(1)
         keep_from(replicas[ahead[0]].replica._pieces, {swarm.peer(name).peer_id for name in behind}, 1)
         await swarm.until(lambda: all(replicas[name].replica.version == 2 for name in ahead))

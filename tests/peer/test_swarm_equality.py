@@ -31,7 +31,7 @@ def losses_of(make_swarm, spec, stages, *, seed=0, steps=STEPS):
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=2e8)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(steps)
         await swarm.close()
         assert swarm.world.failures == []

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shoal.peer import light
-from shoal.peer.group.absent_light import STEPS_MAX
+from shoal.peer import learner
+from shoal.peer.group.absent_learners import STEPS_MAX
 from shoal.peer.handoff.server import TRAINED
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.messages import GatherPart, StateChunk, StateChunkRequest
@@ -40,7 +40,7 @@ def play(make_swarm, tiny_spec, scene, *, steps=STEPS, s_max=1, flop_per_s=1e6, 
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         for name in HOLDERS:
             await swarm.add(name, device_flop_per_s=flop_per_s)
-        swarm.obey([HOLDERS], fresh=True)
+        swarm.obey([HOLDERS], not_started=True)
         await swarm.until_step(1)
         await scene(swarm)
         await swarm.until_step(steps)
@@ -99,7 +99,7 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
     driver._endpoint.ask = noted
     for name in HOLDERS:
         swarm.drivers[name]._endpoint.send = sends(swarm.drivers[name]._endpoint.send)
-    swarm.obey(stages or [["e", *HOLDERS]], fresh=False)
+    swarm.obey(stages or [["e", *HOLDERS]], not_started=False)
     await swarm.until(lambda: driver.replica is not None)
     take = driver.replica._light._take
 
@@ -113,7 +113,7 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
 
 @pytest.fixture(autouse=True)
 def tiny_states_are_not_small(monkeypatch):
-    monkeypatch.setattr(light, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(learner, "_SMALL_BYTES", 0)
 
 
 @pytest.mark.sim
@@ -125,19 +125,19 @@ def test_a_newcomer_computes_with_its_mates_weights_until_its_state_is_theirs(ma
         found.seen = seen = await newcomer_comes(swarm)
         newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
         await swarm.until(lambda: newcomer.is_open)
-        assert (newcomer.is_ready, newcomer.is_light, newcomer.state) == (True, True, None)
+        assert (newcomer.is_ready, newcomer.is_learner, newcomer.state) == (True, True, None)
         assert not seen.driver.heartbeat().synced
         assert (seen.driver.heartbeat().light, mate_beats(swarm)) == ((0, 5), {None})
         found.told, found.progress = set(), []
         assert all(request.stored_era != TRAINED for request in seen.ranges), "weights come before anything else"
-        assert mate.core.group.lead != swarm.peer("e").peer_id, "who is light does not lead, whatever its rank"
+        assert mate.core.group.leader != swarm.peer("e").peer_id, "who is light does not lead, whatever its rank"
         found.light_from, found.num_parameters = newcomer.version, newcomer.runtime.num_parameters
 
         def is_whole():
             found.told.add(seen.driver.heartbeat().light)
             if newcomer.joining.progress is not None:
                 found.progress.append(replace(newcomer.joining.progress))
-            return not newcomer.is_light
+            return not newcomer.is_learner
 
         await swarm.until(is_whole)
         found.whole_at = newcomer.version
@@ -173,11 +173,11 @@ def test_what_a_light_member_had_contributed_runs_again_and_counts_once_when_it_
         seen = await newcomer_comes(swarm)
         newcomer = seen.driver.replica
         group = swarm.drivers["b"].replica.core.group
-        await swarm.until(lambda: newcomer.is_light and newcomer.core.group.owes)
-        assert swarm.peer("e").peer_id in group.ready_mates
+        await swarm.until(lambda: newcomer.is_learner and newcomer.core.group.owes)
+        assert swarm.peer("e").peer_id in group.ready_members
         swarm.world.crash(swarm.peer("e"))
         del swarm.drivers["e"]
-        swarm.obey([HOLDERS], fresh=False)
+        swarm.obey([HOLDERS], not_started=False)
 
     swarm = play(make_swarm, tiny_spec, scene, steps=8)
     commits = [swarm.commits[0][step] for step in range(8)]
@@ -194,7 +194,7 @@ def test_a_layer_that_is_not_what_holders_have_signed_comes_again_before_its_hol
         await swarm.until(lambda: newcomer._light is not None and "embed" in newcomer._light._gathered)
         gathered = newcomer._light._gathered["embed"]
         gathered.layer.moment1_N[0] += 1e-3  # as a holder's lie, or a bit that has tipped over
-        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: not newcomer.is_learner)
         await swarm.until(lambda: newcomer.version == mate.version)
         assert newcomer.state.digest() == mate.state.digest()
         found.ranges = [r.layer for r in seen.ranges if r.stored_era == TRAINED]
@@ -221,8 +221,8 @@ def test_a_layer_whose_holders_were_out_of_reach_half_way_goes_on_where_it_was(m
             return is_half_way
 
         seen.is_lost = is_lost
-        await swarm.until(lambda: newcomer.is_light)
-        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: newcomer.is_learner)
+        await swarm.until(lambda: not newcomer.is_learner)
         assert len(lost) == 5
         await swarm.until(lambda: newcomer.version == mate.version)
         assert newcomer.state.digest() == mate.state.digest()
@@ -249,13 +249,13 @@ def test_layers_that_are_here_when_a_light_member_ends_do_not_come_again(make_sw
         await swarm.peer("e").spawn(seen.driver.close())
         swarm.world.crash(swarm.peer("e"))
         del swarm.drivers["e"]
-        swarm.obey([HOLDERS], fresh=False)
+        swarm.obey([HOLDERS], not_started=False)
         await asyncio.sleep(away_s)
         again = await newcomer_comes(swarm, keeps=True)
         newcomer = again.driver.replica
-        await swarm.until(lambda: newcomer.is_light)
+        await swarm.until(lambda: newcomer.is_learner)
         found.missed = mate.version - ended_at
-        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: not newcomer.is_learner)
         await swarm.until(lambda: newcomer.state and mate.state and newcomer.state.version == mate.state.version)
         assert newcomer.state.digest() == mate.state.digest()
         found.came = [r.layer for r in again.ranges if r.stored_era == TRAINED]
@@ -287,7 +287,7 @@ def test_a_member_that_missed_a_round_gets_its_gradient_or_the_layers_again_and_
                 send([out for out in outgoing if not (is_lost and out.target == me)], start, kind)
 
             pieces.send = to_others
-        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: not newcomer.is_learner)
         await swarm.until(lambda: newcomer.version == mate.version)
         assert newcomer.state.digest() == mate.state.digest()
 
@@ -302,11 +302,11 @@ def test_who_gains_nothing_by_it_is_never_light(make_swarm, tiny_spec, monkeypat
     async def scene(swarm):
         await swarm.add("e", device_flop_per_s=1e6)
         slow_down(swarm, "e", rate=rate)
-        swarm.obey([["e", *HOLDERS]], fresh=False)
+        swarm.obey([["e", *HOLDERS]], not_started=False)
         driver = swarm.drivers["e"]
 
         def is_there():
-            seen_light.append(driver.replica is not None and driver.replica.is_light)
+            seen_light.append(driver.replica is not None and driver.replica.is_learner)
             return driver.heartbeat().synced
 
         await swarm.until(is_there)
@@ -331,7 +331,7 @@ def test_who_is_too_far_behind_takes_no_traffic_until_its_weights_are_fresh_agai
         newcomer._handing_back.soon = counted
 
         def is_over():
-            if newcomer.is_light:
+            if newcomer.is_learner:
                 if newcomer.core.is_lagging:
                     found.waiting.append(newcomer.core.pipeline.num_waiting)
                 lag = mate.version - newcomer.version

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.peer.replica.flow import AdaptiveTraffic
-from shoal.protocol.messages import Hello
+from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -26,7 +26,7 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=4e7)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(3)
 
         newcomers = ["0.2", "1.2", "2.2"]
@@ -34,7 +34,7 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
         for stage, name in enumerate(newcomers):
             await swarm.add(name, device_flop_per_s=4e7)
             stages[stage].append(name)
-        swarm.obey(stages, fresh=False)
+        swarm.obey(stages, not_started=False)
         await swarm.until(lambda: all(swarm.drivers[name].heartbeat().forward_s > 0 for name in newcomers))
         assert swarm.world.now_s() - joined_s < 20.0
 
@@ -43,7 +43,7 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
         for name in leavers:
             stages[int(name[0])].remove(name)
         await asyncio.sleep(0.2)
-        swarm.obey(stages, fresh=False)
+        swarm.obey(stages, not_started=False)
         assert all([await goodbye for goodbye in goodbyes])
         for name in leavers:
             await swarm.peer(name).spawn(swarm.drivers.pop(name).close())
@@ -75,7 +75,8 @@ def test_a_run_begins_though_activations_overtake_their_senders_hello(make_swarm
     async def main():
         swarm = make_swarm(tiny_spec, network=uniform(latency_s=0.01, rate_bytes_per_s=1e7))
         first = await swarm.add("0.0")
-        await swarm.add("1.0", device_flop_per_s=4e6)  # what has overtaken the Hello is still here when that comes
+        # what has overtaken the PresenceUpdate is still here when that comes
+        await swarm.add("1.0", device_flop_per_s=4e6)
         take_place, ask = first._take_place, first._endpoint.ask
 
         async def later(*arguments):
@@ -83,13 +84,13 @@ def test_a_run_begins_though_activations_overtake_their_senders_hello(make_swarm
             await take_place(*arguments)
 
         async def slow(peer, message, *arguments, **options):
-            if isinstance(message, Hello):
+            if isinstance(message, PresenceUpdate):
                 await asyncio.sleep(0.5)
             return await ask(peer, message, *arguments, **options)
 
         monkeypatch.setattr(first, "_take_place", later)
         monkeypatch.setattr(first._endpoint, "ask", slow)
-        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        swarm.obey([["0.0"], ["1.0"]], not_started=True)
         await swarm.until(lambda: len(swarm.commits.get(1, {})) > 2, timeout_s=60.0)
         await swarm.close()
         assert swarm.world.failures == []
@@ -118,7 +119,7 @@ def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_sp
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
 
         async def obey(*stages):
-            swarm.obey([stage.split() for stage in stages], fresh=swarm.plan is None)
+            swarm.obey([stage.split() for stage in stages], not_started=swarm.plan is None)
             await asyncio.sleep(0.1)  # some are on their way into a plan when the next one comes
 
         for name, speed in speeds.items():
@@ -187,10 +188,10 @@ def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec, num_
         swarm = make_swarm(spec, network=uniform(latency_s=0.02, rate_bytes_per_s=1e6))
         for name in ("a", "b"):
             await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey([["a"], ["b"]], fresh=True)
+        swarm.obey([["a"], ["b"]], not_started=True)
         await swarm.until_step(4)
         await swarm.add("c", device_flop_per_s=1e8)
-        swarm.obey([["a"], ["b", "c"]], fresh=False)
+        swarm.obey([["a"], ["b", "c"]], not_started=False)
         await swarm.until_step(12)
         states = [swarm.drivers[name].replica.runtime.state for name in ("b", "c")]
         await swarm.close()
@@ -216,7 +217,7 @@ def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, 
         swarm = make_swarm(spec, network=uniform(latency_s=0.01))
         for name in ("a", "b"):
             await swarm.add(name, device_flop_per_s=1e9, disk=LiveDisk(tmp_path / name))
-        swarm.obey([["a", "b"]], fresh=True)
+        swarm.obey([["a", "b"]], not_started=True)
         await swarm.until_step(3)
         state = swarm.drivers["a"].replica.runtime.state
         await swarm.close()

@@ -30,14 +30,14 @@ def test_who_leaves_a_stage_keeps_nothing_of_it(make_swarm, tiny_spec, name, goe
         for names in stages:
             for peer in names:
                 await swarm.add(peer, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(3)
         driver = swarm.drivers[name]
         left = replica_of(driver)
         stages[0].remove(name)
         if goes_to == "1":
             stages[1].append(name)
-        swarm.obey(stages, fresh=False, spares=(name,) if goes_to == "spare" else ())
+        swarm.obey(stages, not_started=False, spares=(name,) if goes_to == "spare" else ())
         where = 1 if goes_to == "1" else None
         await swarm.until(lambda: (driver.replica.stage if driver.replica else None) == where)
         await asyncio.sleep(10.0)  # what was claimed of it is answered by then

@@ -49,7 +49,7 @@ async def swarm_of(make_swarm, spec):
     for names in STAGES:
         for name in names:
             await swarm.add(name, device_flop_per_s=1e9)
-    swarm.obey(STAGES, fresh=True)
+    swarm.obey(STAGES, not_started=True)
     await swarm.until(lambda: all(driver.replica and driver.replica.is_ready for driver in swarm.drivers.values()))
     return swarm
 
@@ -103,7 +103,7 @@ def test_who_has_no_memory_hands_its_microbatches_to_its_mate_and_asks_for_less(
         tried = refusing.calls
         assert min(other.replica.version for other in swarm.drivers.values()) < STEPS, "the run is over"
         stages = [[other for other in names if other != name] for names in STAGES]
-        swarm.obey(stages, fresh=False, spares=(name,))
+        swarm.obey(stages, not_started=False, spares=(name,))
         await swarm.until_step(STEPS)
         await swarm.until(lambda: driver.replica is None)
         assert kind == "step" or refusing.calls == tried, "nothing is tried while it waits for the plan"

@@ -40,7 +40,7 @@ def played(make_swarm, spec, dtypes, *, experts=None):
         for names in stages:
             for name, dtype in zip(names, dtypes, strict=True):
                 await swarm.add(name, dtype=dtype)
-        swarm.obey(stages, fresh=True, experts=experts and [[names] * spec.model.num_experts for names in stages])
+        swarm.obey(stages, not_started=True, experts=experts and [[names] * spec.model.num_experts for names in stages])
         await asyncio.wait_for(swarm.until_step(STEPS), 600)
         await swarm.close()
         return swarm

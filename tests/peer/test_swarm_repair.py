@@ -76,29 +76,29 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(3)
         for name in stages[0]:
             replica = swarm.drivers[name].replica
             counted(name, replica.core)
-            if mates_refuse and not replica.core.group.is_lead:
+            if mates_refuse and not replica.core.group.is_leader:
                 swarm.drivers[name]._endpoint.on(Again, refuses)
         dying = swarm.drivers["1.1"].replica.core.group
         await swarm.until(lambda: dying._tallies.tally(dying.version, dying.me).indices.bit_count() >= 5)
-        lead = next(name for name in stages[0] if swarm.drivers[name].replica.core.group.is_lead)
+        leader = next(name for name in stages[0] if swarm.drivers[name].replica.core.group.is_leader)
         swarm.world.crash(swarm.peer("1.1"))
         del swarm.drivers["1.1"]
         stages[1].remove("1.1")
         await asyncio.sleep(1.0)
-        swarm.obey(stages, fresh=False)
+        swarm.obey(stages, not_started=False)
         await swarm.until_step(6)
         await swarm.close()
-        return swarm, lead
+        return swarm, leader
 
-    swarm, lead = run(main())
+    swarm, leader = run(main())
     assert again.total() >= 3
     if mates_refuse:
-        assert again[lead] == again.total()
+        assert again[leader] == again.total()
     else:
         assert max(again.values()) == math.ceil(again.total() / 3), again
     single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=6)]
@@ -117,17 +117,17 @@ def test_nothing_is_granted_to_the_open_claim_of_a_mate_that_is_lost(make_swarm,
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         for name in ("0.0", "0.1", "1.0"):
             await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(3)
         replicas = {name: swarm.drivers[name].replica for name in stages[0]}
-        lead = next(name for name in stages[0] if replicas[name].core.group.is_lead)
-        mate = next(name for name in stages[0] if name != lead)
-        supply = replicas[lead].core._supply
-        await swarm.until(lambda: swarm.peer(mate).peer_id in supply.open_claims)
+        leader = next(name for name in stages[0] if replicas[name].core.group.is_leader)
+        mate = next(name for name in stages[0] if name != leader)
+        queue = replicas[leader].core._queue
+        await swarm.until(lambda: swarm.peer(mate).peer_id in queue.open_claims)
         swarm.world.pause(swarm.peer(mate))
         del swarm.drivers[mate]
-        swarm.obey([[lead], ["1.0"]], fresh=False)
-        step, began_s = replicas[lead].version, swarm.world.now_s()
+        swarm.obey([[leader], ["1.0"]], not_started=False)
+        step, began_s = replicas[leader].version, swarm.world.now_s()
         await swarm.until_step(step + 2)
         took_s = swarm.world.now_s() - began_s
         await swarm.close()

@@ -31,7 +31,7 @@ async def begin(make_swarm, spec, seed):
     for names in stages:
         for name in names:
             await swarm.add(name, device_flop_per_s=1e8, keeps=True)
-    swarm.obey(stages, fresh=True)
+    swarm.obey(stages, not_started=True)
     return swarm, stages
 
 
@@ -68,7 +68,7 @@ def test_a_stage_that_died_whole_comes_back_from_snapshots_outside_it(make_swarm
             for step in [s for s in reports if s >= version]:
                 del reports[step]
         began_s = swarm.world.now_s()
-        swarm.obey(stages, fresh=True, era=1, restore=version)
+        swarm.obey(stages, not_started=True, era=1, restore=version)
         await swarm.until_step(version + 1)
         assert swarm.world.now_s() - began_s < 10.0
         await swarm.until_step(STEPS)
@@ -96,7 +96,7 @@ def test_a_peer_that_is_back_before_anyone_missed_it_begins_anew(make_swarm, tin
         await asyncio.sleep(1.0)
         driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
         assert driver.heartbeat().holdings, "what it had on disk is still there"
-        swarm.obey([[f"{k}.{r}" for r in range(2)] for k in range(3)], fresh=False, unless=tuple(swarm.drivers))
+        swarm.obey([[f"{k}.{r}" for r in range(2)] for k in range(3)], not_started=False, unless=tuple(swarm.drivers))
         swarm.tell(name, driver)
         await swarm.until_step(STEPS)
         assert driver.replica is not None
@@ -120,10 +120,10 @@ def test_who_begins_an_era_again_beside_mates_that_have_gone_on_is_put_right(mak
         await swarm.until(lambda: all(d.replica and d.replica.is_ready for d in swarm.drivers.values()))
         assert not swarm.commits
         kill(swarm, name)
-        swarm.obey([[other for other in names if other != name] for names in stages], fresh=True)
+        swarm.obey([[other for other in names if other != name] for names in stages], not_started=True)
         await swarm.until_step(6)
         driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until(lambda: driver.replica is not None and driver.replica.is_ready)
         assert driver.replica.version == 0
         await swarm.until_step(STEPS)
@@ -145,15 +145,15 @@ def test_who_slept_through_the_plans_that_dropped_it_and_took_it_back_fetches_th
         swarm, stages = await begin(make_swarm, spec, 1)
         sleeper = swarm.drivers["1.1"]
         await swarm.until_step(4)
-        tenure = sleeper.replica
+        membership = sleeper.replica
         swarm.world.pause(swarm.peer("1.1"))
         await asyncio.sleep(3.0)
-        swarm.obey([stages[0], ["1.0"], stages[2]], fresh=False, unless=("1.1",))
+        swarm.obey([stages[0], ["1.0"], stages[2]], not_started=False, unless=("1.1",))
         await swarm.until_step(8)
-        swarm.obey(whole, fresh=False)  # told now, heard when it wakes
+        swarm.obey(whole, not_started=False)  # told now, heard when it wakes
         swarm.world.resume(swarm.peer("1.1"))
         await swarm.until_step(STEPS)
-        assert sleeper.replica is not tenure
+        assert sleeper.replica is not membership
         digests = {swarm.drivers[name].replica.state.digest() for name in ("1.0", "1.1")}
         assert len(digests) == 1
         await swarm.close()

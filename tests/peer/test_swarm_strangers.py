@@ -10,7 +10,7 @@ import torch
 from shoal.peer.data.labels import Labels
 from shoal.peer.group import reductions
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.peer.replica.supply import Supply
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import (
     Activation,
@@ -21,9 +21,9 @@ from shoal.protocol.messages import (
     Gradient,
     Grant,
     Halt,
-    HandBack,
-    Hello,
+    PresenceUpdate,
     Progress,
+    Reject,
     Repair,
     RoundMember,
     RoundStart,
@@ -50,7 +50,7 @@ def play(make_swarm, tiny_spec, scene, *, steps=6):
         for names in [*STAGES, ["stranger"]]:
             for name in names:
                 await swarm.add(name)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(1)
         await scene(swarm)
         began_s = swarm.world.now_s()
@@ -72,7 +72,7 @@ async def is_refused(swarm, source, target, message):
 @pytest.mark.parametrize("step", [-1, 6, 2**62])
 def test_a_repair_of_a_step_that_the_run_has_not_is_refused(make_swarm, tiny_spec, step):
     async def scene(swarm):
-        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_leader]
         await is_refused(swarm, "stranger", leads[0], Repair(step=step, indices=b"\x01"))
 
     play(make_swarm, tiny_spec, scene)
@@ -82,12 +82,12 @@ def test_a_repair_of_a_step_that_the_run_has_not_is_refused(make_swarm, tiny_spe
 def test_only_the_lead_says_what_runs_again(make_swarm, tiny_spec):
     async def scene(swarm):
         first = swarm.drivers[STAGES[0][0]].replica.core.group
-        lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
+        leader, mate = STAGES[0] if first.is_leader else STAGES[0][::-1]
         step = swarm.drivers[mate].replica.version
-        for source, target in (("stranger", mate), ("stranger", lead), (mate, lead), ("1.1", mate)):
+        for source, target in (("stranger", mate), ("stranger", leader), (mate, leader), ("1.1", mate)):
             await is_refused(swarm, source, target, Again(items=((step, 0),)))
         for item in ((step, 2**40), (step, -1), (900, 0)):
-            await is_refused(swarm, lead, mate, Again(items=(item,)))
+            await is_refused(swarm, leader, mate, Again(items=(item,)))
 
     play(make_swarm, tiny_spec, scene, steps=1000)
 
@@ -124,8 +124,8 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
 
     async def scene(swarm):
         first = swarm.drivers[STAGES[0][0]].replica.core.group
-        lead, mate = STAGES[0] if first.is_lead else STAGES[0][::-1]
-        honest = swarm.drivers[lead].replica._on_claim
+        leader, mate = STAGES[0] if first.is_leader else STAGES[0][::-1]
+        honest = swarm.drivers[leader].replica._on_claim
 
         async def lies_once(source, message):
             if source == swarm.peer(mate).peer_id:
@@ -134,7 +134,7 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
                     return Grant(items=(item,))
             return await honest(source, message)
 
-        swarm.drivers[lead]._endpoint.on(Claim, lies_once)
+        swarm.drivers[leader]._endpoint.on(Claim, lies_once)
         await swarm.until(lambda: len(granted) > 1)
 
     play(make_swarm, tiny_spec, scene)
@@ -142,15 +142,15 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
 
 @pytest.mark.sim
 def test_a_bug_in_the_supply_is_heard(make_swarm, tiny_spec, monkeypatch):
-    def broken(supply, grant, now_s):
+    def broken(queue, grant, now_s):
         raise RuntimeError("a bug")
 
     async def main():
         swarm = make_swarm(tiny_spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         driver = await swarm.add("0.0", device_flop_per_s=1e8)
-        swarm.obey([["0.0"]], fresh=True)
+        swarm.obey([["0.0"]], not_started=True)
         await swarm.until_step(1)
-        monkeypatch.setattr(Supply, "_take_grant", broken)
+        monkeypatch.setattr(MicrobatchQueue, "_take_grant", broken)
         async with asyncio.timeout(60.0):
             with pytest.raises(RuntimeError, match="a bug"):
                 await driver.failure
@@ -162,11 +162,13 @@ def test_a_bug_in_the_supply_is_heard(make_swarm, tiny_spec, monkeypatch):
 @pytest.mark.sim
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_swarm, tiny_spec, group):
-    hello = Hello(incarnation=1, plan_sequence=1, stage=group, version=1, ready=True, is_open=False, draining=True)
+    presence = PresenceUpdate(
+        incarnation=1, plan_sequence=1, stage=group, version=1, ready=True, is_open=False, draining=True
+    )
 
     async def scene(swarm):
         for name in STAGES[group]:
-            await is_refused(swarm, "stranger", name, hello)
+            await is_refused(swarm, "stranger", name, presence)
             core = swarm.drivers[name].replica.core.group
             assert swarm.peer("stranger").peer_id not in core.holders
             assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name]._neighbours.words())
@@ -244,7 +246,9 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
             for microbatch in list(target.core.pipeline._flights):
                 await swarm.peer("stranger").spawn(forge(microbatch))
             await asyncio.sleep(0.01)
-            kept = (cargo.gradient for cargo in target.hold._cargo.values() if cargo.gradient is not None)
+            kept = (
+                payloads.gradient for payloads in target.activations._payloads.values() if payloads.gradient is not None
+            )
             found.extend(gradient for gradient in kept if bytes(gradient) == payload)
 
     play(make_swarm, tiny_spec, scene, steps=60)
@@ -258,16 +262,16 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
         Claim(count=5),
         Halt(at_once=True),
         Repair(step=2, indices=b"\x01"),
-        HandBack(stage=0, items=((2, 0, False),)),
+        Reject(stage=0, items=((2, 0, False),)),
         ValidationResult(step=2, index=0, loss=0.0),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tiny_spec, message):
     async def scene(swarm):
-        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_leader]
         await is_refused(swarm, "stranger", leads[0], message)
-        assert swarm.drivers[leads[0]].replica.core._supply.halts == ()
+        assert swarm.drivers[leads[0]].replica.core._queue.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 
@@ -276,10 +280,10 @@ def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tin
 @pytest.mark.parametrize("message", [Halt(at_once=True), Save(version=2)], ids=lambda message: type(message).__name__)
 def test_nobody_stands_still_or_saves_for_a_neighbour_that_has_said_that_it_stays(make_swarm, tiny_spec, message):
     async def scene(swarm):
-        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_leader]
         for source in {*STAGES[0], *STAGES[1]}.difference(leads):
             await is_refused(swarm, source, leads[0], message)
-        assert swarm.drivers[leads[0]].replica.core._supply.halts == ()
+        assert swarm.drivers[leads[0]].replica.core._queue.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 
@@ -296,7 +300,7 @@ def test_what_a_stranger_says_it_has_made_is_still_handed_out(make_swarm, tiny_s
                 stage=0,
                 step=step,
                 indices=made,
-                lead="",
+                leader="",
                 claimed=made,
                 loss_sum=0.0,
                 staleness_sum=0,

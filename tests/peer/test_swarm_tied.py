@@ -29,7 +29,7 @@ def swarm_of(make_swarm, spec, stages):
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         for name in itertools.chain(*stages):
             await swarm.add(name, device_flop_per_s=2e8)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(spec.training.steps)
         await swarm.close()
         assert swarm.world.failures == []

@@ -30,7 +30,7 @@ def busy(make_swarm, spec, *, s_max, from_step, to_step, seed=0):
             for name in names:
                 # Of a run this small no more than a few microbatches are ever seen: control would not run ahead.
                 await swarm.add(name, device_flop_per_s=4e7, traffic=AdaptiveTraffic(controlled=False))
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(from_step)
         started_s = swarm.world.now_s()
         await swarm.until_step(to_step)
@@ -79,7 +79,7 @@ def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=4e7, traffic=traffic)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(from_step)
         started_s = swarm.world.now_s()
         await swarm.until_step(to_step)
@@ -112,7 +112,7 @@ def test_replicas_of_one_stage_run_ahead_alike(make_swarm, tiny_spec):
         )
         for name, price in (("0.0", 0.6), ("0.1", 9.0), ("1.0", 0.6)):
             await swarm.add(name, device_flop_per_s=4e7, traffic=Priced(price=price))
-        swarm.obey([["0.0", "0.1"], ["1.0"]], fresh=True)
+        swarm.obey([["0.0", "0.1"], ["1.0"]], not_started=True)
         await swarm.until_step(5)
         controls = [swarm.drivers[name].replica.core.pipeline.control for name in ("0.0", "0.1")]
         own = [(control.choice.steps_ahead, control.choice.gain) for control in controls]
@@ -152,7 +152,7 @@ def test_a_reduction_of_minutes_is_sent_once(make_swarm, tiny_spec):
         )
         for name in ("a", "b"):
             await swarm.add(name, device_flop_per_s=1e9)
-        swarm.obey([["a", "b"]], fresh=True)
+        swarm.obey([["a", "b"]], not_started=True)
         await swarm.until_step(2)
         started_s = swarm.world.now_s()
         await swarm.until_step(4)

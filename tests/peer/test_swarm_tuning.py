@@ -42,7 +42,7 @@ def swarm_of(make_swarm, spec, stages):
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=2e9)
-        swarm.obey(stages, fresh=True)
+        swarm.obey(stages, not_started=True)
         await swarm.until_step(STEPS)
         await swarm.close()
         assert swarm.world.failures == []

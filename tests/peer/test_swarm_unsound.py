@@ -54,7 +54,7 @@ def test_the_honest_one_of_two_learns_on_and_names_the_liar(make_swarm, tiny_spe
         swarm = make_swarm(spec, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
         for name in ("0.0", "0.1"):
             await swarm.add(name)
-        swarm.obey([["0.0", "0.1"]], fresh=True)
+        swarm.obey([["0.0", "0.1"]], not_started=True)
         await swarm.until_step(1)
         before = swarm.drivers[honest].replica.state.layers["head"].param_N.clone()
         lie(swarm.drivers[liar], KINDS[what], value)
@@ -86,7 +86,7 @@ def test_who_alone_gets_no_mean_of_a_mate_has_it_from_another(make_swarm, tiny_s
         swarm = make_swarm(spec, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
         for name in ("0.0", "0.1", "0.2"):
             await swarm.add(name)
-        swarm.obey([["0.0", "0.1", "0.2"]], fresh=True)
+        swarm.obey([["0.0", "0.1", "0.2"]], not_started=True)
         await swarm.until_step(1)
         victim = swarm.drivers["0.1"]
         lie(swarm.drivers[liar], (GatherPart,), torch.nan, to=swarm.peer("0.1").peer_id)

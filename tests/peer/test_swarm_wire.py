@@ -9,7 +9,7 @@ from cuts import cuts
 from kills import killed
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.replica.commit import Commit
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.single_process import train
 from shoal.protocol.wire_format import Formats, tensor_bytes
 
@@ -130,8 +130,8 @@ def test_each_cut_and_stage_has_the_format_that_the_plan_gives_it_and_one_change
 
     for name in ("forward", "loss", "backward"):
         seen(name)
-    hold_to = Commit._hold_to
-    monkeypatch.setattr(Commit, "_hold_to", reduces)
+    hold_to = GroupCore._hold_to
+    monkeypatch.setattr(GroupCore, "_hold_to", reduces)
     swarm = killed(make_swarm, spec, KILLS, seed=1, formats=said)
 
     numel = spec.training.microbatch_size * spec.model.context * spec.model.dim

@@ -25,7 +25,7 @@ def play(make_swarm, tiny_spec, scene, *, holders=HOLDERS, experts=0, steps=14):
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         for name in ["a", *holders]:
             await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey([["a"], holders], fresh=True)
+        swarm.obey([["a"], holders], not_started=True)
         await swarm.until_step(2)
         await scene(swarm)
         await swarm.until_step(steps)
@@ -63,7 +63,7 @@ def lie(swarm, name, *, ahead, sign=True):
 
 async def joined(swarm, name, stages, **how):
     await swarm.add(name, device_flop_per_s=1e8)
-    swarm.obey(stages, fresh=False, **how)
+    swarm.obey(stages, not_started=False, **how)
     await swarm.until(lambda: swarm.drivers[name].heartbeat().synced, timeout_s=60.0)
 
 
@@ -88,7 +88,7 @@ def test_the_only_holder_is_believed_and_two_newcomers_do_not_wait_for_each_othe
         for name in ("e", "f"):
             await swarm.add(name, device_flop_per_s=1e8)
         began_s = swarm.world.now_s()
-        swarm.obey([["a"], ["b", "e", "f"]], fresh=False)
+        swarm.obey([["a"], ["b", "e", "f"]], not_started=False)
         await swarm.until(lambda: all(swarm.drivers[name].heartbeat().synced for name in "ef"), timeout_s=60.0)
         assert swarm.world.now_s() - began_s < 5.0
 

@@ -170,7 +170,7 @@ def test_an_expired_invite_reads_nothing_while_a_member_of_the_plan_goes_on() ->
         )
         for kind in (m.StatusRequest, m.ChainRequest, m.Ping):
             owner.on(kind, done)
-        asked = (m.StatusRequest(), m.ChainRequest(after="", reign=0), m.Ping())
+        asked = (m.StatusRequest(), m.ChainRequest(after="", override_epoch=0), m.Ping())
         for name in ("ana", "ben"):
             for message in asked:
                 await peers[name].ask(owner.peer_id, message, m.Done)

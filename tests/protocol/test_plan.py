@@ -31,7 +31,7 @@ MEMBER, OTHER_MEMBER = (Member(peer=peer.peer_id, share=1.0, bandwidth=1.0) for 
 
 
 def mandate_of(signer: Identity, *, run: str = RUN, **says: object) -> bytes:
-    usual = {"reign": 1, "term": 7, "coordinator": COORDINATOR.peer_id, "previous": ""}
+    usual = {"override_epoch": 1, "term": 7, "coordinator": COORDINATOR.peer_id, "previous": ""}
     return sign_mandate(signer, Mandate(**(usual | says)), run=run)  # type: ignore[arg-type]
 
 
@@ -45,7 +45,8 @@ def plan_by(identity: Identity, **fields: object) -> Plan:
         "coordinator": identity.peer_id,
         "stages": (Stage(first_layer=0, last_layer=2, members=(member,)),),
     }
-    return msgspec.convert(usual | fields, Plan)
+    encoded = {field.name: field.encode_name for field in msgspec.structs.fields(Plan)}
+    return msgspec.convert({encoded.get(name, name): value for name, value in (usual | fields).items()}, Plan)
 
 
 def opened(plan: Plan, signer: Identity = COORDINATOR) -> Plan:
@@ -70,7 +71,7 @@ def test_a_mandated_plan_comes_back_too() -> None:
     mandate = mandate_of(OWNER)
     opened_one = open_mandate(mandate, run=RUN, owner=OWNER.peer_id, source=OTHER.peer_id)
     assert (opened_one.term, opened_one.coordinator) == (7, COORDINATOR.peer_id)
-    plan = plan_by(COORDINATOR, mandate=mandate, reign=1)
+    plan = plan_by(COORDINATOR, mandate=mandate, override_epoch=1)
     assert opened(plan) == plan
 
 
@@ -82,10 +83,10 @@ def test_a_mandated_plan_comes_back_too() -> None:
         (mandate_of(OWNER, run="another"), "speaks for run 'another'"),
         (mandate_of(OWNER, term=6), "mandate for another"),
         (mandate_of(OWNER, coordinator=OTHER.peer_id), "mandate for another"),
-        (mandate_of(OWNER, reign=2), "mandate for another"),
+        (mandate_of(OWNER, override_epoch=2), "mandate for another"),
         (mandate_of(OWNER, previous="another"), "mandate for another"),
         (mandate_of(OWNER, era=3, restore_era=2), "does not begin where the owner wants it to"),
-        (mandate_of(OWNER, reign=0), "a mandate of reign 0"),
+        (mandate_of(OWNER, override_epoch=0), "a mandate of reign 0"),
         (sign_plan(OWNER, plan_by(OWNER)).envelope, "invalid signature"),
         (b"\x00", "unreadable"),
     ],
@@ -105,15 +106,15 @@ def test_a_mandated_plan_comes_back_too() -> None:
 )
 def test_a_mandate_that_does_not_hold_is_refused(mandate: bytes, complaint: str) -> None:
     with pytest.raises(RemoteError, match=complaint):
-        opened(plan_by(COORDINATOR, mandate=mandate, reign=1))
+        opened(plan_by(COORDINATOR, mandate=mandate, override_epoch=1))
 
 
 HALVES = (Stage(0, 1, (MEMBER,)), Stage(1, 2, (OTHER_MEMBER,)))
 
 
-@pytest.mark.parametrize("ends_at", [0, 9])
-def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
-    plan = plan_by(COORDINATOR, spares=(OTHER.peer_id,), ends_at=ends_at, following=HALVES)
+@pytest.mark.parametrize("cutover_version", [0, 9])
+def test_a_plan_may_say_what_follows_and_when_it_ends(cutover_version: int) -> None:
+    plan = plan_by(COORDINATOR, spares=(OTHER.peer_id,), cutover_version=cutover_version, next_layout=HALVES)
     assert opened(plan) == plan
 
 
@@ -129,30 +130,33 @@ def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
         ({"term": (1 << 64) - 1}, "no run comes to"),
         ({"sequence": (1 << 64) - 1}, "no run comes to"),
         ({"seed": (1 << 64) - 1}, "no run comes to"),
-        ({"reign": 1 << 63}, "no run comes to"),
+        ({"override_epoch": 1 << 63}, "no run comes to"),
         ({"mandate": b"m"}, "a mandate and no reign"),
         ({"stages": ()}, "0 stages"),
         ({"stages": (Stage(0, 1, (MEMBER,)),)}, "it covers 1 of 2 layers"),
-        ({"ends_at": 9}, "it has an end and no following layout"),
-        ({"ends_at": -1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version -1"),
-        ({"ends_at": VERSION_MAX + 1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version"),
+        ({"cutover_version": 9}, "it has an end and no following layout"),
+        ({"cutover_version": -1, "next_layout": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version -1"),
+        ({"cutover_version": VERSION_MAX + 1, "next_layout": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version"),
         (
             {
                 "era": 1,
                 "restore_version": 9,
-                "ends_at": 8,
-                "following": HALVES,
+                "cutover_version": 8,
+                "next_layout": HALVES,
                 "spares": (OTHER.peer_id,),
             },
             "it ends at version 8",
         ),
-        ({"ends_at": 9, "following": HALVES}, "one that is no member"),
-        ({"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (MEMBER,)))}, "a peer twice"),
+        ({"cutover_version": 9, "next_layout": HALVES}, "one that is no member"),
+        ({"cutover_version": 9, "next_layout": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (MEMBER,)))}, "a peer twice"),
         (
-            {"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)),)},
+            {"cutover_version": 9, "next_layout": (Stage(0, 1, (MEMBER,)),)},
             "following layout is impossible: it covers 1 of 2",
         ),
-        ({"ends_at": 9, "following": (Stage(0, 2, ()),)}, "following layout is impossible: stage 0 has no member"),
+        (
+            {"cutover_version": 9, "next_layout": (Stage(0, 2, ()),)},
+            "following layout is impossible: stage 0 has no member",
+        ),
         ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
         ({"spares": ("",)}, "too long, or empty"),
         ({"foreseen": Foreseen(1e3, "commit", 1)}, "foresees that stage 1 bounds it"),

@@ -126,11 +126,11 @@ def test_four_keys_of_one_invite_exclude_nobody():
         votes = tuple((plan.plan.electors.index(peer), b"yes") for peer in voters)
         return msgspec.structs.replace(proposed, votes=votes)
 
-    def holds(signer, signature, body):
+    def verify(signer, signature, body):
         return signature == b"yes" and body == proposed.body
 
-    assert not exclusion_holds(order("wxyz"), owner=OWNER, plans=[plan], holds=holds)
-    assert exclusion_holds(order("wxyzbc"), owner=OWNER, plans=[plan], holds=holds)
+    assert not exclusion_holds(order("wxyz"), owner=OWNER, plans=[plan], verify=verify)
+    assert exclusion_holds(order("wxyzbc"), owner=OWNER, plans=[plan], verify=verify)
 
 
 @pytest.mark.parametrize("roll", [((0, 0),), ((0,), (0,)), ((3,),), ((-1,),), ((),), ((0,), ())])

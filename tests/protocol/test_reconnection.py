@@ -16,7 +16,7 @@ from shoal.protocol.reconnection import (
     SECOND_PATIENCE_S,
     STOOD_STILL_S,
     UNANSWERED_MAX,
-    Outcome,
+    DialOutcome,
     Reconnection,
     Way,
     goes_first,
@@ -115,11 +115,11 @@ def test_whoever_is_lost_is_dialled_at_once_and_every_second_until_it_answers(co
         if A in look(core, {B: {"y": way()}}, now_s).dial:
             tried.append(now_s)
             core.dials(A)
-            core.dialled(A, Outcome.REFUSED, began_s=now_s, now_s=now_s)
+            core.dialled(A, DialOutcome.REFUSED, began_s=now_s, now_s=now_s)
         now_s += 0.1
     assert 16 <= len(tried) <= 26
     core.dials(A)
-    assert core.dialled(A, Outcome.REACHED, began_s=now_s, now_s=now_s) is Outcome.REACHED
+    assert core.dialled(A, DialOutcome.REACHED, began_s=now_s, now_s=now_s) is DialOutcome.REACHED
     assert not core.is_absent(A)
 
 
@@ -129,7 +129,7 @@ def test_a_dial_ends_before_libp2p_would_count_it_as_a_failure(core):
     given_s = []
     for turn in range(6):
         given_s.append(core.dials(A))
-        core.dialled(A, Outcome.NO_ANSWER, began_s=turn, now_s=turn)
+        core.dialled(A, DialOutcome.NO_ANSWER, began_s=turn, now_s=turn)
     assert tuple(given_s) == PATIENCES_S * 2
 
 
@@ -168,7 +168,7 @@ def test_whom_the_daemon_itself_was_refused_is_away_and_known_to_refuse(core):
     assert core.is_absent(A)
     assert not core.may_be_there(A)
     core.dials(B)
-    assert core.dialled(B, Outcome.REFUSED, began_s=0.0, now_s=0.1) is Outcome.REFUSED
+    assert core.dialled(B, DialOutcome.REFUSED, began_s=0.0, now_s=0.1) is DialOutcome.REFUSED
     assert not core.may_be_there(B)
 
 
@@ -188,7 +188,7 @@ def test_whoever_stays_away_is_dialled_more_and_more_rarely(core):
     lose(core, A, 0.0)
     for began_s, least_s, most_s in ((60.0, 2.0, 4.0), (3600.0, EVERY_S_MAX * 0.7, EVERY_S_MAX * 1.3)):
         core.dials(A)
-        core.dialled(A, Outcome.REFUSED, began_s=began_s, now_s=began_s)
+        core.dialled(A, DialOutcome.REFUSED, began_s=began_s, now_s=began_s)
         assert look(core, {}, began_s + least_s).dial in ((), (B,))
         assert A in look(core, {}, began_s + most_s).dial
 
@@ -196,10 +196,10 @@ def test_whoever_stays_away_is_dialled_more_and_more_rarely(core):
 def test_a_dial_that_did_not_take_place_says_what_the_one_before_said(core):
     lose(core, A, 0.0)
     core.dials(A)
-    assert core.dialled(A, None, began_s=0.0, now_s=0.0) is Outcome.NO_ANSWER
+    assert core.dialled(A, None, began_s=0.0, now_s=0.0) is DialOutcome.NO_ANSWER
     assert core.may_be_there(A)
     core.refused(A, 0.5)
-    assert core.dialled(A, None, began_s=1.0, now_s=1.0) is Outcome.REFUSED
+    assert core.dialled(A, None, began_s=1.0, now_s=1.0) is DialOutcome.REFUSED
     assert not core.may_be_there(A)
 
 
@@ -248,7 +248,7 @@ def test_whoever_has_moved_pauses_after_each_dial_without_an_answer_so_that_the_
     assert look(core, at_one(B), 0.0).dial == (A,)
     for began_s in (0.0, 4.5, 9.0):
         patience_s = core.dials(A)
-        core.dialled(A, Outcome.NO_ANSWER, began_s=began_s, now_s=began_s + patience_s)
+        core.dialled(A, DialOutcome.NO_ANSWER, began_s=began_s, now_s=began_s + patience_s)
         ended_s = began_s + patience_s
         assert look(core, at_one(B), ended_s + AFTER_A_MOVE_S - 0.1).dial == ()
         assert look(core, at_one(B), ended_s + AFTER_A_MOVE_S).dial == (A,)

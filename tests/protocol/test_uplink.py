@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 
 import pytest
 
-from shoal.protocol.uplink import QUEUE_S, WINDOW_BYTES_MIN, Connection, UplinkWindow
+from shoal.protocol.uplink import QUEUE_S, WINDOW_BYTES_MIN, UplinkConnection, UplinkWindow
 
 MBIT = 125_000.0
 TICK_S = 0.001
@@ -36,7 +36,7 @@ class Line:
 
     def look(self):
         seen = {
-            name: Connection(
+            name: UplinkConnection(
                 delivered_bytes=int(self.delivered[name]),
                 queued_bytes=int(self.queued[name] + self.left[name] - self.delivered[name]),
                 round_trip_s=self.round_trip_s,
@@ -183,7 +183,7 @@ def test_connections_that_were_alone_before_share_one_queue():
 def test_bytes_that_the_daemon_still_has_stand_before_the_line():
     """The kernel does not see them yet, and they are no less in the way."""
     window = UplinkWindow()
-    nothing = Connection(delivered_bytes=0, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
+    nothing = UplinkConnection(delivered_bytes=0, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
     window.look({"a": nothing}, now_s=0.0)
     written = 0
     while window.admits("a"):
@@ -191,7 +191,7 @@ def test_bytes_that_the_daemon_still_has_stand_before_the_line():
         written += SLICE_BYTES
     window.look({"a": nothing}, now_s=0.02)
     assert not window.admits("a")
-    taken = Connection(delivered_bytes=written, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
+    taken = UplinkConnection(delivered_bytes=written, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
     window.look({"a": taken}, now_s=0.04)
     assert window.admits("a")
     assert not window.busy
@@ -199,7 +199,7 @@ def test_bytes_that_the_daemon_still_has_stand_before_the_line():
 
 def test_bytes_that_never_come_are_not_waited_for_for_ever():
     window = UplinkWindow()
-    nothing = Connection(delivered_bytes=0, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
+    nothing = UplinkConnection(delivered_bytes=0, queued_bytes=0, round_trip_s=ROUND_TRIP_S)
     window.look({"a": nothing}, now_s=0.0)
     window.wrote("a", 1 << 20)
     assert not window.admits("a")
@@ -210,8 +210,8 @@ def test_bytes_that_never_come_are_not_waited_for_for_ever():
 
 def test_a_connection_that_is_gone_leaves_its_room_to_others():
     window = UplinkWindow()
-    window.look({"a": Connection(delivered_bytes=0, queued_bytes=10**9, round_trip_s=0.1)}, now_s=0.0)
-    nothing = Connection(delivered_bytes=0, queued_bytes=0, round_trip_s=0.1)
+    window.look({"a": UplinkConnection(delivered_bytes=0, queued_bytes=10**9, round_trip_s=0.1)}, now_s=0.0)
+    nothing = UplinkConnection(delivered_bytes=0, queued_bytes=0, round_trip_s=0.1)
     window.look({"b": nothing}, now_s=0.02)
     assert not window.admits("b")
     window.forget("a")

@@ -471,7 +471,7 @@ async def false_mate(known: Known, victim: PeerID) -> None:
     """6, 14: ready, open, and a mate; in three names and always begun anew."""
     for stage in range(STAGES):
         stranger = known.strangers[stage % STRANGERS]
-        hello = m.Hello(
+        hello = m.PresenceUpdate(
             incarnation=int(time.time() * 1e6) + known.number(),
             plan_sequence=1,
             stage=stage,
@@ -487,7 +487,7 @@ async def false_mate(known: Known, victim: PeerID) -> None:
             stage=stage,
             step=known.number(),
             indices=b"\xff",
-            lead=stranger.me,
+            leader=stranger.me,
             claimed=b"\xff",
             loss_sum=1.0,
             staleness_sum=0,
@@ -534,7 +534,7 @@ async def promises(known: Known, victim: PeerID) -> None:
     await stranger.call("promises", victim, m.TermRequest(term=term, live=live, handed_over=True))
     offer = m.PlanOffer(term=term, plan=known.plan(term=term), predecessor=live)
     await stranger.call("promises", victim, offer)
-    await stranger.call("promises", victim, m.HandOver(plan=live, roster=()))
+    await stranger.call("promises", victim, m.TransferLeadership(plan=live, roster=()))
     await stranger.call("promises", victim, m.Reset(mandate=b"\xc0", live=live, version=0, roster=()))
     await stranger.call("promises", victim, m.Leave())
     await stranger.call("promises", victim, m.Halt(at_once=True))

@@ -17,13 +17,13 @@ import msgspec
 from shoal.deploy.simulate.campaign import run_seed, run_trial
 from shoal.deploy.simulate.campaign_report import failure, one_line, summary
 from shoal.deploy.simulate.trial import CampaignOptions, draw_trial, parse_wire
-from shoal.deploy.simulate.witness import Verdict
-from shoal.peer import light
+from shoal.deploy.simulate.witness import RunVerdict
+from shoal.peer import learner
 
 
-def run_light_seed(seed: int, options: CampaignOptions) -> Verdict:
+def run_light_seed(seed: int, options: CampaignOptions) -> RunVerdict:
     """Play a seed with `s_max = 1` in which no state is small and none comes soon: so its fetcher is light first."""
-    light._SMALL_BYTES, light.LIGHT_STATE_S = 0, 0.0
+    learner._SMALL_BYTES, learner.LIGHT_STATE_S = 0, 0.0
     trial = draw_trial(seed, options)
     training = msgspec.structs.replace(trial.spec.training, s_max=1)
     return run_trial(dataclasses.replace(trial, spec=msgspec.structs.replace(trial.spec, training=training))).verdict
@@ -42,7 +42,7 @@ def main() -> int:
     options = CampaignOptions(wire=parse_wire(arguments.wire))
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     begun_s = time.monotonic()
-    verdicts: list[Verdict] = []
+    verdicts: list[RunVerdict] = []
     # Fresh processes: torch's threads do not survive a fork, and no seed may see what another left behind.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=20) as pool:
         for verdict in pool.imap_unordered(

@@ -40,7 +40,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import (
     Advert,
-    HandOver,
     Heartbeat,
     Message,
     PlanLive,
@@ -48,6 +47,7 @@ from shoal.protocol.messages import (
     Record,
     Refusal,
     TermRequest,
+    TransferLeadership,
 )
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.sim.chaos import Fault, FaultKind, draw_schedule, play
@@ -75,7 +75,7 @@ CALM_S = 60.0
 """A peer may be waited for as long as it was once silent, and an unlucky candidate for another's term."""
 FALLS_MEAN = 10
 """Messages about plans between two falls in the middle of one, of one process."""
-PLANNING = (TermRequest, PlanOffer, PlanLive, HandOver)
+PLANNING = (TermRequest, PlanOffer, PlanLive, TransferLeadership)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

@@ -15,7 +15,7 @@ from shoal.coordinator.experts.allocation import attainable_min_replicas, replic
 from shoal.coordinator.experts.constructions import mro, spread
 from shoal.coordinator.experts.expert_placement import place
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
-from shoal.coordinator.experts.replan import Node, replan
+from shoal.coordinator.experts.replan import ExpertNode, replan
 
 NODES_MAX = 12
 
@@ -76,16 +76,16 @@ def holds_promise(placement: ExpertPlacement, num_experts: int, min_replicas: in
 def one_history(rng: random.Random) -> str:
     """A swarm through ten changes."""
     loads = draw_loads(rng, rng.randint(1, 16))
-    nodes = {f"p{i}": Node(slots=rng.randint(1, 6)) for i in range(rng.randint(1, 10))}
+    nodes = {f"p{i}": ExpertNode(slots=rng.randint(1, 6)) for i in range(rng.randint(1, 10))}
     current: Mapping[str, tuple[int, ...]] = {}
     for turn in range(10):
         event = rng.randrange(4)
         if event == 0 and len(nodes) > 1:
             del nodes[rng.choice(sorted(nodes))]
         elif event == 1 and len(nodes) < NODES_MAX:
-            nodes[f"n{turn}"] = Node(slots=rng.randint(0, 6), failure_probability=10 ** rng.uniform(-3.0, 0.0))
+            nodes[f"n{turn}"] = ExpertNode(slots=rng.randint(0, 6), failure_probability=10 ** rng.uniform(-3.0, 0.0))
         elif event == 2:
-            nodes[rng.choice(sorted(nodes))] = Node(slots=rng.randint(0, 6))
+            nodes[rng.choice(sorted(nodes))] = ExpertNode(slots=rng.randint(0, 6))
         else:
             loads = [load * rng.lognormvariate(0.0, 0.5) for load in loads]
         plan = replan(current, loads, nodes, min_replicas=2)

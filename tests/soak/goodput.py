@@ -21,7 +21,7 @@ from shoal.deploy.simulate.sightings import Injected
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial
-from shoal.deploy.simulate.witness import Witness
+from shoal.deploy.simulate.witness import RunWitness
 from shoal.peer.replica.flow import AdaptiveTraffic, Control, Window
 from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.spec import RunSpec
@@ -33,7 +33,7 @@ EVERY_S = 60.0
 AWAY_S = 20.0
 GOODPUT_MIN = 0.9
 
-Script = Callable[[SimSwarm, Witness], Awaitable[None]]
+Script = Callable[[SimSwarm, RunWitness], Awaitable[None]]
 
 
 class _InStep(Control):
@@ -55,7 +55,7 @@ def steps_per_s(peers: int, *, seed: int, kills: int, ahead: int, killing: bool)
     """Over `kills` periods of 60 s. Raises: AssertionError: an invariant did not hold."""
     rates: list[float] = []
 
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         rng = swarm.world.rng("goodput")
         await asyncio.sleep(SETTLES_S)
         from_s = swarm.world.now_s()

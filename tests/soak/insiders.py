@@ -158,7 +158,7 @@ class InsiderGame(Game):
             odd = tuple(replace(m, share=1e17 if m.peer == plan.coordinator else 1.0) for m in first.members)
             return replace(plan, stages=(replace(first, members=odd), *plan.stages[1:]))
         version = FORGED if kind == "back" else 0
-        return replace(plan, era=base.era + 1, rollbacks=base.rollbacks + 1, restore_version=version, fresh=True)
+        return replace(plan, era=base.era + 1, rollbacks=base.rollbacks + 1, restore_version=version, not_started=True)
 
     def _excludes(self, name: str, coordination: Coordination) -> None:
         live, port = coordination.plan, self._world.peers[name]

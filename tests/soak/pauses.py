@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shoal.deploy.simulate.sightings import Committed, Event
+from shoal.deploy.simulate.sightings import CommitSeen, Event
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.errors import LocalError
@@ -36,7 +36,7 @@ async def play(seed: int, reports: list[CommitReport]) -> int:
     )
 
     def note(event: Event) -> None:
-        if isinstance(event, Committed):
+        if isinstance(event, CommitSeen):
             reports.append(event.report)
 
     swarm = SimSwarm(

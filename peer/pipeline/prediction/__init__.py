@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
-from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
 from shoal.peer.pipeline.prediction.correction import DelayCompensation
 from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
@@ -27,8 +27,8 @@ __all__ = [
     "Eager",
     "LookAhead",
     "NoCompensation",
+    "OwnGradients",
     "PipeOptim",
-    "Seen",
     "Settings",
     "SpecTrain",
     "Stash",

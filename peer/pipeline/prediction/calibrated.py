@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Seen, Settings
+from shoal.peer.pipeline.prediction.compensation import OwnGradients, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 from shoal.peer.pipeline.state import LayerState
 
@@ -63,7 +63,7 @@ class Calibrated(PipeOptim):
         return self._gains.get(staleness_steps, _Gain()).value
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         self._gains.setdefault(staleness_steps, _Gain())
         predicted_N = self._predicted(layer, settings, staleness_steps)

@@ -23,7 +23,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class OwnGradients:
     """A member's own gradients of one open step t, as means over the same microbatches. Read-only."""
 
     gradient_N: Tensor
@@ -48,7 +48,7 @@ class Compensation(ABC):
         self.optimizer = OPTIMIZERS[optimizer]
 
     def weights(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None] = ()
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None] = ()
     ) -> Tensor:
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
@@ -76,7 +76,7 @@ class Compensation(ABC):
 
     @abstractmethod
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         """Do what `weights` does for `staleness_steps` > 0. Must not change `layer`."""
 

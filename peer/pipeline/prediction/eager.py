@@ -5,7 +5,7 @@ from typing import ClassVar, Final
 
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
 from shoal.peer.pipeline.state import LayerState
 
 KEPT: Final = 0.7
@@ -38,7 +38,7 @@ class Eager(Compensation):
     sees: ClassVar[bool] = True
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         weights_N = self._stepped(layer, settings, staleness_steps, seen)
         first = seen[0] if seen else None
@@ -47,7 +47,7 @@ class Eager(Compensation):
         return weights_N.sub(first.displacement_N, alpha=KEPT**staleness_steps)
 
     def _stepped(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         tensors, version = layer.tensors, settings["step"]
         for ahead in range(staleness_steps):

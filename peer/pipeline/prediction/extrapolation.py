@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
 from shoal.peer.pipeline.state import LayerState
 
 
@@ -18,7 +18,7 @@ class PipeOptim(Compensation):
     """
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         return self._predicted(layer, settings, staleness_steps)
 
@@ -33,7 +33,7 @@ class SpecTrain(Compensation):
     stash: ClassVar[bool] = False
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)
 
@@ -46,7 +46,7 @@ class LookAhead(Compensation):
     """
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         way = sum(settings["beta1"] ** step for step in range(1, staleness_steps + 1))
         return layer.param_N.lerp(self._predicted(layer, settings, 1), way)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
 from shoal.peer.pipeline.state import LayerState
 
 
@@ -19,7 +19,7 @@ class Stash(Compensation):
     predicts: ClassVar[bool] = False
 
     def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
+        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
     ) -> Tensor:
         return layer.param_N
 

@@ -14,7 +14,7 @@ from shoal.deploy.planning.layouts import LayoutName
 from shoal.deploy.simulate.reached import WORK_S
 from shoal.deploy.simulate.result import SETTLED_S, SimResult
 from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
-from shoal.deploy.simulate.strategies import Options, Patience, Prepared, play, prepare
+from shoal.deploy.simulate.strategies import Prepared, StrategyOptions, StrategyPatience, play, prepare
 from shoal.deploy.simulate.strategy import Strategy
 
 PINNED_S = 20.0
@@ -96,7 +96,7 @@ def compared(scenario: Scenario, seed: int, seconds: float, known: dict[str, Pin
     patience = None
     if first.tokens_per_s:
         step_s = scenario.spec.tokens_per_step / first.tokens_per_s
-        patience = Patience(name="ours", virtual_s=4.0 * (STEPS + 3) * step_s, step_s=step_s, real_s=60.0)
+        patience = StrategyPatience(name="ours", virtual_s=4.0 * (STEPS + 3) * step_s, step_s=step_s, real_s=60.0)
     return Line(
         case=scenario.name,
         seed=seed,
@@ -107,9 +107,11 @@ def compared(scenario: Scenario, seed: int, seconds: float, known: dict[str, Pin
     )
 
 
-def best_other(scenario: Scenario, seed: int, known: dict[str, Pinned], patience: Patience | None) -> Pinned | None:
+def best_other(
+    scenario: Scenario, seed: int, known: dict[str, Pinned], patience: StrategyPatience | None
+) -> Pinned | None:
     """The quickest of `OTHERS` by arithmetic, played; None: none of them can be."""
-    options = Options(seed=seed, timeline=False)
+    options = StrategyOptions(seed=seed, timeline=False)
     found = [(name, prepare(scenario, Strategy(name=name, layout=name), (), options)) for name in OTHERS]
     able = [(name, prepared) for name, prepared in found if not prepared.problem]
     if not able:
@@ -123,10 +125,10 @@ def _predicted(prepared: Prepared) -> float:
 
 
 def pinned(
-    scenario: Scenario, name: LayoutName, seed: int, known: dict[str, Pinned], patience: Patience | None
+    scenario: Scenario, name: LayoutName, seed: int, known: dict[str, Pinned], patience: StrategyPatience | None
 ) -> Pinned:
     """Lay it out, and play some steps of it unless `known` has them."""
-    options = Options(seed=seed, timeline=False)
+    options = StrategyOptions(seed=seed, timeline=False)
     prepared = prepare(scenario, Strategy(name=name, layout=name), (), options)
     if prepared.placement is None or prepared.predicted is None or prepared.problem:
         return Pinned(layout=name, why=prepared.problem)
@@ -176,7 +178,7 @@ def live(scenario: Scenario, seed: int, seconds: float) -> Live:
             took_s = time.monotonic() - begun_s
             print(f"  {scenario.name}: {told_s:.0f} s of virtual time in {took_s:.0f} s", file=sys.stderr, flush=True)
 
-    options = Options(seed=seed, timeline=False, on_progress=tell)
+    options = StrategyOptions(seed=seed, timeline=False, on_progress=tell)
     scenario = replace(with_steps(scenario, STEPS_MAX), seconds=seconds)
     prepared = prepare(scenario, Strategy(name="live", layout="live"), (), options)
     outcome = play(scenario, prepared, options)

@@ -14,7 +14,7 @@ from live.comparison import Live, figure, told
 
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.planning.layouts import Request, layout
+from shoal.deploy.planning.layouts import LayoutRequest, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
@@ -85,7 +85,7 @@ def planned_for(scenario: Scenario, devices: Sequence[int], seed: int) -> tuple[
     """(tokens/s by arithmetic, stages); zeros where it cannot be."""
     topology, workload = scenario.topology.take(sorted(devices)), Workload.of(scenario.spec)
     try:
-        found = layout("ours", Request(topology=topology, workload=workload, seed=seed))
+        found = layout("ours", LayoutRequest(topology=topology, workload=workload, seed=seed))
     except ShoalError:
         return 0.0, 0
     return ThroughputObjective(topology, workload).cost(found).parts["tokens_per_s"], len(found.stages)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.plan_layout import Layout
 from shoal.deploy import cli, node
 from shoal.deploy.demo import crew
@@ -17,7 +17,7 @@ from shoal.protocol.plan import Member, Plan
 class CountedAllocator(GreedyAllocator):
     """The greedy rules, but the first plan deals the peers out as they are counted off from the slowest on."""
 
-    def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
+    def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         layout = super().allocate(snapshot, previous, seed=seed)
         if previous is not None:
             return layout

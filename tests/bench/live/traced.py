@@ -16,11 +16,11 @@ from live.comparison import Live, Pinned, figure, over, pinned, told
 
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.planning.layouts import Request, layout
+from shoal.deploy.planning.layouts import LayoutRequest, layout
 from shoal.deploy.simulate import strategies
 from shoal.deploy.simulate.modelled import Churn, absent_at_first
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario
-from shoal.deploy.simulate.strategies import Options
+from shoal.deploy.simulate.strategies import StrategyOptions
 from shoal.deploy.simulate.strategy import KNOWN
 from shoal.protocol.errors import ShoalError
 
@@ -54,7 +54,7 @@ def traced(trace: Path | None, seed: int, seconds: float, *, coarse: int = 1, pl
         coarse: as of `coarser`.
         plays_ideal: play the layout of each set of peers, too.
     """
-    options = Options(seed=seed, seconds=seconds, trace=trace, timeline=False)
+    options = StrategyOptions(seed=seed, seconds=seconds, trace=trace, timeline=False)
     scenario = strategies.with_options(coarser(find_scenario("spot-fleet"), coarse), options)
     churn = strategies.churn_of(scenario, seed)
     prepared = strategies.prepare(scenario, KNOWN["live"], churn, options)
@@ -120,7 +120,9 @@ def _rate(
 def _reckoned(scenario: Scenario, *, seed: int) -> float:
     workload = Workload.of(scenario.spec)
     try:
-        found = layout("ours", Request(topology=scenario.topology, workload=workload, seed=seed, seconds=SEARCH_S))
+        found = layout(
+            "ours", LayoutRequest(topology=scenario.topology, workload=workload, seed=seed, seconds=SEARCH_S)
+        )
     except ShoalError:
         return 0.0
     return ThroughputObjective(scenario.topology, workload).cost(found).parts["tokens_per_s"]

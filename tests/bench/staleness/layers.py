@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.schedule import learning_rate
-from shoal.peer.pipeline.prediction import Seen, compensation
+from shoal.peer.pipeline.prediction import OwnGradients, compensation
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import OptimizerSpec
 
@@ -44,7 +44,7 @@ class Layer:
         """
         seen = []
         if seen_N is not None:
-            seen.append(Seen(clip(seen_N, clip_norm=self._optimizer.clip_norm)[0], displacement_N))
+            seen.append(OwnGradients(clip(seen_N, clip_norm=self._optimizer.clip_norm)[0], displacement_N))
         return self.compensation.weights(self.state, self._settings(), staleness_steps, seen)
 
     def step(self, gradient_N: Tensor, displacement_N: Tensor | None = None) -> None:

@@ -54,12 +54,12 @@ def test_settled_stages_are_in_the_order_and_columns_that_are_paid_for():
     evaluator = DtfmEvaluator(topology, PAPER_WORKLOAD, 5)
     hop = hop_seconds(topology, PAPER_WORKLOAD)
     share = np.stack([share_seconds(topology, PAPER_WORKLOAD, size) for size in (4, 5)])
-    links = dtfm_kernels.Links(share, hop, evaluator.classes)
+    links = dtfm_kernels.LinkTables(share, hop, evaluator.classes)
     for seed in range(10):
         x = evaluator._layout(evaluator.random(seed))
         dp, pp, _ = matching.settle(x, share, hop)
         assert sorted(x[x >= 0]) == list(range(23))
-        state = dtfm_kernels.State(x, np.zeros((5, 5)), np.zeros(5), np.zeros(5), np.zeros(4), np.zeros(4))
+        state = dtfm_kernels.LayoutState(x, np.zeros((5, 5)), np.zeros(5), np.zeros(5), np.zeros(4), np.zeros(4))
         dtfm_kernels._refresh(state, links)
         assert state.row_worst.max() == pytest.approx(dp, rel=1e-12)
         assert state.edge_worst.sum() == pytest.approx(pp, rel=1e-12)
@@ -87,7 +87,7 @@ def test_a_change_keeps_running_sums_true_or_leaves_no_trace(devices, stages):
     scratch = (np.zeros((K, R)), np.zeros((4, K)))
 
     def fresh(x):
-        state = dtfm_kernels.State(
+        state = dtfm_kernels.LayoutState(
             x.copy(), np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1)
         )
         dtfm_kernels._refresh(state, links)

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
@@ -24,7 +24,9 @@ def measured(peer, speed=1.0, **says):
 
 
 def snapshot(peers, num_stages=3):
-    return Snapshot(peers=tuple(sorted(peers, key=lambda peer: peer.peer)), layer_costs=COSTS, num_stages=num_stages)
+    return SwarmSnapshot(
+        peers=tuple(sorted(peers, key=lambda peer: peer.peer)), layer_costs=COSTS, num_stages=num_stages
+    )
 
 
 def with_network(snapshot):
@@ -162,7 +164,7 @@ def test_speed_is_balanced_not_numbers():
 
 def test_shares_follow_speed_and_bandwidth_follows_upload():
     peers = [measured("a", 3.0, upload_bytes_per_s=1e6), measured("b", 1.0, upload_bytes_per_s=4e6)]
-    layout = ALLOCATOR.allocate(Snapshot(peers=tuple(peers), layer_costs=COSTS, num_stages=1), None, seed=0)
+    layout = ALLOCATOR.allocate(SwarmSnapshot(peers=tuple(peers), layer_costs=COSTS, num_stages=1), None, seed=0)
     (stage,) = layout.stages
     assert [member.share for member in stage.members] == [0.75, 0.25]
     assert [member.bandwidth for member in stage.members] == [0.2, 0.8]
@@ -192,7 +194,7 @@ def test_who_cannot_read_the_text_never_serves_stage_0():
 
 def test_a_peer_that_nothing_fits_is_a_spare():
     peers = (measured("a"), measured("b", has_data=False))
-    layout = ALLOCATOR.allocate(Snapshot(peers=peers, layer_costs=COSTS, num_stages=1), None, seed=0)
+    layout = ALLOCATOR.allocate(SwarmSnapshot(peers=peers, layer_costs=COSTS, num_stages=1), None, seed=0)
     assert groups(layout) == [["a"]]
     assert layout.spares == ("b",)
 

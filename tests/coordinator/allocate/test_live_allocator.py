@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.allocate import live_allocator
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, Snapshot
+from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.allocate.prospect import foresee
+from shoal.coordinator.allocate.step_time_prediction import predict_step_time
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.memory import FrozenBase
 from shoal.coordinator.cost.placement import Placement
@@ -76,7 +76,7 @@ def snapshot_of(names="abcdefghijkl", *, previous=None, says=None, noise=0.0, se
         )
         for index, name in enumerate(names)
     )
-    return Snapshot(
+    return SwarmSnapshot(
         peers=peers,
         layer_costs=layer_costs(SPEC.model),
         num_stages=3,
@@ -187,7 +187,7 @@ def test_nobody_moves_for_less_than_what_is_seen():
     """Figures that say less of the live layout than it makes are wrong, and no reason to move."""
     previous = plan_of(SPLIT)
     layout, _ = search(previous)
-    promised = foresee(snapshot_of(previous=previous), layout.stages).tokens_per_s
+    promised = predict_step_time(snapshot_of(previous=previous), layout.stages).tokens_per_s
     slower, faster = (
         replace(snapshot_of(previous=previous), seen_tokens_per_s=part * promised) for part in (0.99, 1.01)
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.workload import Workload
@@ -22,7 +22,7 @@ def test_of_equal_peers_and_unknown_links_no_stage_is_left_to_one_peer() -> None
     """`shoal simulate spot-fleet` had 20 of 24 layers on two of 32 peers for good: its steps took 70 s, not 5."""
     nothing = np.full((32, 32), np.nan)
     workload = Workload.of(SPEC)
-    snapshot = Snapshot(
+    snapshot = SwarmSnapshot(
         peers=peers_of(32),
         layer_costs=workload.layer_flop,
         num_stages=6,
@@ -63,7 +63,7 @@ def believed(
         latency_s=latency_s, bytes_per_s=bytes_per_s, is_certain=np.full(bytes_per_s.shape, fill_value=certain)
     )
     return topology_of(
-        Snapshot(
+        SwarmSnapshot(
             peers=tuple(
                 replace(peer, card_bytes_per_s=card_bytes_per_s) for peer in peers_of(len(latency_s), machines=machines)
             ),

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.planner import plan
@@ -36,7 +36,7 @@ def pairs(*names):
 
 def snapshot_of(names, *apart, stages=2, **says):
     n = len(names)
-    return Snapshot(
+    return SwarmSnapshot(
         peers=peers_of(names, **says),
         layer_costs=(1.0,) * 6,
         num_stages=stages,
@@ -59,7 +59,7 @@ def plan_of(layout):
         coordinator="a",
         stages=layout.stages,
         spares=layout.spares,
-        fresh=False,
+        not_started=False,
     )
 
 

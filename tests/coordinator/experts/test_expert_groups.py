@@ -202,7 +202,7 @@ def cut(bounds: tuple[int, ...], *groups: tuple[PeerID, ...]) -> tuple[Stage, ..
 def divided(places: ExpertPlaces, plan: Plan, into: tuple[Stage, ...], *, sequence: int) -> Plan:
     experts = places.place(into, plan, sequence=sequence, begins=True)
     return msgspec.structs.replace(
-        plan, sequence=sequence, era=1, fresh=True, stages=into, spares=(), experts=experts, previous="x"
+        plan, sequence=sequence, era=1, not_started=True, stages=into, spares=(), experts=experts, previous="x"
     )
 
 

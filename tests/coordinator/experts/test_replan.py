@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.experts.allocation import busiest_replica_load_ratio, replica_counts
-from shoal.coordinator.experts.replan import BUSIER, Node, Replan, replan
+from shoal.coordinator.experts.replan import BUSIER, ExpertNode, Replan, replan
 
 LOADS = [9.0, 5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def swarm(num_peers: int, slots: int = 4, **changes: Node) -> dict[str, Node]:
-    return {f"p{i}": Node(slots=slots) for i in range(num_peers)} | changes
+def swarm(num_peers: int, slots: int = 4, **changes: ExpertNode) -> dict[str, ExpertNode]:
+    return {f"p{i}": ExpertNode(slots=slots) for i in range(num_peers)} | changes
 
 
 def holders(placement: Mapping[str, Sequence[int]], expert: int) -> int:
@@ -28,7 +28,7 @@ def held(placement: Mapping[str, Sequence[int]]) -> set[int]:
     return {expert for experts in placement.values() for expert in experts}
 
 
-def check(plan: Replan, nodes: Mapping[str, Node]) -> None:
+def check(plan: Replan, nodes: Mapping[str, ExpertNode]) -> None:
     """All slots are full and the promise is kept."""
     assert {peer: len(experts) for peer, experts in plan.placement.items()} == {
         peer: node.slots for peer, node in nodes.items() if node.slots
@@ -68,7 +68,7 @@ def test_after_a_failure_little_is_fetched_and_the_promise_is_back() -> None:
 def test_a_newcomer_is_filled_and_nobody_else_moves() -> None:
     nodes = swarm(6)
     first = replan({}, LOADS, nodes, min_replicas=2)
-    more = nodes | {"new": Node(slots=4)}
+    more = nodes | {"new": ExpertNode(slots=4)}
     plan = replan(first.placement, LOADS, more, min_replicas=2)
     check(plan, more)
     assert {peer: plan.placement[peer] for peer in nodes} == first.placement
@@ -77,7 +77,7 @@ def test_a_newcomer_is_filled_and_nobody_else_moves() -> None:
 def test_a_draining_peer_gets_nothing_and_the_others_make_up_for_it() -> None:
     nodes = swarm(6)
     first = replan({}, LOADS, nodes, min_replicas=2)
-    draining = nodes | {"p2": Node(slots=0)}
+    draining = nodes | {"p2": ExpertNode(slots=0)}
     plan = replan(first.placement, LOADS, draining, min_replicas=2)
     check(plan, draining)
     assert "p2" not in plan.placement
@@ -104,9 +104,9 @@ def test_noise_moves_nobody_and_a_shift_does() -> None:
 def test_a_node_that_has_become_unreliable_loses_what_is_rare() -> None:
     loads = [20.0] * 4 + [1.0] * 4
     nodes = swarm(8, slots=4)
-    first = replan({}, loads, {p: Node(slots=4, failure_probability=0.01) for p in nodes}, min_replicas=2)
+    first = replan({}, loads, {p: ExpertNode(slots=4, failure_probability=0.01) for p in nodes}, min_replicas=2)
     rare = next(peer for peer, experts in first.placement.items() if 7 in experts)
-    changed = {p: Node(slots=4, failure_probability=0.6 if p == rare else 0.01) for p in nodes}
+    changed = {p: ExpertNode(slots=4, failure_probability=0.6 if p == rare else 0.01) for p in nodes}
     plan = replan(first.placement, loads, changed, min_replicas=2)
     assert plan.placement != first.placement
     assert plan.reason.startswith("a loss is needlessly probable")
@@ -114,21 +114,21 @@ def test_a_node_that_has_become_unreliable_loses_what_is_rare() -> None:
 
 
 def test_too_few_slots_hold_what_is_alive_and_then_what_is_loaded() -> None:
-    plan = replan({"a": (0, 1), "b": (2, 3)}, [1.0, 1.0, 1.0, 1.0], {"a": Node(slots=2)}, min_replicas=2)
+    plan = replan({"a": (0, 1), "b": (2, 3)}, [1.0, 1.0, 1.0, 1.0], {"a": ExpertNode(slots=2)}, min_replicas=2)
     assert plan.placement == {"a": (0, 1)}
     assert plan.min_replicas == 1
-    plan = replan({}, [1.0, 5.0, 3.0], {"a": Node(slots=2)}, min_replicas=2)
+    plan = replan({}, [1.0, 5.0, 3.0], {"a": ExpertNode(slots=2)}, min_replicas=2)
     assert plan.placement == {"a": (1, 2)}
 
 
 def test_a_promise_that_cannot_be_kept_is_lowered() -> None:
-    plan = replan({}, [1.0] * 6, {"a": Node(slots=4), "b": Node(slots=4)}, min_replicas=2)
+    plan = replan({}, [1.0] * 6, {"a": ExpertNode(slots=4), "b": ExpertNode(slots=4)}, min_replicas=2)
     assert plan.min_replicas == 1
     assert held(plan.placement) == set(range(6))
 
 
 def test_nobody_with_slots_is_an_empty_plan() -> None:
-    plan = replan({"a": (0,)}, [1.0], {"b": Node(slots=0)}, min_replicas=1)
+    plan = replan({"a": (0,)}, [1.0], {"b": ExpertNode(slots=0)}, min_replicas=1)
     assert plan.placement == {}
 
 
@@ -145,16 +145,16 @@ def test_every_history_of_changes_keeps_the_promise_and_comes_to_rest(seed: int)
     rng = random.Random(seed)
     num_experts = rng.randint(1, 8)
     loads = [rng.uniform(0.0, 4.0) for _ in range(num_experts)]
-    nodes = {f"p{i}": Node(slots=rng.randint(1, 4)) for i in range(rng.randint(1, 7))}
+    nodes = {f"p{i}": ExpertNode(slots=rng.randint(1, 4)) for i in range(rng.randint(1, 7))}
     current: Mapping[str, tuple[int, ...]] = {}
     for turn in range(5):
         event = rng.randrange(4)
         if event == 0 and len(nodes) > 1:
             del nodes[rng.choice(sorted(nodes))]
         elif event == 1 and len(nodes) < 9:
-            nodes[f"n{turn}"] = Node(slots=rng.randint(1, 4), failure_probability=rng.choice([0.01, 0.2]))
+            nodes[f"n{turn}"] = ExpertNode(slots=rng.randint(1, 4), failure_probability=rng.choice([0.01, 0.2]))
         elif event == 2:
-            nodes[rng.choice(sorted(nodes))] = Node(slots=rng.randint(0, 4))
+            nodes[rng.choice(sorted(nodes))] = ExpertNode(slots=rng.randint(0, 4))
         else:
             loads = [load * rng.uniform(0.3, 3.0) for load in loads]
         plan = replan(current, loads, nodes, min_replicas=2)

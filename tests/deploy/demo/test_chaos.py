@@ -22,7 +22,7 @@ from shoal.deploy.demo.chaos import (
     expendable,
     schedule,
 )
-from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
@@ -66,21 +66,21 @@ class PretendCrew(Crew):
         for name in names:
             self._add(name).peer = PeerID(name)
 
-    def _add(self, name: str, awake_since_s: float = -math.inf) -> Member:
+    def _add(self, name: str, awake_since_s: float = -math.inf) -> CrewMember:
         child: Any = SimpleNamespace(name=name, is_running=True, exited=asyncio.Event())
-        self.members.append(Member(child=child, awake_since_s=awake_since_s))
+        self.members.append(CrewMember(child=child, awake_since_s=awake_since_s))
         return self.members[-1]
 
-    async def start(self, name: str = "") -> Member:
+    async def start(self, name: str = "") -> CrewMember:
         member = self._add(name or f"new-{next(self._next)}")
         member.peer = PeerID(name) if name else None
         self.done.append(f"start {member.name}")
         return member
 
-    async def let_in(self, member: Member) -> None:
+    async def let_in(self, member: CrewMember) -> None:
         self.done.append(f"let {member.name} in")
 
-    async def kill(self, member: Member) -> list[int]:
+    async def kill(self, member: CrewMember) -> list[int]:
         member.killed = True
         child: Any = member.child
         child.is_running = False
@@ -88,11 +88,11 @@ class PretendCrew(Crew):
         self.done.append(f"kill {member.name}")
         return []
 
-    def suspend(self, member: Member) -> None:
+    def suspend(self, member: CrewMember) -> None:
         member.suspended = True
         self.done.append(f"suspend {member.name}")
 
-    def resume(self, member: Member) -> None:
+    def resume(self, member: CrewMember) -> None:
         member.suspended = False
         self.done.append(f"resume {member.name}")
 
@@ -118,7 +118,7 @@ def test_no_time_between_faults_is_refused(seconds: float) -> None:
         ChaosOptions(kill_every_s=seconds)
 
 
-def names(members: list[Member]) -> list[str]:
+def names(members: list[CrewMember]) -> list[str]:
     return [member.name for member in members]
 
 
@@ -232,7 +232,7 @@ def test_a_fault_waits_for_somebody_whom_the_run_can_lose_and_the_next_keeps_its
         return status({"a": 0, "b": 0, "new-1": 0, "new-2": 0, "new-3": 0, "outsider": 0}, coordinator="a")
 
     class Watched(PretendCrew):
-        async def kill(self, member: Member) -> list[int]:
+        async def kill(self, member: CrewMember) -> list[int]:
             times.append(asyncio.get_running_loop().time())
             return await super().kill(member)
 

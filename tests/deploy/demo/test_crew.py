@@ -12,7 +12,7 @@ import pytest
 
 from shoal.deploy.children import Children
 from shoal.deploy.commands.options import said_parts
-from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.report import Joined, Ready
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
@@ -39,12 +39,12 @@ class PretendChildren(Children):
         return []
 
 
-def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendChildren, list[Member]]:
+def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendChildren, list[CrewMember]]:
     children = PretendChildren()
     crew = Crew(children, folder=Path(), spec_path=Path(), data="")
     for number in range(count):
         child: Any = SimpleNamespace(name=f"peer-{number}", is_running=True, send=lambda signal: None)
-        member = Member(child=child)
+        member = CrewMember(child=child)
         crew.members.append(member)
         own = tuple(f"/ip4/127.0.0.{index + 1}/tcp/1/p2p/{PEERS[number]}" for index in range(addresses))
         crew.take(member, Joined(peer=PEERS[number], name=child.name, invite=make_invite(RUN, OWNER, own)))
@@ -54,7 +54,7 @@ def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendChildren, l
 def invited_by(crew: Crew, children: PretendChildren) -> list[int]:
     """The peers behind the addresses that a newcomer is given."""
     child: Any = SimpleNamespace(name="newcomer", is_running=True)
-    asyncio.run(crew.let_in(Member(child=child)))
+    asyncio.run(crew.let_in(CrewMember(child=child)))
     invite = parse_invite(children.told["newcomer"])
     assert (invite.run, invite.owner) == (RUN, OWNER)
     return [PEERS.index(PeerID(address.rpartition("/")[2])) for address in invite.addresses]
@@ -87,7 +87,7 @@ def test_a_namesake_is_another_member() -> None:
     crew, _, members = crew_of(2)
     asyncio.run(crew.kill(members[1]))
     child: Any = SimpleNamespace(name="peer-1", is_running=True)
-    again = Member(child=child)
+    again = CrewMember(child=child)
     crew.members.append(again)
     assert crew.member_of(child) is again
     assert crew.member_of(members[1].child) is members[1]

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.deploy.children import Children
 from shoal.deploy.demo.chaos import ExpertKill, FaultPorts, victim
-from shoal.deploy.demo.crew import Crew, Member
+from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
@@ -51,9 +51,9 @@ class PretendCrew(Crew):
         super().__init__(children, folder=Path(), spec_path=Path(), data="")
         for name in names:
             child: Any = SimpleNamespace(name=name, is_running=True, exited=asyncio.Event())
-            self.members.append(Member(child=child, peer=PeerID(name), awake_since_s=-math.inf))
+            self.members.append(CrewMember(child=child, peer=PeerID(name), awake_since_s=-math.inf))
 
-    async def kill(self, member: Member) -> list[int]:
+    async def kill(self, member: CrewMember) -> list[int]:
         member.killed = True
         return [17]
 

@@ -14,7 +14,7 @@ from shoal.deploy.cli import app
 from shoal.deploy.record.html_page import POINTS_MAX, csv_of, render_page
 from shoal.deploy.record.lines import Line, NoteLine, PeerLine, StartLine, encode_line
 from shoal.deploy.record.reading import record_of
-from shoal.deploy.state.run_folder import RunFolder, Standing
+from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 from shoal.protocol.identity import PeerID
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -96,7 +96,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         place = tmp_path / "state" / "shoal" / folder / run
         place.mkdir(parents=True)
-        RunFolder(place.parent, run).keep_standing(Standing(name=name, role="host", steps=100, used_s=1.0))
+        RunFolder(place.parent, run).keep_standing(SavedStanding(name=name, role="host", steps=100, used_s=1.0))
         (place / "record.jsonl").write_bytes(text_of(lines(name, run)))
     return tmp_path
 

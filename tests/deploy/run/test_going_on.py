@@ -18,7 +18,7 @@ from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.ship.scores import Score, keep_evaluation
 from shoal.deploy.state import places
 from shoal.deploy.state.known_peers import KnownPeers
-from shoal.deploy.state.run_folder import RunFolder, Standing, runs_in
+from shoal.deploy.state.run_folder import RunFolder, SavedStanding, runs_in
 from shoal.deploy.state.runs import all_runs, find, find_hosted
 from shoal.deploy.state.runs import remove as remove_runs
 from shoal.peer.archive import Archive
@@ -61,7 +61,7 @@ def run_folder(spec: RunSpec = SPEC, *, step: int, peer: Path | None = None, **f
     folder = RunFolder(peer, run_id(spec, OWNER.peer_id))
     folder.keep_record(spec, seal_spec(OWNER, spec))
     standing = {"name": spec.name, "role": "host", "steps": spec.training.steps, "loss": 1.5, "used_s": time.time()}
-    folder.keep_standing(Standing(**(standing | {"step": step, "finished": step >= spec.training.steps} | fields)))
+    folder.keep_standing(SavedStanding(**(standing | {"step": step, "finished": step >= spec.training.steps} | fields)))
     return folder
 
 

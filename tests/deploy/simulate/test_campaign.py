@@ -15,8 +15,8 @@ from shoal.deploy.simulate.sightings import Failed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
-from shoal.deploy.simulate.witness import Verdict, Witness
-from shoal.peer import light
+from shoal.deploy.simulate.witness import RunVerdict, RunWitness
+from shoal.peer import learner
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import Fault, FaultKind
 
@@ -54,7 +54,7 @@ def test_a_run_with_placed_experts_breaks_nothing_either() -> None:
 
 @pytest.mark.sim
 def test_what_breaks_an_invariant_ends_the_run_and_is_the_same_again() -> None:
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         swarm.world.failures.append(("n3", ValueError("on purpose")))
 
     first, again = (run_trial(quiet_trial(), script).verdict for _ in range(2))
@@ -89,7 +89,7 @@ def test_a_swarm_that_never_begins_is_found() -> None:
     assert verdict.broken == f"the first step is committed within {campaign.BEGINS_S:.0f} s"
 
 
-BROKEN = Verdict(
+BROKEN = RunVerdict(
     seed=4711,
     broken="nothing is lost",
     detail="at 3 s: something was",
@@ -127,7 +127,7 @@ def test_the_replay_command_has_what_was_not_the_default() -> None:
 
 
 def test_a_summary_counts_failures_faults_recoveries_and_duplicates() -> None:
-    text = summary([BROKEN, Verdict(seed=1)])
+    text = summary([BROKEN, RunVerdict(seed=1)])
     assert "2, 1 failed: 4711" in text
     assert "1 crash" in text
     assert "median 2.0 s, p99 3.0 s, over 2 kills" in text
@@ -154,9 +154,9 @@ def test_kinds_by_name() -> None:
 def test_the_command_ends_with_1_if_a_seed_fails(monkeypatch, tmp_path, broken: str | None, code: int) -> None:
     asked = []
 
-    def fake(seed: int, options: CampaignOptions) -> Verdict:
+    def fake(seed: int, options: CampaignOptions) -> RunVerdict:
         asked.append((seed, options.peers))
-        return Verdict(seed=seed, broken=broken)
+        return RunVerdict(seed=seed, broken=broken)
 
     monkeypatch.setattr(campaign, "run_seed", fake)
     arguments = ["simulate", "--campaign", "2", "--first-seed", "5", "--peers", "12", "--json", str(tmp_path / "out")]
@@ -210,13 +210,13 @@ def test_formats_that_do_not_exist_are_named_beside_those_that_do(text: str) -> 
 def test_a_run_ends_though_a_member_is_light_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     lit: list[bool] = []
 
-    async def never(self: light.LightMember) -> None:
+    async def never(self: learner.Learner) -> None:
         lit.append(True)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(light, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(light, "LIGHT_STATE_S", 0.0)
-    monkeypatch.setattr(light.LightMember, "_gather", never)
+    monkeypatch.setattr(learner, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(learner, "LIGHT_STATE_S", 0.0)
+    monkeypatch.setattr(learner.Learner, "_gather", never)
     crash = Fault(kind=FaultKind.CRASH, at_s=2.0, lasts_s=3.0, whom=("n1",))
     trial = quiet_trial(spec=tiny_spec(steps=30, peers=2, stages=1, s_max=1), speeds={"n0": 1.0, "n1": 1.0})
     verdict = run_trial(dataclasses.replace(trial, schedule=(crash,))).verdict

@@ -16,7 +16,7 @@ from shoal.deploy.planning.rows import Rows
 from shoal.deploy.simulate import gantt
 from shoal.deploy.simulate.html_report import pace, render_html
 from shoal.deploy.simulate.outcome import Outcome, bound_by, idle_share, row_of
-from shoal.deploy.simulate.result import Ending, Happened, SimResult, Span, StepCommitted
+from shoal.deploy.simulate.result import Ending, Happened, JobSpan, SimResult, StepCommitted
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.deploy.simulate.table import COLUMNS, LAST, cells, seconds, size
@@ -41,11 +41,11 @@ COST = Cost(
 
 def result(**changes: Any) -> SimResult:
     """Four devices, five commits ten seconds apart; device 3 holds nothing, device 2 works half of the time."""
-    busy = tuple(Span("forward", 10.0 * k, 10.0 * k + 10.0) for k in range(5))
+    busy = tuple(JobSpan("forward", 10.0 * k, 10.0 * k + 10.0) for k in range(5))
     half = tuple(
         span
         for k in range(5)
-        for span in (Span("backward", 10.0 * k, 10.0 * k + 4.0), Span("step", 10.0 * k + 9.0, 10.0 * k + 10.0))
+        for span in (JobSpan("backward", 10.0 * k, 10.0 * k + 4.0), JobSpan("step", 10.0 * k + 9.0, 10.0 * k + 10.0))
     )
     values: dict[str, Any] = {
         "steps": tuple(StepCommitted(k, 10.0 * (k + 1)) for k in range(5)),
@@ -176,7 +176,7 @@ def test_sizes_and_times_have_three_digits() -> None:
 
 
 def test_the_pause_before_a_step_is_a_wait() -> None:
-    spans = [Span("backward", 0.0, 4.0), Span("step", 9.0, 10.0), Span("forward", 12.0, 13.0)]
+    spans = [JobSpan("backward", 0.0, 4.0), JobSpan("step", 9.0, 10.0), JobSpan("forward", 12.0, 13.0)]
     assert gantt.with_waits(spans) == [
         ("backward", 0.0, 4.0),
         ("wait", 4.0, 9.0),

@@ -23,7 +23,7 @@ from shoal.deploy.simulate.invariants import (
     VersionsGrow,
     all_invariants,
 )
-from shoal.deploy.simulate.sightings import Committed, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
 from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundMember, RoundStart
@@ -54,7 +54,7 @@ def committed(
     digest: str = "d",
     dissenting: int = 0,
     era: int = 0,
-) -> Committed:
+) -> CommitSeen:
     report = CommitReport(
         era=era,
         stage=0,
@@ -69,7 +69,7 @@ def committed(
         digest=digest,
         dissenting=dissenting,
     )
-    return Committed(at_s=at_s, name="a", life=0, report=report)
+    return CommitSeen(at_s=at_s, name="a", life=0, report=report)
 
 
 def opened(*bitmaps: int, duplicates: int = 0, given_up: int = 0) -> Opened:

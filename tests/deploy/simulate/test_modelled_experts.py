@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
-from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.peer.model.flop import expert_flop, trunk_flop
 from shoal.peer.model.layout import layer_layout, num_parameters
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -110,12 +110,12 @@ def test_the_same_seed_is_the_same_run_event_for_event() -> None:
 
 def test_routed_rows_follow_the_loads_and_never_send_a_token_to_an_expert_twice() -> None:
     spec = spec_of(slots=2)
-    routing = Routing(spec, (5.0, 1.0, 1.0, 0.0))
+    routing = SimulatedRouting(spec, (5.0, 1.0, 1.0, 0.0))
     drawn = [routing.counts_of(Microbatch(step, 0), layer) for step in range(50) for layer in range(LAYERS)]
     assert {sum(counts) for counts in drawn} == {CONTEXT * PER_TOKEN}
     assert max(max(counts) for counts in drawn) == CONTEXT
     assert drawn == [
-        Routing(spec, (5.0, 1.0, 1.0, 0.0)).counts_of(Microbatch(s, 0), i) for s in range(50) for i in range(3)
+        SimulatedRouting(spec, (5.0, 1.0, 1.0, 0.0)).counts_of(Microbatch(s, 0), i) for s in range(50) for i in range(3)
     ]
     means = np.mean(drawn, axis=0) / (CONTEXT * PER_TOKEN)
     # Five sevenths want the first, which can have a half: the others share what is beyond in the order of their loads.

@@ -16,7 +16,7 @@ from shoal.deploy.simulate.outcome import Outcome, row_of
 from shoal.deploy.simulate.reached import reached, said_of
 from shoal.deploy.simulate.result import Change, Ending, Happened, SimResult, StepCommitted
 from shoal.deploy.simulate.strategy import KNOWN, Strategy
-from shoal.deploy.simulate.table import Comparison
+from shoal.deploy.simulate.table import StrategyComparison
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
@@ -104,7 +104,7 @@ def test_the_pace_of_steps_that_end_in_pairs_is_that_of_a_pair() -> None:
 # --- divisions ---
 
 
-def plan(sequence: int, bounds: tuple[int, ...], *, era: int = 0, restore: int = 0, ends_at: int = 0) -> Plan:
+def plan(sequence: int, bounds: tuple[int, ...], *, era: int = 0, restore: int = 0, cutover_version: int = 0) -> Plan:
     stages = tuple(
         Stage(first_layer=first, last_layer=last, members=(Member(peer=PeerID(f"p{first}"), share=1.0, bandwidth=1.0),))
         for first, last in pairwise(bounds)
@@ -118,12 +118,12 @@ def plan(sequence: int, bounds: tuple[int, ...], *, era: int = 0, restore: int =
         stages=stages,
         era=era,
         restore_version=restore,
-        ends_at=ends_at,
+        cutover_version=cutover_version,
     )
 
 
 @pytest.mark.parametrize(
-    ("ends_at", "restore", "change", "text"),
+    ("cutover_version", "restore", "change", "text"),
     [
         (7, 7, "division", "2 stages became 3 at step 7"),
         (7, 5, "era", "back to version 5"),
@@ -132,11 +132,11 @@ def plan(sequence: int, bounds: tuple[int, ...], *, era: int = 0, restore: int =
     ],
 )
 def test_an_era_that_goes_on_where_the_layout_ended_is_a_division(
-    ends_at: int, restore: int, change: Change, text: str
+    cutover_version: int, restore: int, change: Change, text: str
 ) -> None:
     async def obey() -> tuple[list[Happened], list[StepCommitted], list[StepCommitted]]:
         ledger = SimLedger(1, steps=10, keeps_timeline=False)
-        ledger.obeyed(plan(1, (0, 2, 4), ends_at=ends_at))
+        ledger.obeyed(plan(1, (0, 2, 4), cutover_version=cutover_version))
         ledger.steps = [StepCommitted(step, float(step)) for step in range(7)]
         ledger.obeyed(plan(2, (0, 1, 2, 4), era=1, restore=restore))
         return ledger.events, ledger.steps, ledger.undone
@@ -204,7 +204,7 @@ def test_the_command_plays_the_live_swarm_beside_the_planned_one(tmp_path: Path)
     arguments = ["simulate", str(tmp_path / "tiny.toml"), "--strategies", "ours,live", "--json", str(json)]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
-    found = msgspec.json.decode(json.read_bytes(), type=Comparison)
+    found = msgspec.json.decode(json.read_bytes(), type=StrategyComparison)
     assert found.reached is not None
     assert found.reached.from_s == 300
     ours, live = found.rows

@@ -11,7 +11,7 @@ from shoal.deploy.simulate.sightings import Injected
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import Trial
-from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.sim.chaos import Fault, FaultKind
 
@@ -41,7 +41,7 @@ def scenario(
     )
 
 
-def passed(witness: Witness) -> Verdict:
+def passed(witness: RunWitness) -> RunVerdict:
     verdict = witness.verdict
     assert verdict.broken is None, f"{verdict.broken}\n{verdict.detail}\n" + "\n".join(verdict.last_events)
     return verdict
@@ -68,7 +68,7 @@ def test_a_cut_of_two_minutes_makes_no_second_history(
 def test_the_coordinator_dies_in_mid_run_and_others_go_on() -> None:
     replaced_s: list[float] = []
 
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         for _ in range(2):
             await asyncio.sleep(10.0)
             old = next(name for name in swarm.running if name in swarm.nodes and swarm.nodes[name].is_coordinator)
@@ -92,7 +92,7 @@ def test_the_coordinator_dies_in_mid_run_and_others_go_on() -> None:
 def test_all_replicas_of_a_stage_die_and_it_comes_back_from_outside() -> None:
     lost_steps: list[int] = []
 
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         interval = swarm.spec.swarm.snapshot_interval_steps
         await swarm.until(lambda: len(witness.steps_s) > interval + 5)
         before = max(step for _, stage, step in witness.commits if stage == 1) + 1
@@ -109,11 +109,11 @@ def test_all_replicas_of_a_stage_die_and_it_comes_back_from_outside() -> None:
     assert max(verdict.recoveries_s) <= 60.0
 
 
-def steps_per_s(witness: Witness, from_s: float, to_s: float) -> float:
+def steps_per_s(witness: RunWitness, from_s: float, to_s: float) -> float:
     return sum(from_s < at_s <= to_s for at_s in witness.steps_s) / (to_s - from_s)
 
 
-def brought(witness: Witness, swarm: SimSwarm, name: str, from_s: float, to_s: float) -> int:
+def brought(witness: RunWitness, swarm: SimSwarm, name: str, from_s: float, to_s: float) -> int:
     """Microbatches that `name` brought to the rounds of its stage."""
     peer, M = swarm.world.peers[name].peer_id, swarm.spec.training.microbatches_per_step
     newest = {(event.start.stage, event.start.step): event for event in witness.rounds if from_s < event.at_s <= to_s}
@@ -132,7 +132,7 @@ def rate_with(stage: int, *, slowdown: float | None) -> tuple[float, int, bool]:
     """
     figures: list[tuple[float, int, bool]] = []
 
-    async def script(swarm: SimSwarm, witness: Witness) -> None:
+    async def script(swarm: SimSwarm, witness: RunWitness) -> None:
         name = next(name for name in sorted(swarm.nodes, reverse=True) if swarm.stage_of(name) == stage)
         peer = swarm.world.peers[name]
         if slowdown is None:

@@ -19,8 +19,8 @@ from shoal.deploy.simulate.outcome import Outcome, row_of
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario, shipped_names
 from shoal.deploy.simulate.strategies import (
     CHURN_SECONDS,
-    Options,
-    Patience,
+    StrategyOptions,
+    StrategyPatience,
     chosen_strategies,
     churn_of,
     play,
@@ -28,7 +28,7 @@ from shoal.deploy.simulate.strategies import (
     with_options,
 )
 from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
-from shoal.deploy.simulate.table import Comparison
+from shoal.deploy.simulate.table import StrategyComparison
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import WireSpec
 
@@ -66,7 +66,7 @@ def complaint(*arguments: object) -> str:
     return line
 
 
-def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Outcome:
+def run_strategy(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Outcome:
     """Plan and simulate."""
     return play(scenario, prepare(scenario, strategy, churn, options), options)
 
@@ -82,7 +82,7 @@ def test_placed_experts_are_played_and_cost_their_tokens_way(tmp_path: Path) -> 
     json = tmp_path / "out.json"
     result = shoal(path, "--strategies", "given,whole", "--steps", 3, "--json", json)
     assert result.exit_code == 0, result.output
-    placed, held_whole = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    placed, held_whole = msgspec.json.decode(json.read_bytes(), type=StrategyComparison).rows
     assert placed.steps == held_whole.steps == 3
     assert not placed.failures
     assert placed.tokens_per_s is not None
@@ -97,7 +97,7 @@ def test_strategies_are_compared_in_a_table_a_file_and_a_page(tmp_path: Path, ti
     result = shoal(tiny, "--strategies", "given,mod", "--json", json, "--html", html, "--seed", 3)
     assert result.exit_code == 0, result.output
     assert "Tiny" in result.stdout
-    found = msgspec.json.decode(json.read_bytes(), type=Comparison)
+    found = msgspec.json.decode(json.read_bytes(), type=StrategyComparison)
     assert (found.scenario, found.seed, found.devices) == ("tiny", 3, ("A-0", "A-1", "B-0", "B-1"))
     given, mod = found.rows
     assert (given.strategy, given.stages, given.bounds) == ("given", ((0, 1), (2, 3)), (0, 2, 4))
@@ -165,7 +165,7 @@ def test_the_same_run_under_two_names_is_played_and_said_once(tmp_path: Path, ti
     result = shoal(tiny, "--json", json, "--html", html)
     assert result.exit_code == 0, result.output
     assert "two: the same run as one" in result.stdout
-    one, two = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    one, two = msgspec.json.decode(json.read_bytes(), type=StrategyComparison).rows
     assert (one.same_as, two.same_as) == ("", "one")
     assert two.trace_hash == one.trace_hash
     assert "two: the same run as one." in html.read_text()
@@ -176,7 +176,7 @@ def test_few_steps_are_measured_and_one_is_refused_at_once(tmp_path: Path, tiny:
     result = shoal(tiny, "--strategies", "given", "--steps", 3, "--json", json)
     assert result.exit_code == 0, result.output
     assert "of 3 steps 1 is counted" in " ".join(result.stdout.split())
-    (row,) = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    (row,) = msgspec.json.decode(json.read_bytes(), type=StrategyComparison).rows
     assert row.tokens_per_s is not None
     assert "1 step is too few: a figure needs 2 steps at least, and 4 to leave" in complaint(tiny, "--steps", 1)
 
@@ -186,7 +186,7 @@ def test_what_it_comes_to_is_counted_from_what_was_simulated(tmp_path: Path, tin
     tiny.write_text(TINY.replace('name = "A",', 'name = "A", watts = 200,'))
     result = shoal(tiny, "--strategies", "given", "--json", json, "--tokens", "1B", "--price-kwh", 0.5)
     assert result.exit_code == 0, result.output
-    (row,) = msgspec.json.decode(json.read_bytes(), type=Comparison).rows
+    (row,) = msgspec.json.decode(json.read_bytes(), type=StrategyComparison).rows
     figures = row.figures
     assert figures is not None
     assert row.tokens_per_s is not None
@@ -206,8 +206,8 @@ def test_the_planner_and_the_simulation_agree_about_what_members_send(
 ) -> None:
     """Within 2 %: messages have headers, and steps overlap. Probes of links are no part of a step."""
     monkeypatch.setattr(LinkSurvey, "choose_one", lambda *_: ())
-    scenario = with_options(find_scenario(str(tiny)), Options(steps=8))
-    outcome = run_strategy(scenario, KNOWN["given"], (), Options(steps=8))
+    scenario = with_options(find_scenario(str(tiny)), StrategyOptions(steps=8))
+    outcome = run_strategy(scenario, KNOWN["given"], (), StrategyOptions(steps=8))
     assert outcome.result is not None
     assert outcome.placement is not None
     objective = ThroughputObjective(scenario.topology, Workload.of(scenario.spec))
@@ -219,32 +219,32 @@ def test_the_planner_and_the_simulation_agree_about_what_members_send(
 
 
 def test_a_strategy_that_is_far_slower_is_cut_off_and_says_so(tiny: Path) -> None:
-    scenario = with_options(find_scenario(str(tiny)), Options())
-    prepared = prepare(scenario, KNOWN["given"], (), Options())
-    impatient = Patience(name="ours", virtual_s=30.0, step_s=1.0, real_s=1e9)
-    outcome = play(scenario, prepared, Options(), patience=impatient)
+    scenario = with_options(find_scenario(str(tiny)), StrategyOptions())
+    prepared = prepare(scenario, KNOWN["given"], (), StrategyOptions())
+    impatient = StrategyPatience(name="ours", virtual_s=30.0, step_s=1.0, real_s=1e9)
+    outcome = play(scenario, prepared, StrategyOptions(), patience=impatient)
     row = row_of(outcome)
     assert outcome.result is not None
     assert 30.0 <= outcome.result.ending.at_s < 32.0
     assert row.note == "cut off at 30 s of virtual time, 4 times what ours took"
     assert row.tokens_per_s is None
     assert row.tokens_per_s_below is not None
-    whole = run_strategy(scenario, KNOWN["given"], (), Options())
+    whole = run_strategy(scenario, KNOWN["given"], (), StrategyOptions())
     assert whole.result is not None
     assert row.tokens_per_s_below > whole.result.tokens_per_s, "a bound, not a guess"
-    soon = row_of(play(scenario, prepared, Options(), patience=replace(impatient, virtual_s=1e9, real_s=0.0)))
+    soon = row_of(play(scenario, prepared, StrategyOptions(), patience=replace(impatient, virtual_s=1e9, real_s=0.0)))
     assert "of this machine's time" in soon.note
     assert (soon.steps, soon.tokens_per_s_below) == (0, None)
 
 
 def test_patience_is_measured_by_the_first_strategy(tiny: Path) -> None:
-    scenario = with_options(find_scenario(str(tiny)), Options())
-    first = run_strategy(scenario, KNOWN["given"], (), Options())
+    scenario = with_options(find_scenario(str(tiny)), StrategyOptions())
+    first = run_strategy(scenario, KNOWN["given"], (), StrategyOptions())
     assert first.result is not None
-    patience = Patience.beside(first, 60.0)
+    patience = StrategyPatience.beside(first, 60.0)
     assert patience is not None
     assert (patience.name, patience.virtual_s) == ("given", 4 * first.result.ending.at_s)
-    assert Patience.beside(replace(first, result=None), 60.0) is None
+    assert StrategyPatience.beside(replace(first, result=None), 60.0) is None
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_strategies_of_the_scenario_hide_those_we_know(tmp_path: Path, tiny: Pat
 
 def test_where_nothing_is_named_churn_decides(tiny: Path) -> None:
     assert [s.name for s in chosen_strategies(find_scenario(str(tiny)), None)] == list(DEFAULT)
-    assert [s.name for s in chosen_strategies(with_trace(tiny, Options()), None)] == ["live", "peace"]
+    assert [s.name for s in chosen_strategies(with_trace(tiny, StrategyOptions()), None)] == ["live", "peace"]
 
 
 def test_a_strategy_changes_staleness_and_wire_only_where_it_says_so(tiny: Path) -> None:
@@ -297,29 +297,29 @@ def test_a_strategy_may_have_the_model_in_a_subspace_and_is_told_where_that_cann
         find_scenario(str(tiny))
 
 
-def with_trace(tiny: Path, options: Options) -> Scenario:
+def with_trace(tiny: Path, options: StrategyOptions) -> Scenario:
     (tiny.parent / "trace.csv").write_text(TRACE)
     tiny.write_text(TINY + '[churn]\ntrace = "trace.csv"\nstart_s = 0\n')
     return with_options(find_scenario(str(tiny)), options)
 
 
 def test_a_time_or_a_trace_takes_the_place_of_steps(tiny: Path) -> None:
-    def lasts(options: Options, *, churn: bool = False) -> tuple[float | None, int]:
+    def lasts(options: StrategyOptions, *, churn: bool = False) -> tuple[float | None, int]:
         found = with_trace(tiny, options) if churn else with_options(find_scenario(str(tiny)), options)
         return found.seconds, found.spec.training.steps
 
-    assert lasts(Options()) == (None, 5)
-    assert lasts(Options(steps=4)) == (None, 4)
-    assert lasts(Options(seconds=9.0)) == (9.0, STEPS_MAX)
-    assert lasts(Options(seconds=9.0, steps=4)) == (9.0, 4)
+    assert lasts(StrategyOptions()) == (None, 5)
+    assert lasts(StrategyOptions(steps=4)) == (None, 4)
+    assert lasts(StrategyOptions(seconds=9.0)) == (9.0, STEPS_MAX)
+    assert lasts(StrategyOptions(seconds=9.0, steps=4)) == (9.0, 4)
     (tiny.parent / "other.csv").write_text(TRACE)
-    assert lasts(Options(trace=tiny.parent / "other.csv")) == (CHURN_SECONDS, STEPS_MAX)
-    assert lasts(Options(trace=tiny.parent / "other.csv", steps=4)) == (None, 4)
-    assert lasts(Options(), churn=True) == (CHURN_SECONDS, 5), "the file says so many steps"
+    assert lasts(StrategyOptions(trace=tiny.parent / "other.csv")) == (CHURN_SECONDS, STEPS_MAX)
+    assert lasts(StrategyOptions(trace=tiny.parent / "other.csv", steps=4)) == (None, 4)
+    assert lasts(StrategyOptions(), churn=True) == (CHURN_SECONDS, 5), "the file says so many steps"
 
 
 def test_a_swarm_lives_through_a_trace(tiny: Path) -> None:
-    options = Options(seconds=100.0, steps=1000)
+    options = StrategyOptions(seconds=100.0, steps=1000)
     scenario = with_trace(tiny, options)
     churn = churn_of(scenario, 0)
     assert churn == ((50.0, "remove", 1),)
@@ -333,7 +333,7 @@ def test_a_swarm_lives_through_a_trace(tiny: Path) -> None:
 
 
 def test_a_strategy_may_be_left_in_peace(tiny: Path) -> None:
-    options = Options(seconds=100.0, steps=2)
+    options = StrategyOptions(seconds=100.0, steps=2)
     scenario = with_trace(tiny, options)
     peace = Strategy(name="peace", layout="given", churn=False)
     outcome = run_strategy(scenario, peace, (Churn(1.0, "remove", 1),), options)
@@ -343,7 +343,7 @@ def test_a_strategy_may_be_left_in_peace(tiny: Path) -> None:
 
 
 def test_a_layout_is_of_those_who_are_there_at_first(tiny: Path) -> None:
-    options = Options(steps=2)
+    options = StrategyOptions(steps=2)
     scenario = with_trace(tiny, options)
     (tiny.parent / "trace.csv").write_text("time_s,event,node\n0,add,a\n0,add,b\n0,add,c\n1000,add,d\n")
     outcome = run_strategy(scenario, KNOWN["mod"], churn_of(scenario, 0), options)
@@ -351,8 +351,8 @@ def test_a_layout_is_of_those_who_are_there_at_first(tiny: Path) -> None:
     assert outcome.placement.stages == ((0, 2), (1,))
 
 
-@pytest.mark.parametrize("options", [Options(steps=4), Options(seconds=100.0)])
-def test_whoever_waits_hears_how_much_is_over(tiny: Path, options: Options) -> None:
+@pytest.mark.parametrize("options", [StrategyOptions(steps=4), StrategyOptions(seconds=100.0)])
+def test_whoever_waits_hears_how_much_is_over(tiny: Path, options: StrategyOptions) -> None:
     heard: list[float] = []
     scenario = with_options(find_scenario(str(tiny)), options)
     run_strategy(scenario, KNOWN["mod"], (), replace(options, on_progress=heard.append))
@@ -364,5 +364,5 @@ def test_whoever_waits_hears_how_much_is_over(tiny: Path, options: Options) -> N
 
 def test_nobody_there_is_an_outcome(tiny: Path) -> None:
     everybody_late = tuple(Churn(5.0, "add", device) for device in range(4))
-    outcome = run_strategy(find_scenario(str(tiny)), KNOWN["mod"], everybody_late, Options())
+    outcome = run_strategy(find_scenario(str(tiny)), KNOWN["mod"], everybody_late, StrategyOptions())
     assert (outcome.result, outcome.problem) == (None, "no device is present at the beginning")

@@ -11,7 +11,7 @@ from shoal.deploy import cli
 from shoal.deploy.record.lines import encode_line
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.state import places
-from shoal.deploy.state.run_folder import RunFolder, Standing
+from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import write_snapshot
@@ -53,7 +53,7 @@ def make(peer: Path, name: str, run: str, *, used_s: float) -> None:
         LiveDisk(folder.path / "snapshots"), PurePosixPath("x"), run=run, version=4, layers=layers, spec=spec
     )
     (folder.path / "record.jsonl").write_bytes(encode_line(step(4)))
-    folder.keep_standing(Standing(name=name, role="host", step=4, steps=4, used_s=used_s))
+    folder.keep_standing(SavedStanding(name=name, role="host", step=4, steps=4, used_s=used_s))
 
 
 def shoal(*arguments: object) -> Any:
@@ -113,7 +113,7 @@ def test_a_word_that_means_a_run_and_a_folder_with_another_is_refused(home: Path
 
 def test_a_run_of_which_nothing_is_here_yet_is_named(home: Path) -> None:
     RunFolder(places.state_root() / "hosts" / "new", "ee55" * 4).keep_standing(
-        Standing(name="new", role="host", steps=4, used_s=9.0)
+        SavedStanding(name="new", role="host", steps=4, used_s=9.0)
     )
     for command, what in zip(commands("new"), ("snapshot", "snapshot", "snapshot", "record"), strict=True):
         said = shoal(*command)

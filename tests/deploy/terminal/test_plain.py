@@ -18,7 +18,7 @@ from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.planning.cards import LEGEND
 from shoal.deploy.record.lines import PeerLine, encode_line
 from shoal.deploy.report import Joined, Note, Obeys, Phase, Status, Summary
-from shoal.deploy.state.run_folder import Standing
+from shoal.deploy.state.run_folder import SavedStanding
 from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
@@ -82,7 +82,7 @@ def test_runs_and_reports_of_names_in_files(tmp_path: Path) -> None:
     run = "0123456789abcdef"
     folder = tmp_path / "shoal" / "runs" / run / "peer-1" / run
     folder.mkdir(parents=True)
-    standing = Standing(name=EVIL, role="volunteer", step=1, steps=10, used_s=0.0)
+    standing = SavedStanding(name=EVIL, role="volunteer", step=1, steps=10, used_s=0.0)
     (folder / "standing.json").write_bytes(msgspec.json.encode(standing))
     lines = step(1), PeerLine(time=0.0, peer=A, name=EVIL, change="joined", stage=0)
     (folder / "record.jsonl").write_bytes(b"".join(map(encode_line, lines)))

@@ -26,7 +26,7 @@ def plan_without_me() -> Plan:
     )
 
 
-class PretendTenure:
+class PretendMembership:
     """One of group `group_id` whose place is another's now; `on_close` happens while it is being closed."""
 
     def __init__(self, group_id: int, on_close: Any = None) -> None:
@@ -49,7 +49,7 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
     async def main() -> None:
         failures: list[BaseException] = []
         signed: Any = SimpleNamespace(plan=plan_without_me(), digest="d")
-        surroundings: Any = SimpleNamespace(
+        services: Any = SimpleNamespace(
             endpoint=SimpleNamespace(peer_id=ME, era=0, incarnation=1),
             listeners=SimpleNamespace(on_failure=failures.append),
             server=SimpleNamespace(forget=lambda keys: None),
@@ -58,16 +58,16 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
         )
         neighbours: Any = SimpleNamespace(say=lambda peers: None, say_news=lambda peers: None, words=lambda: ())
         seats = ExpertSeats(
-            surroundings,
+            services,
             neighbours,
             plan=lambda: signed,
             is_leaving=lambda: False,
-            on_begun=lambda tenure: None,
+            on_begun=lambda membership: None,
             on_change=lambda: None,
         )
-        drained: Any = PretendTenure(2)
-        first: Any = PretendTenure(1, on_close=lambda: seats._drop(2))
-        seats._tenures = {1: first, 2: drained}
+        drained: Any = PretendMembership(2)
+        first: Any = PretendMembership(1, on_close=lambda: seats._drop(2))
+        seats._memberships = {1: first, 2: drained}
         seats._draining = {2}
         seats.follow_soon()
         assert seats._transition is not None
@@ -75,7 +75,7 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
         assert failures == []
         assert first.is_closed
         assert drained.is_closed
-        assert seats.tenures == []
+        assert seats.memberships == []
         await seats.close()
 
     run(main())

@@ -34,7 +34,7 @@ def test_a_holder_that_becomes_slow_costs_seconds(make_swarm, tiny_spec):
         swarm = make_swarm(spec, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
         for name in "abcdefx":
             await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(STAGES, fresh=True, experts=EXPERTS, spares=("x",))
+        swarm.obey(STAGES, not_started=True, experts=EXPERTS, spares=("x",))
         for step in range(1, STEPS + 1):
             await swarm.until_step(step)
             times.append(swarm.world.now_s())

@@ -27,7 +27,7 @@ async def started(make_swarm, tiny_spec):
     swarm = make_swarm(msgspec.convert(tables, type(tiny_spec)), network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
     for name in "abcd":
         await swarm.add(name, device_flop_per_s=1e8)
-    swarm.obey(STAGES, fresh=True, experts=EXPERTS)
+    swarm.obey(STAGES, not_started=True, experts=EXPERTS)
     stranger = swarm.world.add_peer("stranger")
     endpoint = Endpoint(
         stranger.identity,
@@ -43,13 +43,13 @@ async def started(make_swarm, tiny_spec):
     return swarm, endpoint
 
 
-def done(step, *, again=True):
-    return ExpertDone(stage=0, incarnation=1, passage=0, step=step, index=0, experts=((0, 0),), again=again)
+def done(step, *, retried=True):
+    return ExpertDone(stage=0, incarnation=1, passage=0, step=step, index=0, experts=((0, 0),), retried=retried)
 
 
 def kept(swarm, name):
     """Steps of which a holder has gradients."""
-    contributions = [tenure.work.runtime._contributions for tenure in swarm.drivers[name].experts.tenures]
+    contributions = [membership.work.runtime._contributions for membership in swarm.drivers[name].experts.memberships]
     return {step for of_expert in contributions for step in (*of_expert._sums, *of_expert._apart)}
 
 
@@ -58,7 +58,7 @@ def test_what_is_through_is_counted_for_members_and_for_steps_that_may_run(make_
     async def main():
         swarm, stranger = await started(make_swarm, tiny_spec)
         a, b = swarm.peer("a"), swarm.peer("b")
-        version = swarm.drivers["a"].experts.tenures[0].version
+        version = swarm.drivers["a"].experts.memberships[0].version
         with pytest.raises(Refused, match="does not know"):
             await swarm.peer("stranger").spawn(stranger.ask(a.peer_id, done(version), Done))
         with pytest.raises(Refused, match="does not know"):
@@ -83,7 +83,7 @@ def test_tokens_of_the_last_step_do_not_fill_a_holder(make_swarm, tiny_spec, nam
     async def main():
         swarm, stranger = await started(make_swarm, tiny_spec)
         endpoint = stranger if name == "stranger" else swarm.drivers[name]._endpoint
-        server = swarm.drivers["a"]._surroundings.experts
+        server = swarm.drivers["a"]._services.experts
         payload = bytes(swarm.drivers["a"]._arithmetic.tokens.row_bytes)
 
         async def flood():

@@ -39,7 +39,7 @@ async def started(make_swarm, spec, stages=STAGES, experts=EXPERTS, *, spares=()
     swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.02, rate_bytes_per_s=1e7))
     for name in sorted({name for names in stages for name in names}.union(spares)):
         await swarm.add(name, device_flop_per_s=1e8)
-    swarm.obey(stages, fresh=True, experts=experts, spares=spares)
+    swarm.obey(stages, not_started=True, experts=experts, spares=spares)
     return swarm
 
 
@@ -109,7 +109,7 @@ def killed(make_swarm, spec, kills, *, experts=EXPERTS, spares=(), seed=0, dropp
             stages = [without(names, name) for names in stages]
             units = [[without(names, name) for names in of_stage] for of_stage in units]
             idle = without(idle, name)
-            swarm.obey(stages, fresh=False, experts=units, spares=tuple(idle))
+            swarm.obey(stages, not_started=False, experts=units, spares=tuple(idle))
         await committed(swarm, steps)
         await swarm.close()
         return swarm
@@ -157,7 +157,7 @@ def test_experts_that_move_change_no_step(make_swarm, tiny_spec, seed):
         for step, experts in zip((1, 3, 5), MOVES[1:], strict=True):
             await swarm.until_step(step)
             await asyncio.sleep(swarm.world.rng(f"moment {step}").random())
-            swarm.obey(STAGES, fresh=False, experts=experts, spares=("x",))
+            swarm.obey(STAGES, not_started=False, experts=experts, spares=("x",))
         await committed(swarm, 8)
         await swarm.close()
         assert swarm.world.failures == []
@@ -179,14 +179,14 @@ def test_who_gives_its_place_to_another_stays_until_that_one_could_do_without_a_
         swarm = await started(make_swarm, spec, STAGES, before)
         await swarm.until_step(1)
         group = swarm.plan.plan.expert_group(1, 0)
-        swarm.obey(STAGES, fresh=False, experts=after)
+        swarm.obey(STAGES, not_started=False, experts=after)
         e = swarm.drivers["e"]
-        await swarm.until(lambda: all(tenure.group_id != group for tenure in e.experts.tenures))
+        await swarm.until(lambda: all(membership.group_id != group for membership in e.experts.memberships))
         swarm.world.crash(swarm.peer("d"))
         del swarm.drivers["d"]
         await asyncio.sleep(4.0)
         units = [[without(names, "d") for names in of_stage] for of_stage in after]
-        swarm.obey([without(names, "d") for names in STAGES], fresh=False, experts=units)
+        swarm.obey([without(names, "d") for names in STAGES], not_started=False, experts=units)
         await committed(swarm, 5)
         await swarm.close()
         return swarm

@@ -112,7 +112,7 @@ def test_a_report_has_the_norm_of_the_gradient_that_the_reporter_stepped_with() 
 
 
 def test_nobody_waits_for_the_word_of_a_light_member_nor_counts_it() -> None:
-    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0), light=(C,))}
+    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0), learners=(C,))}
     made.heard(A, 1, "d")
     assert conclude(made, 1, 0.0, rounds) == []
     made.heard(B, 1, "d")
@@ -122,13 +122,13 @@ def test_nobody_waits_for_the_word_of_a_light_member_nor_counts_it() -> None:
 
 
 def test_who_alone_of_a_round_holds_the_state_reports_it() -> None:
-    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0, (A, B)), light=(B,))}
+    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0, (A, B)), learners=(B,))}
     made.heard(A, 1, "d")
     assert [type(command) for command in conclude(made, 1, 0.0, rounds)] == [Report]
 
 
 def test_a_light_member_hears_what_the_others_agree_on_and_fetches_no_state_for_it() -> None:
-    made, rounds = agreement(C), {0: msgspec.structs.replace(round_of(0), light=(C,))}
+    made, rounds = agreement(C), {0: msgspec.structs.replace(round_of(0), learners=(C,))}
     for peer in (A, B):
         made.heard(peer, 1, "d")
     assert [type(command) for command in conclude(made, 1, 0.0, rounds)] == [Witness]

@@ -16,29 +16,29 @@ def members(**since: int) -> list[Member]:
 
 def test_who_held_the_layers_before_votes_and_who_comes_at_the_same_time_does_not() -> None:
     group = members(a=1, b=1, c=2, d=2)
-    assert voters(group, D, without_state=(), departing=()) == (A, B)
+    assert voters(group, D, reported_empty=(), draining=()) == (A, B)
 
 
 def test_who_begins_anew_in_its_old_place_is_told_by_those_of_its_time() -> None:
-    assert voters(members(a=1, b=1, c=2), B, without_state=(), departing=()) == (A,)
+    assert voters(members(a=1, b=1, c=2), B, reported_empty=(), draining=()) == (A,)
 
 
 def test_who_begins_anew_and_is_the_eldest_is_told_by_those_who_came_later() -> None:
     group = members(a=0, b=2, c=3)
-    assert voters(group, A, without_state=(), departing=()) == (B, C)
-    assert voters(group, A, without_state=(B,), departing=()) == (C,)
-    assert voters(group, A, without_state=(), departing=(D,)) == (D,), "who drains held the layers before"
-    assert voters(group, C, without_state=(A, B), departing=()) == ()
+    assert voters(group, A, reported_empty=(), draining=()) == (B, C)
+    assert voters(group, A, reported_empty=(B,), draining=()) == (C,)
+    assert voters(group, A, reported_empty=(), draining=(D,)) == (D,), "who drains held the layers before"
+    assert voters(group, C, reported_empty=(A, B), draining=()) == ()
 
 
 def test_who_says_that_it_has_no_state_is_not_waited_for() -> None:
-    assert voters(members(a=1, b=1, c=2), C, without_state=(B,), departing=()) == (A,)
+    assert voters(members(a=1, b=1, c=2), C, reported_empty=(B,), draining=()) == (A,)
 
 
 def test_where_nobody_of_the_plan_has_the_state_those_who_drain_have_it() -> None:
-    assert voters(members(a=2, b=2), A, without_state=(B,), departing=(D, E)) == (D, E)
-    assert voters(members(a=2), A, without_state=(), departing=(D,)) == (D,)
-    assert voters(members(a=2), A, without_state=(), departing=()) == ()
+    assert voters(members(a=2, b=2), A, reported_empty=(B,), draining=(D, E)) == (D, E)
+    assert voters(members(a=2), A, reported_empty=(), draining=(D,)) == (D,)
+    assert voters(members(a=2), A, reported_empty=(), draining=()) == ()
 
 
 def test_half_is_no_majority_and_nobody_is_none() -> None:

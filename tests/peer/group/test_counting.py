@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.peer.group_membership import GroupMembership
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import Count
 from shoal.peer.replica.events import GradientCounted
-from shoal.peer.tenures import Tenure
 from shoal.peer.vectors import VECTORS
 
 
@@ -21,11 +21,11 @@ def test_a_gradient_that_comes_when_the_device_has_stepped_is_not_told(version):
     microbatch = Microbatch(3, 1)
     contributions.finish(microbatch, torch.ones(4))
 
-    def contribute(microbatch, *, apart):
-        return contributions.contribute(microbatch, version=version, apart=apart)
+    def contribute(microbatch, *, held_out):
+        return contributions.contribute(microbatch, version=version, held_out=held_out)
 
     member = SimpleNamespace(_held=SimpleNamespace(contribute=contribute), handle=told.append)
-    counted = GradientCounted(microbatch, 2.0, 0, apart=True)
-    Tenure._perform(member, Count(counted, again=True))
+    counted = GradientCounted(microbatch, 2.0, 0, held_out=True)
+    GroupMembership._perform(member, Count(counted, retried=True))
     assert told == ([counted] if version == 3 else [])
     assert contributions.has(microbatch) == bool(told)

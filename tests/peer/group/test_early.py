@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.peer.carried import CarriedState
 from shoal.peer.group.early import ROUNDS_MAX, Early
+from shoal.peer.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
-from shoal.peer.tenures import Tenure
+from shoal.peer.replica.group_core import GroupCore
+from shoal.peer.retained_layers import RetainedLayers
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
@@ -59,9 +59,9 @@ def test_of_one_mate_a_few_rounds_are_kept_the_latest() -> None:
     assert len(early) == ROUNDS_MAX + 1
     assert len(early.take(0, 999)) == 1
     early.keep(A, part(0, step=1), numbers(5))
-    early.forget_before(1, mates=[A])
+    early.forget_before(1, group_peers=[A])
     assert len(early) == 1
-    early.forget_before(1, mates=[B])
+    early.forget_before(1, group_peers=[B])
     assert len(early) == 0
 
 
@@ -75,7 +75,7 @@ def test_no_round_has_such_pieces() -> None:
         early.keep(A, part(3), numbers(5))
 
 
-class Replica(Tenure):
+class Replica(GroupMembership):
     """A member of a group of ten numbers, with one mate, which has contributed the other of a step's two
     microbatches. It notes what it would step with."""
 
@@ -91,7 +91,7 @@ class Replica(Tenure):
         held = SimpleNamespace(
             vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N, keys=(), state=None
         )
-        group = Commit(
+        group = GroupCore(
             me=names[0],
             stage=0,
             steps=5,
@@ -102,17 +102,17 @@ class Replica(Tenure):
             quorum=1.0,
         )
         core = SimpleNamespace(group=group, handle=group.handle, next_timer_s=lambda: math.inf)
-        surroundings = SimpleNamespace(
+        services = SimpleNamespace(
             endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
             compute=self.me.compute,
             clock=self.me.clock,
             inbox=None,
             spec=RunSpec(),
             server=SimpleNamespace(pinned_from=lambda: 0, pass_on=None),
-            between=SimpleNamespace(carried=CarriedState(), ahead=SimpleNamespace(ended=None)),
+            between=SimpleNamespace(retained=RetainedLayers(), ahead=SimpleNamespace(ended=None)),
             listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
         )
-        super().__init__(surroundings, core, held, incarnation=0)
+        super().__init__(services, core, held, incarnation=0)
         group.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
         group.handle(ReadySet(True), now_s=0.0)
         group.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)

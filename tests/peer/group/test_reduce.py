@@ -466,20 +466,20 @@ def test_what_comes_before_our_own_sum_is_made_waits_for_it() -> None:
 
 @given(
     counts=st.lists(st.integers(0, M), min_size=2, max_size=6),
-    light=st.sets(st.integers(0, 5)),
+    learners=st.sets(st.integers(0, 5)),
     size=st.integers(0, 6 * CHUNK),
     seed=st.integers(0, 2**32),
 )
 def test_who_is_light_owns_no_part_contributes_and_gets_the_same_bits(
-    counts: list[int], light: set[int], size: int, seed: int
+    counts: list[int], learners: set[int], size: int, seed: int
 ) -> None:
-    light = {rank for rank in light if rank < len(counts)}
-    if len(light) == len(counts):
-        light.remove(min(light))
-    start = msgspec.structs.replace(round_of(counts), light=tuple(PeerID(str(rank)) for rank in sorted(light)))
+    learners = {rank for rank in learners if rank < len(counts)}
+    if len(learners) == len(counts):
+        learners.remove(min(learners))
+    start = msgspec.structs.replace(round_of(counts), learners=tuple(PeerID(str(rank)) for rank in sorted(learners)))
     made = Round(start, sums_of(start, size), random.Random(seed))
     made.begin()
-    assert all(out.target not in start.light for _, kind, out in made.air if kind == "part")
-    assert all(source not in start.light for source, kind, _ in made.air if kind == "result")
+    assert all(out.target not in start.learners for _, kind, out in made.air if kind == "part")
+    assert all(source not in start.learners for source, kind, _ in made.air if kind == "result")
     made.play()
     assert all(torch.equal(reduction.mean_N, made.mean()) for reduction in made.members.values())

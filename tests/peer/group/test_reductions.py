@@ -19,7 +19,7 @@ class Member:
     """One of two that have one microbatch each of every step; ones of ours and twos of the mate's."""
 
     def __init__(self, *, are_past=False, retained_from=2**62):
-        self.core = SimpleNamespace(me=ME, microbatches=2, mates=(MATE,), departing=(), version=0)
+        self.core = SimpleNamespace(me=ME, microbatches=2, group_peers=(MATE,), draining=(), version=0)
         self.core.are_past = lambda step: are_past
         held = SimpleNamespace(vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: torch.ones(SIZE))
         self.reductions = Reductions(self.core, held, retained_from=lambda: retained_from)

@@ -8,7 +8,6 @@ import pytest
 from shoal.peer.group.rounds import attempt
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import CatchUp, CommitCommand, Reduce, Tell
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     DigestArrived,
     GradientCounted,
@@ -23,6 +22,7 @@ from shoal.peer.replica.events import (
     StoodStill,
     TimerFired,
 )
+from shoal.peer.replica.group_core import GroupCore
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
@@ -33,9 +33,9 @@ A, B, C = (PeerID(name) for name in "abc")
 BOTH = b"\x03"
 
 
-def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",)) -> Commit:
+def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",)) -> GroupCore:
     """At version 1 of a run with two microbatches a step, under plan 1, its mates ready."""
-    made = Commit(
+    made = GroupCore(
         me=me,
         stage=1,
         steps=9,
@@ -58,13 +58,13 @@ def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",))
 
 def test_a_member_that_is_barred_is_no_mate_whatever_it_says() -> None:
     ours = core(A, A, B, C)
-    assert ours.mates == (B, C)
+    assert ours.group_peers == (B, C)
     ours.handle(MemberLost(C, is_barred=True), now_s=1)
     for drains in (False, True):
         ours.handle(MemberState(C, True, True, 9, drains, True), now_s=2)
     ours.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in (A, B, C)), 2), now_s=3)
-    assert ours.mates == ours.ready_mates == (B,)
-    assert ours.departing == ()
+    assert ours.group_peers == ours.ready_members == (B,)
+    assert ours.draining == ()
     assert not ours.has_place(C)
     with pytest.raises(Refused):
         ours.handle(RoundArrived(C, a_round(1, 5000, a=BOTH, b=b"", c=b"")), now_s=4)
@@ -85,23 +85,31 @@ def a_round(step: int, number: int, *, form: WireFormat = "fp32", **brings: byte
     )
 
 
-def names(core: Commit, mate: PeerID, lead: PeerID, *, count: int) -> list[CommitCommand]:
+def names(core: GroupCore, mate: PeerID, leader: PeerID, *, count: int) -> list[CommitCommand]:
     word = Progress(
-        incarnation=1, count=count, stage=1, step=1, indices=b"", lead=lead, claimed=b"", loss_sum=0, staleness_sum=0
+        incarnation=1,
+        count=count,
+        stage=1,
+        step=1,
+        indices=b"",
+        leader=leader,
+        claimed=b"",
+        loss_sum=0,
+        staleness_sum=0,
     )
     return core.handle(ProgressArrived(mate, word), now_s=2)
 
 
-def contribute(core: Commit, step: int) -> list[CommitCommand]:
+def contribute(core: GroupCore, step: int) -> list[CommitCommand]:
     """Both microbatches, as a tenure does: kept apart while a round stands."""
-    apart = core.has_round(step)
+    held_out = core.has_round(step)
     contributed = [
-        core.handle(GradientCounted(Microbatch(step, index), 1.0, 0, apart=apart), now_s=3) for index in range(2)
+        core.handle(GradientCounted(Microbatch(step, index), 1.0, 0, held_out=held_out), now_s=3) for index in range(2)
     ]
     return [command for commands in contributed for command in commands]
 
 
-def hears(core: Commit, start: RoundStart) -> list[CommitCommand]:
+def hears(core: GroupCore, start: RoundStart) -> list[CommitCommand]:
     """A round that a mate opens."""
     source = next(member.peer for member in core._members.planned if member.peer != core.me)
     return core.handle(RoundArrived(source, start), now_s=1)
@@ -154,7 +162,7 @@ def test_the_acting_lead_takes_no_round_of_somebody_who_is_gone(number: int) -> 
     ours = core(B, A, B, C)
     ours.handle(MemberLost(A), now_s=1)
     names(ours, C, B, count=1)
-    assert ours.is_lead
+    assert ours.is_leader
     assert hears(ours, a_round(1, number, a=BOTH, b=b"", c=b"")) == []
     (opened,) = reduced(contribute(ours, 1))
     assert [member.peer for member in opened.members] == [B, C]
@@ -178,7 +186,7 @@ def test_who_voids_a_round_of_another_lead_opens_the_next_above_it() -> None:
     ours.handle(MemberState(A, True, False, 1), now_s=1)  # it resigns
     names(ours, A, B, count=1)
     names(ours, C, B, count=1)
-    assert ours.is_lead
+    assert ours.is_leader
     ours.handle(GradientCounted(Microbatch(1, 0), 1.0, 0), now_s=2)  # in the sum, since the round was not known then
     (opened,) = reduced(ours.handle(GradientCounted(Microbatch(1, 1), 1.0, 0), now_s=2))
     assert opened.attempt > outgrown.attempt
@@ -198,27 +206,27 @@ def test_a_round_that_nobody_can_reduce_is_not_sound() -> None:
 
 
 def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_stands_still() -> None:
-    """The lead counts it lost, its Hello comes again, and neither knows that its word on who leads is gone."""
+    """The lead counts it lost, its PresenceUpdate comes again, and neither knows that its word on who leads is gone."""
     ours, leaver = core(A, A, B), core(B, A, B)
     names(ours, B, A, count=1)
-    assert ours.is_lead
+    assert ours.is_leader
     for made in (ours, leaver):
         made.handle(GroupPlanned((Member(A, 1, 1),), 2), now_s=1)
     ours.handle(MemberSilent(B), now_s=1)
     ours.handle(MemberState(B, True, False, 1, drains=True), now_s=2)
-    assert not ours.is_lead, "B might take somebody else for the lead"
+    assert not ours.is_leader, "B might take somebody else for the lead"
     said = [command.message for command in leaver.handle(StoodStill(), now_s=2) if isinstance(command, Tell)]
     for message in said:
         if isinstance(message, Progress):
             ours.handle(ProgressArrived(B, msgspec.structs.replace(message, incarnation=1)), now_s=3)
-    assert ours.is_lead
+    assert ours.is_leader
 
 
 def test_no_round_is_opened_from_the_version_on_at_which_the_layout_ends() -> None:
     """What is here of the step is kept: if the layout does not end after all it is committed."""
     alone = (Member(A, 1, 1),)
     ours = core(A, A)
-    ours.handle(GroupPlanned(alone, 2, ends_at=1), now_s=2)
+    ours.handle(GroupPlanned(alone, 2, cutover_version=1), now_s=2)
     assert not [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
     assert not ours.handle(TimerFired(), now_s=900.0)
     assert ours.next_timer_s() == math.inf, "nothing is missing, and nobody asks for it"
@@ -227,7 +235,7 @@ def test_no_round_is_opened_from_the_version_on_at_which_the_layout_ends() -> No
 
 def test_a_step_before_the_end_of_the_layout_is_committed() -> None:
     ours = core(A, A)
-    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, ends_at=2), now_s=2)
+    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, cutover_version=2), now_s=2)
     assert [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
 
 
@@ -272,27 +280,27 @@ def test_whoever_is_alone_is_past_every_step() -> None:
     assert core(A, A).are_past(7)
 
 
-def a_light_mate(core: Commit, mate: PeerID, *, light: bool = True) -> list[CommitCommand]:
-    return core.handle(MemberState(mate, True, True, 1, light=light), now_s=1)
+def a_light_mate(core: GroupCore, mate: PeerID, *, learner: bool = True) -> list[CommitCommand]:
+    return core.handle(MemberState(mate, True, True, 1, learner=learner), now_s=1)
 
 
 def test_who_is_light_neither_leads_nor_is_a_holder_until_it_holds_the_state() -> None:
     ours = core(C, A, B, C)
-    assert (ours.lead, ours.holders, ours.standing) == (A, (A, B), (2, 3))
+    assert (ours.leader, ours.holders, ours.standing) == (A, (A, B), (2, 3))
     a_light_mate(ours, A)
-    assert (ours.lead, ours.holders, ours.standing) == (B, (B,), (1, 2))
-    assert ours.ready_mates == ours.open_mates == (A, B), "it takes part, and traffic"
-    assert ours.whole_mates == (B,)
+    assert (ours.leader, ours.holders, ours.standing) == (B, (B,), (1, 2))
+    assert ours.ready_members == ours.open_members == (A, B), "it takes part, and traffic"
+    assert ours.full_members == (B,)
     assert A not in ours.voters(B), "it has signed nothing"
-    a_light_mate(ours, A, light=False)
-    assert (ours.lead, ours.holders) == (A, (A, B))
+    a_light_mate(ours, A, learner=False)
+    assert (ours.leader, ours.holders) == (A, (A, B))
 
 
 def test_where_all_are_light_nobody_leads() -> None:
     ours = core(C, A, C)
     a_light_mate(ours, A)
-    ours.handle(ReadySet(True, light=True), now_s=1)
-    assert (ours.lead, ours.is_lead, ours.holders) == (None, False, ())
+    ours.handle(ReadySet(True, learner=True), now_s=1)
+    assert (ours.leader, ours.is_leader, ours.holders) == (None, False, ())
 
 
 def test_a_round_says_who_of_it_is_light() -> None:
@@ -301,13 +309,13 @@ def test_a_round_says_who_of_it_is_light() -> None:
     names(ours, B, A, count=1)
     (opened,) = reduced(contribute(ours, 1))
     assert [member.peer for member in opened.members] == [A, B]
-    assert opened.light == (B,)
+    assert opened.learners == (B,)
 
 
-@pytest.mark.parametrize("light", [(A, B), (C,)])
-def test_a_round_of_light_members_alone_or_with_one_that_is_not_in_it_is_refused(light: tuple[PeerID, ...]) -> None:
+@pytest.mark.parametrize("learners", [(A, B), (C,)])
+def test_a_round_of_light_members_alone_or_with_one_that_is_not_in_it_is_refused(learners: tuple[PeerID, ...]) -> None:
     ours = core(B, A, B)
-    start = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b""), light=light)
+    start = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b""), learners=learners)
     with pytest.raises(RemoteError, match="cannot be reduced"):
         hears(ours, start)
 
@@ -316,12 +324,12 @@ def test_a_round_of_light_members_alone_or_with_one_that_is_not_in_it_is_refused
 def test_a_round_that_calls_somebody_light_who_holds_the_state_is_not_taken(named: PeerID) -> None:
     """A leader that lies so would have the only vote on what comes of it."""
     ours = core(B, A, B, C)
-    called = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b"", c=b""), light=(named,))
+    called = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b"", c=b""), learners=(named,))
     assert hears(ours, called) == []
     if named == C:
         a_light_mate(ours, C)
     else:
-        ours.handle(ReadySet(True, light=True), now_s=1)
+        ours.handle(ReadySet(True, learner=True), now_s=1)
     assert reduced(hears(ours, called)) == [called]
 
 
@@ -330,18 +338,18 @@ def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_roun
     """A member that was light comes to hold the state. A round may still call it light, if it was opened before that or
     by a lead that has not heard so. Such a round was refused by all, and the step never ended."""
 
-    def becomes(light: bool) -> None:
+    def becomes(learner: bool) -> None:
         if named == C:
-            a_light_mate(ours, C, light=light)
+            a_light_mate(ours, C, learner=learner)
         else:
-            ours.handle(ReadySet(True, light=light), now_s=1)
+            ours.handle(ReadySet(True, learner=learner), now_s=1)
 
     def called(step: int) -> RoundStart:
-        return msgspec.structs.replace(a_round(step, step, a=BOTH, b=b"", c=b""), light=(named,))
+        return msgspec.structs.replace(a_round(step, step, a=BOTH, b=b"", c=b""), learners=(named,))
 
     ours = core(B, A, B, C)
-    becomes(light=True)
-    becomes(light=False)
+    becomes(learner=True)
+    becomes(learner=False)
     assert reduced(hears(ours, called(1))) == [called(1)]
     ours.handle(Stepped(2, "2"), now_s=2)
     assert reduced(hears(ours, called(2))) == [called(2)]
@@ -351,7 +359,7 @@ def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_roun
 
 def test_a_light_member_says_no_digest_and_asks_for_what_its_mates_have_stepped_to() -> None:
     ours = core(B, A, B)
-    ours.handle(ReadySet(True, light=True), now_s=1)
+    ours.handle(ReadySet(True, learner=True), now_s=1)
     said = ours.handle(Stepped(2, None), now_s=2)
     assert not [command for command in said if isinstance(command, Tell) and isinstance(command.message, Digest)]
     ours.handle(DigestArrived(A, Digest(stage=1, version=3, digest="3")), now_s=3)
@@ -363,5 +371,5 @@ def test_a_light_member_owes_nobody_its_version_and_a_holder_does_not_leave_its_
     ours = core(B, A, B)
     ours.handle(Stepped(2, "2"), now_s=2)
     assert ours.owes, "nobody else is there yet"
-    ours.handle(ReadySet(True, light=True), now_s=3)
+    ours.handle(ReadySet(True, learner=True), now_s=3)
     assert not ours.owes

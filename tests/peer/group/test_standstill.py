@@ -1,4 +1,4 @@
-from shoal.peer.group.members import Members
+from shoal.peer.group.members import MembershipView
 from shoal.peer.group.standstill import standstill
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
@@ -7,8 +7,8 @@ from shoal.protocol.plan import Member
 ME, MATE = PeerID("me"), PeerID("mate")
 
 
-def members(*, mate_ready: bool = True) -> Members:
-    found = Members(me=ME, ready=True)
+def members(*, mate_ready: bool = True) -> MembershipView:
+    found = MembershipView(me=ME, ready=True)
     found.plan([Member(ME, 1.0, 1.0), Member(MATE, 1.0, 1.0)], (), now_s=0.0)
     found.state(MATE, ready=mate_ready, is_open=True)
     return found
@@ -39,11 +39,11 @@ def test_a_mate_that_has_not_said_who_leads() -> None:
 
 
 def test_somebody_else_leads() -> None:
-    found = Members(me=ME, ready=True)
+    found = MembershipView(me=ME, ready=True)
     found.plan([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)], (), now_s=0.0)
     found.state(MATE, ready=True, is_open=True)
     assert standstill(found, None, [2]) == "microbatches [2], from the leader, mate"
 
 
 def test_nobody_is_ready() -> None:
-    assert standstill(Members(me=ME), None, []) == "a round, and a leader"
+    assert standstill(MembershipView(me=ME), None, []) == "a round, and a leader"

@@ -12,7 +12,15 @@ ME, LEAD, B, C = PeerID("me"), PeerID("lead"), PeerID("b"), PeerID("c")
 
 def word(count: int, step: int = 0) -> Progress:
     return Progress(
-        incarnation=0, count=count, stage=0, step=step, indices=b"", lead=LEAD, claimed=b"", loss_sum=0, staleness_sum=0
+        incarnation=0,
+        count=count,
+        stage=0,
+        step=step,
+        indices=b"",
+        leader=LEAD,
+        claimed=b"",
+        loss_sum=0,
+        staleness_sum=0,
     )
 
 

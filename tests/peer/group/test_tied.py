@@ -29,7 +29,7 @@ SIZES = (6, 10)
 class Core:
     me: str
     stage: int
-    mates: tuple = ()
+    group_peers: tuple = ()
     gone: set = field(default_factory=set)
     version: int = STEP
     ready: bool = True
@@ -37,10 +37,10 @@ class Core:
 
     @property
     def holders(self):
-        return tuple(mate for mate in self.mates if mate not in self.gone)
+        return tuple(mate for mate in self.group_peers if mate not in self.gone)
 
     def has_place(self, peer):
-        return peer in (self.me, *self.mates)
+        return peer in (self.me, *self.group_peers)
 
     def is_gone(self, peer):
         return peer in self.gone
@@ -77,7 +77,7 @@ class Member:
         """Its round ends, by this attempt."""
         start = SimpleNamespace(stage=self.stage, step=STEP, attempt=attempt, form=self.form)
         mean_N = times * torch.arange(1.0, SIZES[self.stage] + 1)
-        reduction = SimpleNamespace(start=start, others=list(self.core.mates), mean_N=mean_N)
+        reduction = SimpleNamespace(start=start, others=list(self.core.group_peers), mean_N=mean_N)
         self.peer.context().run(self.tied.ended, reduction)
 
     def matrix(self):
@@ -97,7 +97,7 @@ def play(scenario, *, sums=("fp32",)):
         members = [Member(world, name, stage, sums) for name, stage in zip("abxy", (0, 0, 1, 1), strict=True)]
         for one in members:
             peers = [other.peer.peer_id for other in members if other is not one and other.stage == one.stage]
-            one.core.mates = tuple(peers)
+            one.core.group_peers = tuple(peers)
             one.other_end = tuple(other.peer.peer_id for other in members if other.stage != one.stage)
         await scenario(world, *members)
         for one in members:

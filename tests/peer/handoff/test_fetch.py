@@ -247,7 +247,7 @@ def test_what_a_failed_fetch_has_got_of_a_layer_does_not_come_again(
         asked = lacking(c, 9)
         fetcher = newcomer.fetcher(tiny_spec, keys[1:2])
         fetched = await fetcher.fetch([c.name], version=VERSION, begun=begun)
-        assert fetched.layers[keys[1]].proof() == state.layers[keys[1]].proof()
+        assert fetched.layers[keys[1]].secure_digest() == state.layers[keys[1]].secure_digest()
         assert came.isdisjoint((request.tensor, request.start) for request in asked)
         assert len(asked) == 2
         assert fetcher.progress.done == fetcher.progress.total
@@ -269,7 +269,9 @@ def test_what_a_failed_fetch_has_got_is_checked_with_the_rest(
         with pytest.raises(Unreachable, match="nobody offers"):
             await newcomer.fetcher(tiny_spec, keys[1:2]).fetch([d.name], version=VERSION, begun=begun)
         fetched = await newcomer.fetcher(tiny_spec, keys[1:2]).fetch([c.name, d.name], version=VERSION, begun=begun)
-        assert fetched.layers[keys[1]].proof() == state.layers[keys[1]].proof(), "c is not blamed for what b sent"
+        assert fetched.layers[keys[1]].secure_digest() == state.layers[keys[1]].secure_digest(), (
+            "c is not blamed for what b sent"
+        )
 
     play(scene)
 
@@ -630,7 +632,7 @@ def test_a_pin_lasts_while_a_range_of_it_waits_for_its_line(
         with pytest.raises(Refused):  # and this looks what is over
             await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
         assert (TRAINED, VERSION) in b.server._pins
-        assert (await fetching).layers[keys[0]].proof() == state.layers[keys[0]].proof()
+        assert (await fetching).layers[keys[0]].secure_digest() == state.layers[keys[0]].secure_digest()
 
     play(scene)
 
@@ -652,7 +654,7 @@ def test_a_patient_fetch_asks_again_for_a_range_that_was_lost(
         b.endpoint.send = once_lost  # type: ignore[method-assign]
         fetcher = newcomer.fetcher(tiny_spec, keys[:1], patience_s=300.0)
         fetched = await fetcher.fetch([b.name], version=VERSION)
-        assert fetched.layers[keys[0]].proof() == state.layers[keys[0]].proof()
+        assert fetched.layers[keys[0]].secure_digest() == state.layers[keys[0]].secure_digest()
         assert lost
         assert RANGE_TIMEOUT_S < newcomer.peer.clock.now_s() < RANGE_TIMEOUT_S + 5.0
 
@@ -675,7 +677,7 @@ def test_a_range_that_is_leaving_is_not_sent_twice_to_who_asks_again(
         b.endpoint.send = late  # type: ignore[method-assign]
         fetcher = newcomer.fetcher(tiny_spec, keys[:1], patience_s=300.0)
         fetched = await fetcher.fetch([b.name], version=VERSION)
-        assert fetched.layers[keys[0]].proof() == state.layers[keys[0]].proof()
+        assert fetched.layers[keys[0]].secure_digest() == state.layers[keys[0]].secure_digest()
         assert len(sent) == len(set(sent)) == 3  # parameters and two moments
 
     play(scene)

@@ -52,11 +52,11 @@ class Node:
         spec: RunSpec,
         keys: tuple[str, ...],
         nodes: list["Node"],
-        mates: Sequence["Node"] = (),
+        group_peers: Sequence["Node"] = (),
         **how: Any,
     ) -> StageState:
         """From those of `nodes` that have it, together with the others. Args: mates: more that fetch it."""
-        others = [n.peer.peer_id for n in (*nodes, *mates) if n is not self]
+        others = [n.peer.peer_id for n in (*nodes, *group_peers) if n is not self]
         relay = Relay(ERA, VERSION, others, vectors=self.vectors)
         self.server.pass_on(relay)
         self.fetches.append(relay)
@@ -101,14 +101,14 @@ def play(scene: Callable[[World, Node, list[Node]], Coroutine[Any, Any, None]], 
     async def main() -> None:
         world = World(0, uniform(0.001, MATES_BYTES_PER_S))
         holder = node(world, "holder", HOLDER, up_bytes_per_s=HOLDER_BYTES_PER_S, vectors=vectors)
-        mates = [
+        group_peers = [
             node(world, f"mate {n}", HOLDER + 1 + n, up_bytes_per_s=MATES_BYTES_PER_S, vectors=vectors)
             for n in range(FETCHERS)
         ]
-        for one in (holder, *mates):
-            for other in (holder, *mates):
+        for one in (holder, *group_peers):
+            for other in (holder, *group_peers):
                 await one.peer.transport.introduce(other.peer.peer_id, other.peer.transport.addresses())
-        await scene(world, holder, mates)
+        await scene(world, holder, group_peers)
         assert not world.failures
 
     run(main())
@@ -135,10 +135,10 @@ def left_holder(world: World) -> int:
 def test_the_state_leaves_its_lone_holder_about_once(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
         begun_s = asyncio.get_running_loop().time()
-        fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys, [holder, *mates]) for mate in mates))
+        fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys, [holder, *group_peers]) for mate in group_peers))
         took_s = asyncio.get_running_loop().time() - begun_s
         assert {one.digest() for one in fetched} == {state.digest()}
         assert left_holder(world) < 1.5 * bytes_of(state)
@@ -147,15 +147,15 @@ def test_the_state_leaves_its_lone_holder_about_once(
     play(scene)
 
 
-@pytest.mark.parametrize("num_mates", [2, FETCHERS])
+@pytest.mark.parametrize("num_group_peers", [2, FETCHERS])
 def test_so_does_one_of_a_few_ranges(
-    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, num_mates: int
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, num_group_peers: int
 ) -> None:
     """Whoever has asked for all of its own leaves the rest to its mates for a while."""
 
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = {key: state.layers[key] for key in keys[:1]}
-        fetching = mates[:num_mates]
+        fetching = group_peers[:num_group_peers]
         fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys[:1], [holder, *fetching]) for mate in fetching))
         assert {one.layers[keys[0]].digest() for one in fetched} == {state.layers[keys[0]].digest()}
         num_bytes = sum(4 * tensor.numel() for tensor in state.layers[keys[0]].tensors)
@@ -167,12 +167,14 @@ def test_so_does_one_of_a_few_ranges(
 def test_who_has_a_layer_on_its_own_disk_takes_it_from_there(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        one = mates[0]
+        one = group_peers[0]
         await one.peer.transport.introduce(one.peer.peer_id, one.peer.transport.addresses())
         one.stored = {key: state.layers[key] for key in keys[1:]}
-        fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys, [mate, holder, one]) for mate in (one, mates[1])))
+        fetched = await asyncio.gather(
+            *(mate.fetch(tiny_spec, keys, [mate, holder, one]) for mate in (one, group_peers[1]))
+        )
         assert {each.digest() for each in fetched} == {state.digest()}
 
     play(scene)
@@ -181,9 +183,9 @@ def test_who_has_a_layer_on_its_own_disk_takes_it_from_there(
 def test_what_a_holder_has_pinned_may_lapse_meanwhile(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        fetch = asyncio.ensure_future(mates[0].fetch(tiny_spec, keys, [holder, mates[0]]))
+        fetch = asyncio.ensure_future(group_peers[0].fetch(tiny_spec, keys, [holder, group_peers[0]]))
         await asyncio.sleep(0.5)
         assert holder.server._pins
         assert not fetch.done()
@@ -196,11 +198,13 @@ def test_what_a_holder_has_pinned_may_lapse_meanwhile(
 def test_what_a_mate_does_not_pass_on_comes_from_the_holder(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        fetches = [asyncio.ensure_future(mate.fetch(tiny_spec, keys, [holder, *mates])) for mate in mates[:-2]]
+        fetches = [
+            asyncio.ensure_future(mate.fetch(tiny_spec, keys, [holder, *group_peers])) for mate in group_peers[:-2]
+        ]
         await asyncio.sleep(0.5)
-        world.crash(mates[-2].peer)  # the last one has never begun
+        world.crash(group_peers[-2].peer)  # the last one has never begun
         fetched = await asyncio.gather(*fetches)
         assert {one.digest() for one in fetched} == {state.digest()}
 
@@ -213,16 +217,16 @@ def test_a_fetch_is_over_when_all_is_here_whatever_others_are_asked_for(
 ) -> None:
     """Mates and carriers may be asked again, or are still awaited."""
 
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        one, silent, *carriers = mates
+        one, silent, *carriers = group_peers
         for other in (silent, *carriers):
             if what == "say nothing":
                 world.pause(other.peer)
             other.server.pass_on(Relay(ERA, VERSION, [], vectors=VECTORS))
         begun_s = asyncio.get_running_loop().time()
         names = [carrier.peer.peer_id for carrier in carriers]
-        fetched = await one.fetch(tiny_spec, keys, [holder], mates=[silent], carriers=names)
+        fetched = await one.fetch(tiny_spec, keys, [holder], group_peers=[silent], carriers=names)
         took_s = asyncio.get_running_loop().time() - begun_s
         assert fetched.digest() == state.digest()
         assert took_s < 1.1 * bytes_of(state) / HOLDER_BYTES_PER_S + 0.1
@@ -233,9 +237,9 @@ def test_a_fetch_is_over_when_all_is_here_whatever_others_are_asked_for(
 def test_a_layer_that_a_mate_has_spoilt_is_fetched_from_the_holder(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        liar, honest = mates[:2]
+        liar, honest = group_peers[:2]
         lies = {key: replace(layer, param_N=layer.param_N + 1.0) for key, layer in state.layers.items()}
         relay = Relay(ERA, VERSION, [honest.peer.peer_id], vectors=VECTORS)
         for key, layer in lies.items():
@@ -248,8 +252,8 @@ def test_a_layer_that_a_mate_has_spoilt_is_fetched_from_the_holder(
 
 
 def test_only_mates_are_given_what_has_come(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
-        one, mate, stranger, _ = mates
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
+        one, mate, stranger, _ = group_peers
         relay = Relay(ERA, VERSION, [mate.peer.peer_id], vectors=VECTORS)
         one.server.pass_on(relay)
         key = keys[0]
@@ -288,10 +292,10 @@ def test_others_carry_what_comes_slowly_from_a_lone_holder(
 ) -> None:
     """The holder's card is quick and its paths are slow."""
 
-    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+    async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         holder.stored = dict(state.layers)
-        one, *others = mates
-        for other in mates:
+        one, *others = group_peers
+        for other in group_peers:
             world.set_link(holder.peer, other.peer, LinkSpec(latency_s=0.001, rate_bytes_per_s=HOLDER_BYTES_PER_S / 4))
         if is_busy:
             for other in others:

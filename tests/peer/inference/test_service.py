@@ -89,7 +89,7 @@ def test_stages_say_what_one_process_says_at_one_version_for_as_long_as_it_is_as
 
     async def main():
         swarm = await begun(make_swarm, tiny_spec)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(2)
         _, model = await visitor(swarm)
         answers = []
@@ -119,7 +119,7 @@ def test_a_swarm_writes_what_the_model_writes_behind_its_context_too(make_swarm,
 
     async def main():
         swarm = await begun(make_swarm, tiny_spec)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(3)
         _, model = await visitor(swarm)
         written = []
@@ -145,7 +145,7 @@ def test_stages_in_a_subspace_say_and_write_what_one_process_does(make_swarm, ti
 
     async def main():
         swarm = await begun(make_swarm, spec)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(3)
         endpoint, model = await visitor(swarm)
         said = await model.log_likelihoods(tokens_BT, targets_BT)
@@ -170,7 +170,7 @@ def test_stages_in_a_subspace_say_and_write_what_one_process_does(make_swarm, ti
 def test_a_text_goes_on_where_a_stage_forgets_it_and_members_die(make_swarm, tiny_spec):
     async def main():
         swarm = await begun(make_swarm, tiny_spec)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(2)
         _, model = await visitor(swarm, names=("1.0", "0.1"))
         written = []
@@ -181,7 +181,7 @@ def test_a_text_goes_on_where_a_stage_forgets_it_and_members_die(make_swarm, tin
                     driver.inference.free()
             if len(written) == 10:
                 swarm.world.crash(swarm.peer("1.0"))
-                swarm.obey([["0.0", "0.1"], ["1.1"], ["2.0", "2.1"]], fresh=False, unless=("1.0",))
+                swarm.obey([["0.0", "0.1"], ["1.1"], ["2.0", "2.1"]], not_started=False, unless=("1.0",))
             if len(written) == 20:
                 break
         await swarm.until_step(STEPS)
@@ -199,7 +199,7 @@ def test_training_loses_nothing_by_being_asked(make_swarm, tiny_spec):
 
     async def main(asks):
         swarm = await begun(make_swarm, tiny_spec)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         _, model = await visitor(swarm)
 
         async def ask():
@@ -250,7 +250,7 @@ def test_training_loses_nothing_by_being_asked(make_swarm, tiny_spec):
 def test_what_the_model_has_no_answer_to_is_refused_with_a_sentence(make_swarm, tiny_spec, wrong, said):
     async def main():
         swarm = await begun(make_swarm, tiny_spec, stages=[["0.0"], ["1.0"]])
-        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        swarm.obey([["0.0"], ["1.0"]], not_started=True)
         await swarm.until_step(1)
         endpoint, _ = await visitor(swarm)
         request = msgspec.structs.replace(InferenceRequest(tokens=b""), **wrong)
@@ -295,7 +295,7 @@ def test_candidates_are_the_likeliest_in_the_order_of_the_vocabulary(tiny_spec, 
 def test_a_peer_without_memory_for_a_question_refuses_it_and_trains_on(make_swarm, tiny_spec, monkeypatch):
     async def main():
         swarm = await begun(make_swarm, tiny_spec, stages=[["0.0"], ["1.0"]])
-        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        swarm.obey([["0.0"], ["1.0"]], not_started=True)
         await swarm.until_step(2)
         endpoint, model = await visitor(swarm)
         request = InferenceRequest(tokens=bytes(8))
@@ -329,7 +329,7 @@ def test_a_version_stays_for_who_thinks_for_a_minute_and_says_so(make_swarm, tin
 
     async def main():
         swarm = await begun(make_swarm, spec, stages=[["0.0", "0.1"], ["1.0", "1.1"]])
-        swarm.obey([["0.0", "0.1"], ["1.0", "1.1"]], fresh=True)
+        swarm.obey([["0.0", "0.1"], ["1.0", "1.1"]], not_started=True)
         await swarm.until_step(2)
         _, model = await visitor(swarm)
         keeping = asyncio.create_task(model.keep_version()) if keeps else None
@@ -356,7 +356,7 @@ def test_documents_and_rows_longer_than_a_request_go_through_stages(make_swarm, 
 
     async def main():
         swarm = await begun(make_swarm, tiny_spec, stages=[["0.0"], ["1.0"]])
-        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        swarm.obey([["0.0"], ["1.0"]], not_started=True)
         await swarm.until_step(2)
         _, model = await visitor(swarm)
         apart, _ = await model.log_likelihoods(tokens_BT, targets_BT, begins_BT)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.inference.wire import InferenceWire, Question
+from shoal.peer.inference.wire import InferenceWire, StageInput
 from shoal.peer.model.subspace import Subspace
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -36,11 +36,11 @@ def header(*, stage: int) -> InferenceInput:
     )
 
 
-def question(spec: RunSpec, tokens_BT: torch.Tensor) -> Question:
+def question(spec: RunSpec, tokens_BT: torch.Tensor) -> StageInput:
     """An activation that lies in the subspace of `spec`, and what is asked of it."""
     coordinates_BTK = torch.randn(B, T, K, generator=torch.Generator().manual_seed(1))
     x_BTD = Subspace.of(spec, torch.device("cpu")).restored(coordinates_BTK, tokens_BT)
-    return Question(x=x_BTD, tokens_BT=tokens_BT, targets_BT=tokens_BT.roll(-1, 1), begins_BT=None)
+    return StageInput(x=x_BTD, tokens_BT=tokens_BT, targets_BT=tokens_BT.roll(-1, 1), begins_BT=None)
 
 
 def test_in_a_subspace_few_numbers_a_token_travel_and_say_all_of_the_activation(tiny_spec: RunSpec) -> None:

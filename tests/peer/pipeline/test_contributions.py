@@ -12,10 +12,10 @@ from shoal.peer.vectors import VECTORS
 SIZE = 4
 
 
-def contribute(contributions, step, index, value, *, version=0, apart=False):
+def contribute(contributions, step, index, value, *, version=0, held_out=False):
     microbatch = Microbatch(step, index)
     contributions.finish(microbatch, torch.full((SIZE,), value))
-    return contributions.contribute(microbatch, version=version, apart=apart)
+    return contributions.contribute(microbatch, version=version, held_out=held_out)
 
 
 def test_a_sum_that_is_made_late_holds_nothing_that_was_told_after_it_was_asked_for():
@@ -42,7 +42,7 @@ def test_telling_touches_no_tensor():
 def test_what_is_kept_apart_is_in_the_sums_that_ask_for_it():
     contributions = Contributions(SIZE, VECTORS)
     assert not contribute(contributions, 0, 0, 1.0)
-    assert contribute(contributions, 0, 1, 2.0, apart=True)
+    assert contribute(contributions, 0, 1, 2.0, held_out=True)
     without, whole = contributions.total(0, 0b01), contributions.total(0, 0b11)
     assert [without().sum_N[0], whole().sum_N[0]] == [1.0, 3.0]
     assert contributions.total(0)().num == 2
@@ -50,7 +50,7 @@ def test_what_is_kept_apart_is_in_the_sums_that_ask_for_it():
 
 def test_what_comes_after_its_step_is_in_no_sum_and_says_so():
     contributions = Contributions(SIZE, VECTORS)
-    assert contribute(contributions, 0, 0, 1.0, version=1, apart=True) is None
+    assert contribute(contributions, 0, 0, 1.0, version=1, held_out=True) is None
     contributions.settle()
     assert contributions.steps == []
     assert not contributions.has(Microbatch(0, 0))
@@ -85,7 +85,7 @@ def stale(contributions, step, index, value):
     microbatch = Microbatch(step, index)
     weights = WeightSet({"layer": torch.full((SIZE,), value)}, step - 1)
     contributions.finish(microbatch, torch.full((SIZE,), value), weights)
-    contributions.contribute(microbatch, version=step - 1, apart=False)
+    contributions.contribute(microbatch, version=step - 1, held_out=False)
     contributions.settle()
 
 

@@ -23,7 +23,7 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.contributions import APART_MAX
+from shoal.peer.pipeline.contributions import HELD_OUT_MAX
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state
@@ -502,9 +502,9 @@ def test_what_is_forgotten_is_not_kept(spec: RunSpec, corpus: Corpus) -> None:
 
 def test_what_is_kept_apart_is_in_the_sum_only_if_it_is_asked_for(spec: RunSpec, corpus: Corpus) -> None:
     (runtime,) = stages(spec, corpus, ())
-    for index, apart in ((0, False), (1, True), (2, True)):
+    for index, held_out in ((0, False), (1, True), (2, True)):
         runtime.loss(Microbatch(0, index), None)
-        assert runtime.contribute(Microbatch(0, index), apart=apart) is apart
+        assert runtime.contribute(Microbatch(0, index), held_out=held_out) is held_out
     for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
         _, gradient_N = uncut(spec, corpus, parameters([runtime]), [Microbatch(0, i) for i in kept])
         sum_N = runtime.gradient_sum(0, sum(1 << i for i in kept))()
@@ -521,9 +521,9 @@ def test_a_job_that_is_done_is_in_no_sum_before_the_others_are_told(spec: RunSpe
 
 
 def test_there_is_room_for_so_many_apart_and_no_more(spec: RunSpec, corpus: Corpus) -> None:
-    (runtime,) = stages(trained_with(spec, microbatches_per_step=APART_MAX + 2), corpus, ())
+    (runtime,) = stages(trained_with(spec, microbatches_per_step=HELD_OUT_MAX + 2), corpus, ())
     kept = []
-    for index in range(APART_MAX + 2):
+    for index in range(HELD_OUT_MAX + 2):
         runtime.loss(Microbatch(0, index), None)
-        kept.append(runtime.contribute(Microbatch(0, index), apart=True))
-    assert kept == [True] * APART_MAX + [False] * 2
+        kept.append(runtime.contribute(Microbatch(0, index), held_out=True))
+    assert kept == [True] * HELD_OUT_MAX + [False] * 2

@@ -85,7 +85,9 @@ def trained(stages: list[StageRuntime]) -> tuple[list[float], list[Tensor]]:
 
 def layers_of(spec: RunSpec, backend: Backend) -> CompiledLayers:
     torch.compiler.reset()  # what other tests have compiled
-    return CompiledLayers(compiled.Job(spec.model, spec.training.microbatch_size, CPU, torch.float32), backend=backend)
+    return CompiledLayers(
+        compiled.CompiledShapes(spec.model, spec.training.microbatch_size, CPU, torch.float32), backend=backend
+    )
 
 
 @pytest.mark.parametrize(

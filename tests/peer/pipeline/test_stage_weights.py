@@ -358,7 +358,7 @@ def test_a_part_of_the_way_back_to_the_last_weights_is_kept_in_the_next(make: Ma
         backward(runtime, Microbatch(3, index))
     forward(runtime, Microbatch(3, 2))
     runtime.backward(Microbatch(3, 2), gradient_payload(runtime, Microbatch(3, 2)))
-    runtime.contribute(Microbatch(3, 2), apart=True)
+    runtime.contribute(Microbatch(3, 2), held_out=True)
     runtime.step(gradient(runtime, 2))
     forward(runtime, Microbatch(3, 3))
     backward(runtime, Microbatch(3, 3))
@@ -423,7 +423,7 @@ def test_a_sum_is_corrected_by_its_mean_displacement_once_the_weights_are_known(
     for index in (0, 1):
         forward(runtime, Microbatch(3, index))
         runtime.backward(Microbatch(3, index), gradient_payload(runtime, Microbatch(3, index)))
-        runtime.contribute(Microbatch(3, index), apart=index == 1)
+        runtime.contribute(Microbatch(3, index), held_out=index == 1)
     plain_N = runtime._contributions.total(3)().sum_N
     assert torch.equal(runtime.gradient_sum(3)(), plain_N), "w_3 is not known yet"
     runtime.step(gradient(runtime, 2))

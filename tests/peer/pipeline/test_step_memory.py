@@ -65,7 +65,7 @@ class Alone:
     def __init__(self, spec, offload=None):
         self.runtime = StageRuntime(spec, 0, LAYERS, corpus=tiny_corpus(), device=CPU, offload=offload)
         self.runtime.load(self.runtime.initial_state())
-        self.group = SimpleNamespace(me=ME, microbatches=MICROBATCHES, mates=(), departing=(), version=0)
+        self.group = SimpleNamespace(me=ME, microbatches=MICROBATCHES, group_peers=(), draining=(), version=0)
         self.group.are_past = lambda step: True
         self.reductions = Reductions(self.group, self.runtime, retained_from=lambda: 2**62)
 

@@ -2,19 +2,18 @@
 
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.replica.commands import (
+    AnnouncePresence,
     AskRepair,
     Count,
     Forget,
-    HandBack,
     HandOut,
     Reduce,
-    SayHello,
+    RejectMicrobatch,
     SendActivation,
     SendClaim,
     SendGradient,
     Tell,
 )
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     Arrived,
@@ -26,7 +25,7 @@ from shoal.peer.replica.events import (
     GradientCounted,
     GrantArrived,
     JobDone,
-    Joined,
+    JoinedGroup,
     Lagging,
     Paused,
     PeerDied,
@@ -43,14 +42,15 @@ from shoal.peer.replica.events import (
     VersionSet,
 )
 from shoal.peer.replica.flow import Window
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.member import ExpertCore
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
-from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Digest, ExpertPlace, Hello, Progress, RoundMember, RoundStart
+from shoal.protocol.messages import Digest, ExpertPlace, PresenceUpdate, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
 ME, MATE, BEFORE, AFTER, OTHER = (PeerID(name) for name in ("me", "mate", "before", "after", "other"))
@@ -64,7 +64,7 @@ def plan(*stages, experts=(), sequence=1):
 
 
 def group_core(group=0, *, has_loss=True):
-    return Commit(
+    return GroupCore(
         me=ME,
         stage=group,
         steps=9,
@@ -89,8 +89,8 @@ def replica(followed, stage=0, *, s_max=0):
     )
     book = WorkQueue(steps=9, microbatches=M, s_max=s_max, validation_interval=0, validation_microbatches=1)
     group = group_core(stage, has_loss=stage == stages - 1)
-    supply = Supply(book=book, group=group, demand=pipeline) if stage == 0 else None
-    made = ReplicaCore(group, pipeline, supply, followed)
+    queue = MicrobatchQueue(book=book, group=group, demand=pipeline) if stage == 0 else None
+    made = ReplicaCore(group, pipeline, queue, followed)
     made.handle(PlanFollowed(followed, upstream=frozenset((BEFORE,))), now_s=0.0)
     return made
 
@@ -98,12 +98,12 @@ def replica(followed, stage=0, *, s_max=0):
 def joined(made, *, version=0, remembers=True):
     made.handle(VersionSet(version), now_s=0.0)
     made.handle(Stepped(version, "digest", remembers=remembers), now_s=0.0)
-    made.handle(Joined(remembers), now_s=0.0)
+    made.handle(JoinedGroup(remembers), now_s=0.0)
     return made
 
 
-def hello(stage, *, ready=True, is_open=True, draining=False, incarnation=1, experts=()):
-    return Hello(
+def presence(stage, *, ready=True, is_open=True, draining=False, incarnation=1, experts=()):
+    return PresenceUpdate(
         incarnation=incarnation,
         plan_sequence=1,
         stage=stage,
@@ -138,14 +138,14 @@ def test_a_replica_is_ready_and_open_once_it_holds_the_state():
     assert not made.group.ready
     made.handle(VersionSet(0), now_s=0.0)
     made.handle(Stepped(0, "digest"), now_s=0.0)
-    assert SayHello() in made.handle(Joined(remembers=False), now_s=0.0)
+    assert AnnouncePresence() in made.handle(JoinedGroup(remembers=False), now_s=0.0)
     assert made.group.ready
     assert made.is_open
 
 
 def test_a_newcomer_to_a_synchronous_run_stays_closed_until_its_first_own_step_if_another_is_open():
     made = replica(plan([ME, MATE]))
-    feed(made, PeerSaid(MATE, hello(0)))
+    feed(made, PeerSaid(MATE, presence(0)))
     joined(made, version=3, remembers=False)
     assert made.group.ready
     assert not made.is_open
@@ -155,7 +155,7 @@ def test_a_newcomer_to_a_synchronous_run_stays_closed_until_its_first_own_step_i
 
 def test_a_newcomer_opens_at_once_when_nobody_else_takes_traffic():
     made = replica(plan([ME, MATE]))
-    feed(made, PeerSaid(MATE, hello(0, is_open=False)))
+    feed(made, PeerSaid(MATE, presence(0, is_open=False)))
     assert joined(made, version=3, remembers=False).is_open
 
 
@@ -182,7 +182,7 @@ def test_who_drains_takes_nothing_new_until_a_plan_gives_its_place_back():
 
 def test_who_has_drained_is_ready_no_more():
     made = joined(replica(plan([ME])))
-    assert SayHello() in feed(made, DrainBegun(), Drained())
+    assert AnnouncePresence() in feed(made, DrainBegun(), Drained())
     assert not made.group.ready
 
 
@@ -209,8 +209,8 @@ def test_at_the_only_stage_a_granted_microbatch_is_told_run_counted_and_reduced(
 
 def test_who_led_until_just_now_tells_the_new_leader_at_once_what_it_runs_again():
     made = joined(replica(plan([MATE, ME])))
-    feed(made, PeerSaid(MATE, hello(0)))
-    assert made.group.lead == MATE
+    feed(made, PeerSaid(MATE, presence(0)))
+    assert made.group.leader == MATE
     (told,) = of(Tell, feed(made, RepairDeclined(MATE, (Microbatch(0, 1),))))
     assert not told.can_rest, "nobody else knows of it, so it would be granted once more"
     assert told.message.claimed == bitmap_of(0b10)
@@ -218,7 +218,7 @@ def test_who_led_until_just_now_tells_the_new_leader_at_once_what_it_runs_again(
 
 def test_in_the_middle_an_activation_goes_on_and_its_gradient_comes_back_the_same_way():
     made = joined(replica(plan([BEFORE], [ME], [AFTER]), stage=1))
-    feed(made, PeerSaid(AFTER, hello(2)))
+    feed(made, PeerSaid(AFTER, presence(2)))
     m = Microbatch(0, 0)
     assert feed(made, Arrived(m, BEFORE)) == [Job("forward", m, 0)]
     assert feed(made, JobDone(Job("forward", m, 0))) == [SendActivation(m, AFTER)]
@@ -230,11 +230,11 @@ def test_in_the_middle_an_activation_goes_on_and_its_gradient_comes_back_the_sam
 def test_activations_that_overtake_their_senders_new_hello_are_kept():
     """Found by a run of the command line whose first step never came: the window of stage 0 was full of validations."""
     made = joined(replica(plan([BEFORE], [ME]), stage=1))
-    feed(made, PeerSaid(BEFORE, hello(-1, ready=False, is_open=False, incarnation=7)))
+    feed(made, PeerSaid(BEFORE, presence(-1, ready=False, is_open=False, incarnation=7)))
     of_both = Microbatch(0, 0), Microbatch(0, 1)
     feed(made, Arrived(Microbatch(0, -1), BEFORE, incarnation=7))  # it runs
     feed(made, Arrived(of_both[0], BEFORE, incarnation=7), Arrived(of_both[1], BEFORE, incarnation=8))
-    commands = feed(made, PeerReborn(BEFORE, 8), PeerSaid(BEFORE, hello(0, incarnation=8)))
+    commands = feed(made, PeerReborn(BEFORE, 8), PeerSaid(BEFORE, presence(0, incarnation=8)))
     assert of(Forget, commands) == [Forget(of_both[0])], "nobody waits for its gradient"
     assert made.pipeline.holds(of_both[1])
     assert of(Forget, feed(made, PeerDied(BEFORE))) == [Forget(of_both[1])]
@@ -243,27 +243,27 @@ def test_activations_that_overtake_their_senders_new_hello_are_kept():
 def test_activations_wait_until_somebody_of_the_next_stage_is_open():
     made = joined(replica(plan([BEFORE], [ME], [AFTER]), stage=1))
     m = Microbatch(0, 0)
-    feed(made, PeerSaid(AFTER, hello(2, is_open=False)))
+    feed(made, PeerSaid(AFTER, presence(2, is_open=False)))
     assert feed(made, Arrived(m, BEFORE), JobDone(Job("forward", m, 0))) == [Job("forward", m, 0)]
-    assert of(SendActivation, feed(made, PeerSaid(AFTER, hello(2)))) == [SendActivation(m, AFTER)]
+    assert of(SendActivation, feed(made, PeerSaid(AFTER, presence(2)))) == [SendActivation(m, AFTER)]
 
 
 def test_what_a_dead_replica_of_the_next_stage_had_goes_to_another():
     made = joined(replica(plan([BEFORE], [ME], [AFTER, OTHER]), stage=1))
     m = Microbatch(0, 0)
-    feed(made, PeerSaid(AFTER, hello(2)), Arrived(m, BEFORE), JobDone(Job("forward", m, 0)))
-    feed(made, PeerSaid(OTHER, hello(2)))
+    feed(made, PeerSaid(AFTER, presence(2)), Arrived(m, BEFORE), JobDone(Job("forward", m, 0)))
+    feed(made, PeerSaid(OTHER, presence(2)))
     assert of(SendActivation, feed(made, PeerDied(AFTER))) == [SendActivation(m, OTHER, True)]
 
 
 def test_what_a_replica_of_the_next_stage_has_let_fall_goes_to_another():
     made = joined(replica(plan([BEFORE], [ME], [AFTER, OTHER]), stage=1))
     m = Microbatch(0, 0)
-    feed(made, PeerSaid(AFTER, hello(2)), Arrived(m, BEFORE), JobDone(Job("forward", m, 0)))
-    feed(made, PeerSaid(OTHER, hello(2)))
-    draining = hello(2, is_open=False, draining=True)
+    feed(made, PeerSaid(AFTER, presence(2)), Arrived(m, BEFORE), JobDone(Job("forward", m, 0)))
+    feed(made, PeerSaid(OTHER, presence(2)))
+    draining = presence(2, is_open=False, draining=True)
     assert of(SendActivation, feed(made, PeerSaid(AFTER, draining))) == [], "it answers what it has"
-    drained = hello(2, ready=False, is_open=False, draining=True)
+    drained = presence(2, ready=False, is_open=False, draining=True)
     assert of(SendActivation, feed(made, PeerSaid(AFTER, drained))) == [SendActivation(m, OTHER, True)]
 
 
@@ -271,15 +271,15 @@ def test_activations_of_a_member_that_drains_from_the_stage_before_are_taken():
     made = joined(replica(plan([BEFORE], [ME]), stage=1))
     m = Microbatch(0, 0)
     assert feed(made, Arrived(m, OTHER)) == []
-    feed(made, PeerSaid(OTHER, hello(0, draining=True)))
+    feed(made, PeerSaid(OTHER, presence(0, draining=True)))
     assert feed(made, Arrived(m, OTHER)) == [Job("loss", m, 0)]
-    feed(made, PeerSaid(OTHER, hello(-1)))
+    feed(made, PeerSaid(OTHER, presence(-1)))
     assert feed(made, Arrived(Microbatch(0, 1), OTHER)) == []
 
 
 def test_what_comes_while_a_round_stands_is_kept_apart_from_the_sum():
     made = joined(replica(plan([BEFORE], [ME, MATE]), stage=1))
-    feed(made, PeerSaid(MATE, hello(1)))
+    feed(made, PeerSaid(MATE, presence(1)))
     start = RoundStart(
         stage=1,
         step=0,
@@ -292,20 +292,20 @@ def test_what_comes_while_a_round_stands_is_kept_apart_from_the_sum():
     )
     assert of(Reduce, feed(made, RoundArrived(MATE, start)))
     (count,) = of(Count, feed(made, Contributed(Microbatch(0, 0), 0)))
-    assert count.counted.apart
+    assert count.counted.held_out
 
 
 # --- what is lost runs again ---
 
 
-def progress(*, indices=b"", claimed=b"", lead=ME, count=1):
+def progress(*, indices=b"", claimed=b"", leader=ME, count=1):
     return Progress(
         incarnation=1,
         count=count,
         stage=0,
         step=0,
         indices=indices,
-        lead=lead,
+        leader=leader,
         claimed=claimed,
         loss_sum=0.0,
         staleness_sum=0,
@@ -315,7 +315,9 @@ def progress(*, indices=b"", claimed=b"", lead=ME, count=1):
 def test_at_stage_0_what_died_with_a_member_runs_again_at_those_who_are_left():
     made = joined(replica(plan([ME, MATE, OTHER])))
     for peer in (MATE, OTHER):
-        feed(made, PeerSaid(peer, hello(0)), ProgressArrived(peer, progress(claimed=b"\x03" if peer == MATE else b"")))
+        feed(
+            made, PeerSaid(peer, presence(0)), ProgressArrived(peer, progress(claimed=b"\x03" if peer == MATE else b""))
+        )
     commands = feed(made, PeerDied(MATE), PlanFollowed(plan([ME, OTHER], sequence=2)))
     assert of(Job, commands) == [Job("loss", Microbatch(0, 0), 0)]
     assert of(HandOut, commands) == [HandOut(OTHER, (Microbatch(0, 1),))]
@@ -324,7 +326,7 @@ def test_at_stage_0_what_died_with_a_member_runs_again_at_those_who_are_left():
 
 def test_at_a_later_stage_the_driver_is_asked_to_have_it_run_again():
     made = joined(replica(plan([BEFORE], [ME, MATE]), stage=1))
-    feed(made, PeerSaid(MATE, hello(1)))
+    feed(made, PeerSaid(MATE, presence(1)))
     feed(made, ProgressArrived(MATE, progress(indices=b"\x01")))
     commands = feed(made, PeerDied(MATE), PlanFollowed(plan([BEFORE], [ME], sequence=2)))
     assert of(AskRepair, commands) == [AskRepair(0, b"\x01")]
@@ -333,8 +335,8 @@ def test_at_a_later_stage_the_driver_is_asked_to_have_it_run_again():
 def test_what_a_stranger_has_made_is_granted_all_the_same():
     made = joined(replica(plan([ME])))
     assert feed(made, ProgressArrived(OTHER, progress(indices=b"\x03"))) == []
-    assert made._supply is not None
-    assert made._supply.book.admissible == M
+    assert made._queue is not None
+    assert made._queue.book.admissible == M
 
 
 # --- an expert's holder ---
@@ -346,31 +348,31 @@ def test_a_holder_of_an_expert_has_the_same_life_and_no_pipeline():
     made = ExpertCore(group_core(group=1, has_loss=False), followed)
     feed(made, PlanFollowed(followed))
     place = ExpertPlace(group=1, incarnation=1, version=0, ready=True, is_open=True, draining=False)
-    feed(made, PeerSaid(MATE, hello(-1, experts=(place,))))
-    assert made.group.ready_mates == (MATE,)
-    commands = feed(made, Stepped(0, "digest", remembers=True), Joined(True))
+    feed(made, PeerSaid(MATE, presence(-1, experts=(place,))))
+    assert made.group.ready_members == (MATE,)
+    commands = feed(made, Stepped(0, "digest", remembers=True), JoinedGroup(True))
     assert made.is_open
     assert of(Tell, commands)
-    (count,) = of(Count, feed(made, Contributed(Microbatch(0, 0), 0, again=True)))
-    assert count == Count(GradientCounted(Microbatch(0, 0), 0.0, 0, apart=True), True)
-    feed(made, PeerSaid(MATE, hello(-1)))
-    assert made.group.ready_mates == ()
+    (count,) = of(Count, feed(made, Contributed(Microbatch(0, 0), 0, retried=True)))
+    assert count == Count(GradientCounted(Microbatch(0, 0), 0.0, 0, held_out=True), True)
+    feed(made, PeerSaid(MATE, presence(-1)))
+    assert made.group.ready_members == ()
     assert isinstance(of(Tell, commands)[0].message, Digest | Progress)
 
 
 def test_a_light_member_that_lags_is_closed_and_claims_nothing_until_it_does_not():
     made = replica(plan([ME, MATE], [AFTER]), s_max=1)
-    feed(made, Stepped(0, None, remembers=True), Joined(True, light=True))
+    feed(made, Stepped(0, None, remembers=True), JoinedGroup(True, learner=True))
     assert made.is_open
-    assert made.group.is_light
-    assert of(SayHello, feed(made, Lagging(True)))
+    assert made.group.is_learner
+    assert of(AnnouncePresence, feed(made, Lagging(True)))
     assert not made.is_open
-    assert made._supply._stopped
+    assert made._queue._stopped
     feed(made, Resumed(), DrainEnded())
     assert not made.is_open, "neither a pause that is over nor a plan opens it"
-    assert made._supply._stopped
-    (back,) = of(HandBack, feed(made, Arrived(Microbatch(2, 0), None)))
-    assert back == HandBack(Microbatch(2, 0), None, False), "what is on its way goes back to the lead"
-    assert of(SayHello, feed(made, Lagging(False)))
+    assert made._queue._stopped
+    (back,) = of(RejectMicrobatch, feed(made, Arrived(Microbatch(2, 0), None)))
+    assert back == RejectMicrobatch(Microbatch(2, 0), None, False), "what is on its way goes back to the lead"
+    assert of(AnnouncePresence, feed(made, Lagging(False)))
     assert made.is_open
-    assert not made._supply._stopped
+    assert not made._queue._stopped

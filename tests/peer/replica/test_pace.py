@@ -1,11 +1,11 @@
-from shoal.peer.replica.router import LAGS, TRIES_APART, TRIES_APART_S, Pace
+from shoal.peer.replica.router import LAGS, TRIES_APART, TRIES_APART_S, PeerPace
 from shoal.protocol.identity import PeerID
 
 A, B, C = (PeerID(name) for name in "abc")
 
 
-def pace(**takes_s: float) -> Pace:
-    made = Pace()
+def pace(**takes_s: float) -> PeerPace:
+    made = PeerPace()
     for name, seconds in takes_s.items():
         made.took(PeerID(name), seconds)
     return made
@@ -29,7 +29,7 @@ def test_only_those_who_are_there_are_compared() -> None:
 def test_of_whom_nothing_is_known_nothing_is_held_against() -> None:
     made = pace(a=1.0)
     assert made.weight(B, (A, B)) == 1.0
-    assert Pace().weight(A, (A, B)) == 1.0
+    assert PeerPace().weight(A, (A, B)) == 1.0
 
 
 def test_one_bad_microbatch_is_not_held_against_a_peer_for_long() -> None:

@@ -63,7 +63,8 @@ def test_plans_bring_members_and_take_them_away(seed: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "faults"),
     [
-        (360, ()),  # a newborn's Progress overtakes its Hello, which then counted what it had said as the dead one's
+        # a newborn's Progress overtakes its PresenceUpdate, which then counted what it had said as the dead one's
+        (360, ()),
         (443, ()),  # an older Progress arrives after a later one and names another lead
         (112, ("deaths",)),  # one quits that a round names, and has not heard of it
         (138, ("deaths",)),  # two rounds with one number

@@ -174,7 +174,7 @@ def test_a_dead_target_is_replaced() -> None:
     made = core(targets=(DOWN, OTHER))
     feed(made, Arrived(A, UP))
     assert feed(made, JobDone(job("forward", 0, 0))) == [SendActivation(A, DOWN)]
-    assert feed(made, PeerLost(DOWN)) == [SendActivation(A, OTHER, again=True)]
+    assert feed(made, PeerLost(DOWN)) == [SendActivation(A, OTHER, retried=True)]
     assert feed(made, GradientArrived(A, DOWN)) == []  # the dead man's answer
     assert feed(made, GradientArrived(A, OTHER)) == [job("backward", 0, 0)]
 
@@ -183,7 +183,7 @@ def test_without_any_target_it_waits_for_one() -> None:
     made = core()
     feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)))
     assert feed(made, PeerLost(DOWN)) == []
-    assert feed(made, PeerReady(DOWN)) == [SendActivation(A, DOWN, again=True)]
+    assert feed(made, PeerReady(DOWN)) == [SendActivation(A, DOWN, retried=True)]
 
 
 def test_what_a_dead_source_sent_is_dropped_wherever_it_is() -> None:
@@ -328,7 +328,7 @@ def test_what_may_not_run_ahead_waits_for_the_version() -> None:
 def test_a_repair_does_not_wait_with_the_others() -> None:
     made = head(steps_ahead=0)
     assert feed(made, Arrived(Microbatch(1, 1), None)) == []
-    assert feed(made, Arrived(NEXT, None, again=True)) == [job("forward", 1, 0)]
+    assert feed(made, Arrived(NEXT, None, retried=True)) == [job("forward", 1, 0)]
 
 
 def test_some_run_ahead_and_a_loaded_version_lets_in_the_others() -> None:

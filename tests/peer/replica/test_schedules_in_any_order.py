@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import Finished, Forget, HandBack, SendActivation, SendGradient
+from shoal.peer.replica.commands import Finished, Forget, RejectMicrobatch, SendActivation, SendGradient
 from shoal.peer.replica.events import (
     Arrived,
     Contributed,
@@ -223,9 +223,9 @@ class Play:
                     assert 0 <= staleness_steps <= self.s_max
                     replica.told[microbatch] += 1
                     self.contributed[replica.core.stage][microbatch] += 1
-                case HandBack(microbatch, None, begun):
+                case RejectMicrobatch(microbatch, None, begun):
                     self.air.append((self._takes(replica.name), Arrived(microbatch, None, begun)))
-                case HandBack(microbatch, target, _) if target is not None:
+                case RejectMicrobatch(microbatch, target, _) if target is not None:
                     self.air.append((target, HandedBack(microbatch, replica.name)))
                 case Finished(microbatch):
                     self.finished[microbatch] += 1

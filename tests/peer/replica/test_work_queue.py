@@ -237,18 +237,18 @@ def test_every_step_before_the_halt_is_granted_whole_and_none_after_it(
 
 def test_no_step_is_granted_from_the_version_on_at_which_the_layout_ends() -> None:
     made = book(M=1, s_max=2)
-    made.ends_at = 2
+    made.cutover_version = 2
     assert made.admissible == 2
     assert made.grant(9) == [Microbatch(0, 0), Microbatch(1, 0)]
     made.reach(2)
     assert (made.admissible, made.grant(9)) == (0, [])
-    made.ends_at = 0
+    made.cutover_version = 0
     assert made.grant(9) == [Microbatch(2, 0), Microbatch(3, 0), Microbatch(4, 0)], "it does not end after all"
 
 
 def test_the_version_at_which_the_layout_ends_is_validated_by_the_next_one() -> None:
     made = book(M=1, interval=2, validation=1)
-    made.ends_at = 4
+    made.cutover_version = 4
     made.reach(2)
     assert Microbatch(2, -1) in made.grant(9)
     made.reach(4)

@@ -14,7 +14,7 @@ from carried_wires import connected
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
-from shoal.protocol.live.carriage import Answer, Carried, Carry, check_member, encode, read
+from shoal.protocol.live.carriage import CarriageAnswer, Carried, Carry, check_member, encode, read
 from shoal.protocol.live.carrier import Carrier
 from shoal.protocol.live.throttle import CARRIED, Throttle
 from shoal.protocol.membership import Excluded, Members, certify, delegate
@@ -49,7 +49,7 @@ class World:
             find_connection=self._find,
         )
         self.found = []
-        self.answer = Answer("", b"")
+        self.answer = CarriageAnswer("", b"")
 
     async def _list(self):
         return self.connected
@@ -78,7 +78,7 @@ class World:
         info = SimpleNamespace(peer_id=HivemindPeerID.from_base58(source.peer_id))
         self.tasks.append(asyncio.create_task(self.carrier.carry(info, *there)))
         here[1].write(encode(Carry(to.peer_id, purpose, shown)))
-        return here, await read(here[0], Answer, C.peer_id)
+        return here, await read(here[0], CarriageAnswer, C.peer_id)
 
     async def end(self):
         for task in self.tasks:
@@ -149,7 +149,7 @@ def test_it_carries_for_members_alone_and_to_members_alone(caplog):
         assert not world.arrived
         _, answer = await world.ask(shown=certificate(A))
         assert answer.refusal == "the other end does not take it"
-        world.answer = Answer("", certificate(B))
+        world.answer = CarriageAnswer("", certificate(B))
         _, answer = await world.ask(shown=certificate(A))
         assert answer.refusal == ""
         check_member(Members("run", OWNER.peer_id), C.peer_id, answer.certificate)
@@ -321,7 +321,7 @@ def test_a_slow_end_holds_the_fast_one(eventually):
 SAID = [
     Carry(B.peer_id, "frames", b""),
     Carried(A.peer_id, "calls", b"", (AT,)),
-    Answer("no", b"", (AT, ELSEWHERE)),
+    CarriageAnswer("no", b"", (AT, ELSEWHERE)),
 ]
 
 

@@ -8,7 +8,7 @@ from shoal.protocol.live import redial
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.redial import Redialer
 from shoal.protocol.live.throttle import Throttle
-from shoal.protocol.reconnection import Outcome
+from shoal.protocol.reconnection import DialOutcome
 from shoal.protocol.token_bucket import RateLimits
 
 BACKOFF = "failed to dial 12D3: all dials failed\n  * [/ip4/20.0.2.10/tcp/4001] dial backoff"
@@ -143,12 +143,12 @@ def test_the_redialer_ends_with_its_transport(live_peer):
 @pytest.mark.parametrize(
     ("words", "outcome"),
     [
-        (REFUSED, Outcome.REFUSED),
-        ("* [/ip4/20.0.2.10/tcp/4001] peer id mismatch: expected 12D3, got 12D4", Outcome.REFUSED),
-        (SILENT, Outcome.NO_ANSWER),
-        (f"{REFUSED}\n{SILENT}", Outcome.NO_ANSWER),
-        ("failed to dial: context deadline exceeded", Outcome.NO_ANSWER),
-        (BOTH_OPENED, Outcome.NO_ANSWER),
+        (REFUSED, DialOutcome.REFUSED),
+        ("* [/ip4/20.0.2.10/tcp/4001] peer id mismatch: expected 12D3, got 12D4", DialOutcome.REFUSED),
+        (SILENT, DialOutcome.NO_ANSWER),
+        (f"{REFUSED}\n{SILENT}", DialOutcome.NO_ANSWER),
+        ("failed to dial: context deadline exceeded", DialOutcome.NO_ANSWER),
+        (BOTH_OPENED, DialOutcome.NO_ANSWER),
         (BACKOFF, None),
         (f"{REFUSED}\n{BACKOFF}", None),
     ],

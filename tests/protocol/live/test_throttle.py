@@ -12,7 +12,7 @@ from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.token_bucket import RateLimits
-from shoal.protocol.uplink import Connection
+from shoal.protocol.uplink import UplinkConnection
 
 RATE = 625_000.0
 """5 Mbit/s."""
@@ -147,7 +147,7 @@ class Queues:
             raise OSError("not any more")
         self.pass_time()
         return {
-            name: Connection(
+            name: UplinkConnection(
                 delivered_bytes=int(self.delivered[name]), queued_bytes=int(self.queued[name]), round_trip_s=0.02
             )
             for name in names

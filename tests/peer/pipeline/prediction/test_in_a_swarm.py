@@ -30,7 +30,7 @@ def test_members_are_bit_equal_at_every_commit_and_the_run_learns(
         for names in STAGES:
             for peer in names:
                 await swarm.add(peer, device_flop_per_s=2e8)
-        swarm.obey(STAGES, fresh=True)
+        swarm.obey(STAGES, not_started=True)
         await swarm.until_step(STEPS)
         await swarm.close()
         assert swarm.world.failures == []

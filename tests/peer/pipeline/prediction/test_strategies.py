@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
-from shoal.peer.pipeline.prediction import COMPENSATIONS, DelayCompensation, LookAhead, Seen, SpecTrain, compensation
+from shoal.peer.pipeline.prediction import (
+    COMPENSATIONS,
+    DelayCompensation,
+    LookAhead,
+    OwnGradients,
+    SpecTrain,
+    compensation,
+)
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import TrainingSpec
 
@@ -180,7 +187,7 @@ def test_eager_members_stay_together_further_if_they_know_where_they_were(
         now = settings(version, learning_rate=1.0)
         gradients = [curvature * weights_N for weights_N in at]
         seen = [
-            Seen(gradient_N, layer.param_N - weights_N if shown else None)
+            OwnGradients(gradient_N, layer.param_N - weights_N if shown else None)
             for gradient_N, weights_N in zip(gradients, at, strict=True)
         ]
         at = [strategy.weights(layer, now, 1, [its]) for its in seen]

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.coordinator.allocate.dividing import placement_of
-from shoal.coordinator.allocate.interface import Snapshot
+from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.repartitioning import placement_of
 from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import FormatBytes, WireBytes
@@ -14,8 +14,8 @@ from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.wire_format import Formats
 
 
-def foresee(
-    snapshot: Snapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
+def predict_step_time(
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
 ) -> Foreseen | None:
     """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
 
@@ -39,13 +39,13 @@ def foresee(
 
 
 def choose_formats(
-    snapshot: Snapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
     known peer.
 
     Args:
-        snapshot: as `foresee`.
+        snapshot: as `predict_step_time`.
         takes: the formats to choose from.
         kept: the present formats of the stages.
     """

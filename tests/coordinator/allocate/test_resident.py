@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.staying import best_with_stayers
+from shoal.coordinator.allocate.resident import best_with_stayers
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective

@@ -17,8 +17,8 @@ from typing import Final
 
 from torch import Tensor
 
-from shoal.peer.arithmetic import Held
-from shoal.peer.group.absent_light import AbsentLight
+from shoal.peer.arithmetic import LayerRuntime
+from shoal.peer.group.absent_learners import AbsentLight
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.early import Piece
 from shoal.peer.group.pieces import Pieces
@@ -29,12 +29,13 @@ from shoal.peer.group.telling import Telling
 from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
-from shoal.peer.light import LightMember
+from shoal.peer.learner import Learner
 from shoal.peer.model.layout import state_layout, tied_spans
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState, moment2_numel
 from shoal.peer.replica.commands import (
     Accuse,
+    AnnouncePresence,
     AskRepair,
     CatchUp,
     Command,
@@ -43,18 +44,16 @@ from shoal.peer.replica.commands import (
     Reduce,
     Report,
     Resync,
-    SayHello,
     Tell,
     Witness,
 )
-from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     DigestArrived,
     DrainBegun,
     Drained,
     DrainEnded,
     Event,
-    Joined,
+    JoinedGroup,
     MemberSilent,
     Paused,
     PeerDied,
@@ -68,8 +67,9 @@ from shoal.peer.replica.events import (
     StoodStill,
     TimerFired,
 )
+from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
-from shoal.peer.surroundings import Surroundings
+from shoal.peer.services import Services
 from shoal.peer.tasks import Tasks
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -77,7 +77,7 @@ from shoal.protocol.messages import (
     Digest,
     Done,
     GatherPart,
-    Hello,
+    PresenceUpdate,
     Progress,
     ReducePart,
     Repair,
@@ -94,11 +94,11 @@ _CHUNKS_AT_ONCE: Final = 8
 """Chunks added before the first of them is sent: a thread switch for each would cost as much as adding it."""
 
 
-def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> Commit:
+def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
     """Make the part of a member's core that commits."""
-    spec = surroundings.spec
-    return Commit(
-        me=surroundings.endpoint.peer_id,
+    spec = services.spec
+    return GroupCore(
+        me=services.endpoint.peer_id,
         stage=group_id,
         steps=spec.training.steps,
         microbatches=spec.training.microbatches_per_step,
@@ -111,26 +111,26 @@ def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, 
     )
 
 
-class Tenure(ABC):
+class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
     only caller of its core (`handle`). It carries out the core's commands."""
 
-    def __init__(self, surroundings: Surroundings, core: MemberCore, runtime: Held, *, incarnation: int) -> None:
-        endpoint, listeners = surroundings.endpoint, surroundings.listeners
-        self._s = surroundings
+    def __init__(self, services: Services, core: MemberCore, runtime: LayerRuntime, *, incarnation: int) -> None:
+        endpoint, listeners = services.endpoint, services.listeners
+        self._s = services
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
-        self.compute: Compute = surroundings.compute
+        self.compute: Compute = services.compute
         self._endpoint = endpoint
-        self._clock = surroundings.clock
+        self._clock = services.clock
         self._held = runtime
         self._closed = False
-        self._timer = Timer(surroundings.clock, self._ring)
+        self._timer = Timer(services.clock, self._ring)
         self._tasks = Tasks(listeners.on_failure)
         self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
-        self._light: LightMember | None = None
+        self._light: Learner | None = None
         self._absent = AbsentLight()
         self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
         self._unsound: set[PeerID] = set()
@@ -154,16 +154,16 @@ class Tenure(ABC):
         self.joining = Joining(
             endpoint=endpoint,
             compute=self.compute,
-            inbox=surroundings.inbox,
+            inbox=services.inbox,
             runtime=runtime,
             group=core.group,
             fetch_mean=self._catching_up.fetch,
             take_over=self._take_over,
             begin_era=lambda era: listeners.begin_era(era, self.group_id),
             newest=lambda: self.core.plan,
-            carried=surroundings.between.carried.read,
-            ahead=surroundings.between.ahead.ended,
-            pass_on=surroundings.server.pass_on,
+            carried=services.between.retained.read,
+            ahead=services.between.ahead.ended,
+            pass_on=services.server.pass_on,
         )
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None
@@ -202,11 +202,13 @@ class Tenure(ABC):
             case Accuse(peer):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
             case Count(counted):
-                apart = self._held.contribute(counted.microbatch, apart=counted.apart)
-                if apart is None:
+                held_out = self._held.contribute(counted.microbatch, held_out=counted.held_out)
+                if held_out is None:
                     return  # the device has stepped without it, and tells the core so soon
-                self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
-            case SayHello():
+                self.handle(
+                    counted if held_out == counted.held_out else dataclasses.replace(counted, held_out=held_out)
+                )
+            case AnnouncePresence():
                 self._s.listeners.on_change()
             case Report(report):
                 self._s.listeners.on_commit(report)
@@ -237,14 +239,14 @@ class Tenure(ABC):
         return self.core.group.ready and not self._closed
 
     @property
-    def is_light(self) -> bool:
+    def is_learner(self) -> bool:
         """True while we take part with weights alone, as a learner."""
-        return self.core.group.is_light
+        return self.core.group.is_learner
 
     @property
-    def light_layers(self) -> tuple[int, int] | None:
+    def learner_layers(self) -> tuple[int, int] | None:
         """(Layers with their state here, layers of the group) while we are a light member; else None."""
-        return self._light.num_layers if self._light is not None and self.is_light else None
+        return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property
     def is_open(self) -> bool:
@@ -285,7 +287,7 @@ class Tenure(ABC):
     def audience(self) -> list[PeerID]:
         """The peers to tell about our readiness, also those of a plan without us: they may wait for our last word."""
         group = self.core.group
-        peers = dict.fromkeys(peer for peers in (*self._near(), group.mates, group.departing) for peer in peers)
+        peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
 
     # --- what a subclass says ---
@@ -347,9 +349,9 @@ class Tenure(ABC):
         if not self.is_stepping:  # else they look when the step has been made
             self.witnesses.look(self.state)
 
-    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+    def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
         """Pass on a peer's presence update."""
-        self.handle(PeerSaid(peer, hello))
+        self.handle(PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
         """Count out a peer that a plan dropped without its having announced that it leaves."""
@@ -421,21 +423,21 @@ class Tenure(ABC):
     async def _join(self) -> None:
         try:
             await self._bring_base()
-            self._light = self._make_light()
+            self._light = self._make_learner()
             await self.joining.run(self.core.plan, self._light)
             self._light = None
         except (OSError, RuntimeError, ValueError) as error:
             self._s.listeners.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
-        self.handle(Joined(self._held.remembers))
+        self.handle(JoinedGroup(self._held.remembers))
 
     async def _bring_base(self) -> None:
         base, held = self._s.between.base, self._held
         while base is not None:
             members = self.core.plan.members
             try:
-                stored = await base.get(held.keys, members, mates=self.core.group.mates)
+                stored = await base.get(held.keys, members, group_peers=self.core.group.group_peers)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("group %d does not have its base yet: %s", self.group_id, error)
                 await asyncio.sleep(_RETRY_S)
@@ -566,21 +568,21 @@ class Tenure(ABC):
         self._note_gradient(state)  # first: the next round may drop the gradient
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
-        if set(self.core.group.mates) == set(self.core.group.whole_mates):
+        if set(self.core.group.group_peers) == set(self.core.group.full_members):
             self._s.server.forget_weights(self.keys)
         self.joining.stepped()
         self._s.listeners.on_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
         """Keep the gradient of the step to `state` for the peers that replay it."""
-        trail, mean_N = self._s.server.trail, self.reductions.means.get(state.version - 1)
-        if not trail.is_wanted or mean_N is None:
+        gradient_log, mean_N = self._s.server.gradient_log, self.reductions.means.get(state.version - 1)
+        if not gradient_log.is_wanted or mean_N is None:
             return
         parts, start = dict[str, Tensor](), 0
         for key, layer in state.layers.items():
             parts[key] = mean_N[start : start + layer.param_N.numel()]
             start += layer.param_N.numel()
-        trail.note(self._endpoint.era, state.version, parts)
+        gradient_log.note(self._endpoint.era, state.version, parts)
 
     # --- a commit that does not end ---
 
@@ -625,7 +627,9 @@ class Tenure(ABC):
         if reduction is not None:
             group = self.core.group
             # Peers that follow us in the order of names come first, so that not all members ask the same one.
-            owing = sorted(reduction.missing_from().intersection(group.mates), key=lambda peer: (peer < group.me, peer))
+            owing = sorted(
+                reduction.missing_from().intersection(group.group_peers), key=lambda peer: (peer < group.me, peer)
+            )
         is_still = reduction is None or self._pressing.was_in_vain(reduction)
         if is_still and not self._pressing.believes(self._clock.now_s()):
             owing = []
@@ -634,7 +638,7 @@ class Tenure(ABC):
 
     # --- inside ---
 
-    def _make_light(self) -> LightMember | None:
+    def _make_learner(self) -> Learner | None:
         """Return what makes us a light member while our state comes; None if this group has no light members."""
         return None
 
@@ -645,7 +649,7 @@ class Tenure(ABC):
     def _means_wanted_from(self) -> int:
         """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
         group, now_s = self.core.group, self._clock.now_s()
-        absent = self._absent.wanted_from(group.ready_mates, group.whole_mates, version=self.version, now_s=now_s)
+        absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
@@ -679,8 +683,8 @@ class Tenure(ABC):
         if isinstance(message, RoundStart):
             named = [member.peer for member in message.members]
         elif isinstance(message, Digest):
-            named = [*group.round_mates]
-        near = [*group.mates, *group.departing]
+            named = [*group.round_peers]
+        near = [*group.group_peers, *group.draining]
         return [*near, *(peer for peer in named if peer != group.me and peer not in near)]
 
     async def _ask_repair(self, message: Repair) -> None:

@@ -18,7 +18,7 @@ AS_GOOD = 1.001
 """The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
 
 
-def nearer(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
+def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
     """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
 
     Args: current: the present placement, over the devices of the topology of `objective`.

@@ -33,9 +33,9 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
+    QueueCommand,
     ReportValidation,
     SendClaim,
-    SupplyCommand,
     TellValidation,
 )
 from shoal.peer.replica.events import (
@@ -50,21 +50,21 @@ from shoal.peer.replica.events import (
     MemberLost,
     MemberSaid,
     PlanFollowed,
+    QueueEvent,
+    QueueResumed,
+    QueueStopped,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
     RunAhead,
-    SupplyEvent,
-    SupplyResumed,
-    SupplyStopped,
     TimerFired,
-    Validated,
     ValidationArrived,
+    ValidationDone,
     VersionReached,
     WorkReturned,
 )
 from shoal.peer.replica.flow import Control, Window
-from shoal.peer.replica.router import Pace, Turns
+from shoal.peer.replica.router import PeerPace, Turns
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -105,16 +105,16 @@ class Group(Protocol):
     def ready(self) -> bool: ...
 
     @property
-    def lead(self) -> PeerID | None: ...
+    def leader(self) -> PeerID | None: ...
 
     @property
-    def is_lead(self) -> bool: ...
+    def is_leader(self) -> bool: ...
 
     @property
-    def ready_mates(self) -> tuple[PeerID, ...]: ...
+    def ready_members(self) -> tuple[PeerID, ...]: ...
 
     @property
-    def open_mates(self) -> tuple[PeerID, ...]: ...
+    def open_members(self) -> tuple[PeerID, ...]: ...
 
     def share_of(self, peer: PeerID) -> float: ...
 
@@ -173,7 +173,7 @@ class _Halt:
 
 
 @dataclass(kw_only=True, slots=True)
-class Supply:
+class MicrobatchQueue:
     """One stage-0 replica's view of the grants."""
 
     book: WorkQueue
@@ -187,7 +187,7 @@ class Supply:
     """When each claimant last contributed a microbatch of our grants."""
     _flows_s: float | None = field(init=False, default=None)
     """When the first microbatch of our grants came back. Before, stages may have waited for their state."""
-    _pace: Pace = field(init=False, default_factory=Pace)
+    _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
@@ -217,7 +217,7 @@ class Supply:
         """The members that have asked that no further step begins."""
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
-    def handle(self, event: SupplyEvent, *, now_s: float) -> list[SupplyCommand]:
+    def handle(self, event: QueueEvent, *, now_s: float) -> list[QueueCommand]:
         """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
         match event:
             case TimerFired():
@@ -244,7 +244,7 @@ class Supply:
                 return self._take_back(source, microbatch, begun)
             case HaltAsked(source, at_once, call):
                 return self._halt(source, at_once, call, now_s)
-            case Validated(microbatch, loss):
+            case ValidationDone(microbatch, loss):
                 return self._validated(ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss))
             case ValidationArrived(source, step, index, loss):
                 return self._take_validation(source, ValidationResult(step=step, index=index, loss=loss))
@@ -262,13 +262,13 @@ class Supply:
                 # A member that is not in the plan has left, so its halt ends. One that is back may ask for another.
                 away = plan.dropped_since(self._plan) if self._plan is not None else []
                 self._plan = plan
-                self.book.ends_at = plan.ends_at
+                self.book.cutover_version = plan.cutover_version
                 self._halts = {p: halt for p, halt in self._halts.items() if plan.has(p) and p not in away}
                 return self._end_halts(now_s)
-            case SupplyStopped():
+            case QueueStopped():
                 self._stopped = True
                 return []
-            case SupplyResumed():
+            case QueueResumed():
                 self._stopped = False
                 return self._look_again(now_s)
 
@@ -279,7 +279,7 @@ class Supply:
                 due_s = claim.until_s
         return min([due_s, *(halt.until_s for halt in self._halts.values() if halt.is_open)])
 
-    def _timer(self, now_s: float) -> list[SupplyCommand]:
+    def _timer(self, now_s: float) -> list[QueueCommand]:
         commands = self._end_halts(now_s) if self._halts else []
         if now_s >= self._serves_at_s or any(now_s >= claim.until_s for claim in self._claims.values()):
             self._serves_at_s = math.inf
@@ -292,24 +292,24 @@ class Supply:
             commands += self._claim(now_s)
         return commands
 
-    def _look_again(self, now_s: float) -> list[SupplyCommand]:
+    def _look_again(self, now_s: float) -> list[QueueCommand]:
         """Handle a change on which a claim, ours or another member's, may have waited."""
-        ended: list[SupplyCommand] = []
-        if self.group.lead != self.group.me:
+        ended: list[QueueCommand] = []
+        if self.group.leader != self.group.me:
             # Their claimants now claim from the new leader. Kept until we lead again, they would be granted
             # microbatches that no member computes.
             ended = [self._answer(source, []) for source in self.open_claims]
         if self._claims:
             self._serves_at_s = now_s
         if self._asked is not None:
-            if self._asked.leader == self.group.lead:
+            if self._asked.leader == self.group.leader:
                 return ended  # The answer to our claim comes first.
             self._asked, self._claims_at_s = None, now_s
             return [*ended, DropClaim(), RunAhead(-1, 1.0)]
         self._claims_at_s = now_s
         return ended
 
-    def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
+    def _reach(self, version: int, now_s: float) -> list[QueueCommand]:
         self._reached_s.append(now_s)
         self.book.reach(version)
         self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
@@ -342,13 +342,13 @@ class Supply:
             self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
-    def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
+    def _lost(self, peer: PeerID, now_s: float) -> list[QueueCommand]:
         """Forget the work of a lost member, but not its pace, in case it comes back."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         for had in self._had.values():
             had.pop(peer, None)  # others run it again; should the member come back, its share is whole again
         # A grant to a claim that it has left open would be lost unnoticed.
-        answers: list[SupplyCommand] = [self._answer(peer, [])] if peer in self._claims else []
+        answers: list[QueueCommand] = [self._answer(peer, [])] if peer in self._claims else []
         if self.book.version < self.book.steps:
             return answers
         self.book.validate_again(self._losses.get(self.book.steps, {}))
@@ -356,8 +356,8 @@ class Supply:
 
     # --- the claimant ---
 
-    def _claim(self, now_s: float) -> list[SupplyCommand]:
-        count, leader = self._wanted(), self.group.lead
+    def _claim(self, now_s: float) -> list[QueueCommand]:
+        count, leader = self._wanted(), self.group.leader
         if self._asked is not None or count <= 0 or leader is None:
             return []
         if now_s < self._failed_until_s:
@@ -374,7 +374,7 @@ class Supply:
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
         return self.demand.room + ahead - self.demand.num_waiting
 
-    def _take_grant(self, grant: GrantArrived, now_s: float) -> list[SupplyCommand]:
+    def _take_grant(self, grant: GrantArrived, now_s: float) -> list[QueueCommand]:
         asked, leader = self._asked, grant.leader
         if asked is None or asked.leader != leader:
             return []
@@ -387,9 +387,9 @@ class Supply:
             raise
         self._asked, self._claims_at_s = None, now_s
         self._answers_s.append(now_s - asked.since_s)
-        commands: list[SupplyCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
+        commands: list[QueueCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
         # If the leader has changed meanwhile, our Progress to the new one did not claim these: it grants them again.
-        for step, index in grant.items if leader == self.group.lead else ():
+        for step, index in grant.items if leader == self.group.leader else ():
             if index >= 0:
                 self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
                 if leader != self.group.me:  # else it counted when we granted it
@@ -397,7 +397,7 @@ class Supply:
             commands.append(Make(Microbatch(step, index), False))
         return commands
 
-    def _claim_later(self, leader: PeerID, now_s: float) -> list[SupplyCommand]:
+    def _claim_later(self, leader: PeerID, now_s: float) -> list[QueueCommand]:
         if self._asked is not None and self._asked.leader == leader:
             self._asked, self._failed_until_s = None, now_s + RETRY_S
             self._claims_at_s = self._failed_until_s
@@ -411,11 +411,11 @@ class Supply:
 
     # --- the leader ---
 
-    def _open_claim(self, source: PeerID, count: int, call: int, now_s: float) -> list[SupplyCommand]:
-        if not self.group.is_lead or not self.group.has_place(source):
+    def _open_claim(self, source: PeerID, count: int, call: int, now_s: float) -> list[QueueCommand]:
+        if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         # Only a member's last claim counts: it does not wait for the answers to earlier ones.
-        superseded: list[SupplyCommand] = [self._answer(source, [])] if source in self._claims else []
+        superseded: list[QueueCommand] = [self._answer(source, [])] if source in self._claims else []
         self._claims[source] = _OpenClaim(count, call, now_s + PATIENCE_S)
         self._serves_at_s = now_s
         return superseded
@@ -427,13 +427,13 @@ class Supply:
             return Answer(claim.call, Grant(items=items))
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
-    def _serve(self, now_s: float) -> list[SupplyCommand]:
+    def _serve(self, now_s: float) -> list[QueueCommand]:
         """Grant every open claim what is due to its claimant; the rest goes to the next claims. A claimant that is not
         ready waits: it is unknown here, or was lost after it asked."""
-        if not self.group.is_lead:
+        if not self.group.is_leader:
             return []
-        commands: list[SupplyCommand] = []
-        everyone = (self.group.me, *self.group.ready_mates)
+        commands: list[QueueCommand] = []
+        everyone = (self.group.me, *self.group.ready_members)
         held = Counter(dict.fromkeys(everyone, 0))
         held.update(granted.peer for granted in self._out.values() if granted.peer in held)
         claims = [claim for claim in self._claims.items() if claim[0] in everyone]
@@ -464,7 +464,7 @@ class Supply:
 
     def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
         """Return the shares of the members that take traffic and keep pace. A draining member computes nothing more."""
-        able = {self.group.me, *self.group.open_mates, *self._claims}
+        able = {self.group.me, *self.group.open_members, *self._claims}
         shares = {
             peer: max(self.group.share_of(peer), _SHARE_MIN)
             for peer in everyone
@@ -497,8 +497,8 @@ class Supply:
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
-    def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[SupplyCommand]:
-        commands: list[SupplyCommand] = []
+    def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[QueueCommand]:
+        commands: list[QueueCommand] = []
         for microbatch in microbatches:
             self._out[microbatch] = _Granted(peer, now_s)
             commands.append(MemberGranted(peer, microbatch))
@@ -513,16 +513,16 @@ class Supply:
         since_s = max(since_s, self._made_s.get(peer, 0.0), self._flows_s or 0.0)
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
-    def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[SupplyCommand]:
+    def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
         """Run a microbatch here, as a repair, that a member hands back because it pauses or lags."""
-        if not self.group.is_lead or not self.group.has_place(source):
+        if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
         return [Make(microbatch, begun)]
 
     # --- repairs ---
 
-    def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[SupplyCommand]:
+    def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[QueueCommand]:
         self._check_holder(source)
         if not 0 <= step < self.book.steps:
             raise RemoteError(source, f"wants step {step} again, which this run does not have")
@@ -553,11 +553,11 @@ class Supply:
         self._repaired_until_s[source] = until_s + may_run * each_s
         return may_run
 
-    def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
+    def _run_again(self, step: int, indices: Indices, now_s: float) -> list[QueueCommand]:
         """Share the microbatches among all open members: the leader alone would take too long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
-        commands: list[SupplyCommand] = []
+        commands: list[QueueCommand] = []
         for peer, part in self._shared(again, now_s).items():
             if peer == self.group.me:
                 commands += [Make(microbatch, True) for microbatch in part]
@@ -567,7 +567,7 @@ class Supply:
         return commands
 
     def _shared(self, again: Sequence[Microbatch], now_s: float) -> dict[PeerID, list[Microbatch]]:
-        everyone = (self.group.me, *self.group.open_mates)
+        everyone = (self.group.me, *self.group.open_members)
         able = [peer for peer in everyone if self._keeps_pace(peer, everyone, now_s)] or [self.group.me]
         shares = {peer: max(self.group.share_of(peer), _SHARE_MIN) for peer in able}
         parts: dict[PeerID, list[Microbatch]] = {}
@@ -576,8 +576,8 @@ class Supply:
             parts.setdefault(peer, []).append(microbatch)
         return parts
 
-    def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[SupplyCommand]:
-        if source != self.group.lead or self._stopped or not self.group.ready:
+    def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[QueueCommand]:
+        if source != self.group.leader or self._stopped or not self.group.ready:
             raise Refused(self.group.me, "takes no repairs from the sender")
         self._check(source, items)
         if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
@@ -590,12 +590,12 @@ class Supply:
 
     def _check_holder(self, source: PeerID) -> None:
         """Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
-        if not self.group.is_lead:
+        if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
             raise Refused(self.group.me, "does not know the sender as a holder")
 
-    def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[SupplyCommand]:
+    def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[QueueCommand]:
         """Raises: Refused: see `_check_holder`; or the sender has used up its halt and is still here."""
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
@@ -605,7 +605,7 @@ class Supply:
         halt.until_s = min(now_s + HALT_S, halt.ends_s)
         return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
 
-    def _end_halts(self, now_s: float) -> list[SupplyCommand]:
+    def _end_halts(self, now_s: float) -> list[QueueCommand]:
         """End the halts that were not renewed: a leaving peer renews its halt until it has gone."""
         for halt in self._halts.values():
             if halt.until_s <= now_s:
@@ -617,11 +617,11 @@ class Supply:
 
     # --- validation ---
 
-    def _validated(self, result: ValidationResult) -> list[SupplyCommand]:
-        leader = self.group.lead or self.group.me
+    def _validated(self, result: ValidationResult) -> list[QueueCommand]:
+        leader = self.group.leader or self.group.me
         return self._record(result) if leader == self.group.me else [TellValidation(leader, result)]
 
-    def _take_validation(self, source: PeerID, result: ValidationResult) -> list[SupplyCommand]:
+    def _take_validation(self, source: PeerID, result: ValidationResult) -> list[QueueCommand]:
         if not self.group.has_place(source):
             raise Refused(self.group.me, "does not know the sender as a member of stage 0")
         if not 0 <= result.index < self.book.validation_microbatches or not 0 <= result.step <= self.book.steps:
@@ -630,7 +630,7 @@ class Supply:
             raise Refused(self.group.me, "has not reached that step")
         return self._record(result)
 
-    def _record(self, result: ValidationResult) -> list[SupplyCommand]:
+    def _record(self, result: ValidationResult) -> list[QueueCommand]:
         losses = self._losses.setdefault(result.step, {})
         was_complete = len(losses) == self.book.validation_microbatches
         losses[result.index] = result.loss

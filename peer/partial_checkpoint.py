@@ -1,4 +1,4 @@
-"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next process.
+"""Layers of the state that a light member (`learner.py`) has when it ends, on its disk, for its next process.
 
 They are of use as long as some peer has the reduced gradients of the steps since. They are not offered to others: they
 lie beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = "light"
 
 
-class KeptLayers:
+class PartialCheckpoint:
     """Keeps a light member's layers on disk for the peer's next process. Args: disk: None keeps nothing."""
 
     def __init__(

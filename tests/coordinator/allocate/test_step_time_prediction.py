@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
-from shoal.coordinator.allocate.prospect import choose_formats, foresee
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.cost import format_choice
 from shoal.coordinator.cost.format_choice import KEPT, SPARED
 from shoal.coordinator.cost.placement import Cost, Placement
@@ -36,14 +36,14 @@ PAIRS = tuple(
 TAKES, AUTO_TAKES = FormatBytes.of(SPEC), FormatBytes.of(AUTO)
 
 
-def swarm(bytes_per_s: float, cards: Mapping[int, float] | None = None) -> Snapshot:
+def swarm(bytes_per_s: float, cards: Mapping[int, float] | None = None) -> SwarmSnapshot:
     """Four peers that are alike, with links that have all been measured.
 
     Args: cards: bytes/s of some peers' cards, by their position, where they are slower.
     """
     rates = [(cards or {}).get(index, bytes_per_s) for index in range(4)]
     between = np.minimum.outer(rates, rates)
-    return Snapshot(
+    return SwarmSnapshot(
         peers=tuple(
             MeasuredPeer(
                 peer=name,
@@ -68,9 +68,9 @@ def chosen(bytes_per_s: float, stages: tuple[Stage, ...], *, kept: str | None = 
     return {*choose_formats(swarm(bytes_per_s), stages, TAKES, kept=was).sums}
 
 
-def rate(seen: Snapshot, stages: tuple[Stage, ...], formats: Formats) -> float:
+def rate(seen: SwarmSnapshot, stages: tuple[Stage, ...], formats: Formats) -> float:
     """Tokens/s."""
-    foreseen = foresee(seen, stages, AUTO_TAKES.under(formats))
+    foreseen = predict_step_time(seen, stages, AUTO_TAKES.under(formats))
     assert foreseen is not None
     return foreseen.tokens_per_s
 
@@ -134,7 +134,8 @@ def test_a_little_more_or_less_on_a_line_does_not_change_the_format() -> None:
     in_int8 = TAKES.under(Formats((), ("int8",)))
     for rate in between:
         seen = swarm(rate)
-        ratio = foresee(seen, REPLICAS, in_int8).tokens_per_s / foresee(seen, REPLICAS).tokens_per_s  # type: ignore[union-attr]
+        # type: ignore[union-attr]
+        ratio = predict_step_time(seen, REPLICAS, in_int8).tokens_per_s / predict_step_time(seen, REPLICAS).tokens_per_s
         assert ratio == pytest.approx((KEPT + SPARED) / 2, abs=(SPARED - KEPT) / 2 + 0.01)
 
 
@@ -197,7 +198,7 @@ def test_formats_that_are_all_the_thinnest_are_those_of_the_workload() -> None:
     for stages in (REPLICAS, LONE, PAIRS):
         thinnest = AUTO_TAKES.under(AUTO_TAKES.thinnest(len(stages)))
         assert thinnest == WireBytes.same(Workload.of(AUTO), len(stages))
-        assert foresee(seen, stages, thinnest) == foresee(seen, stages)
+        assert predict_step_time(seen, stages, thinnest) == predict_step_time(seen, stages)
 
 
 def test_a_run_that_says_its_formats_leaves_nothing_to_choose() -> None:
@@ -208,7 +209,7 @@ def test_a_run_that_says_its_formats_leaves_nothing_to_choose() -> None:
 
 def test_plans_are_foreseen_in_the_formats_that_they_say() -> None:
     seen = swarm(2.5e6)
-    int8, hadamard4 = (foresee(seen, REPLICAS, TAKES.under(Formats((), (form,)))) for form in AUTO_SUMS)
+    int8, hadamard4 = (predict_step_time(seen, REPLICAS, TAKES.under(Formats((), (form,)))) for form in AUTO_SUMS)
     assert int8 is not None
     assert hadamard4 is not None
     assert int8.bound == "reduction"
@@ -223,9 +224,9 @@ def test_one_uniform_format_is_foreseen_as_a_run_that_says_it() -> None:
     for stages in (LONE, PAIRS):
         seen = swarm(2.5e7)
         formats = AUTO_TAKES.under(Formats.same("bf16", "int8", len(stages)))
-        of_run = foresee(replace(seen, workload=Workload.of(whole)), stages)
+        of_run = predict_step_time(replace(seen, workload=Workload.of(whole)), stages)
         assert of_run is not None
-        by_plan = foresee(seen, stages, formats)
+        by_plan = predict_step_time(seen, stages, formats)
         assert by_plan is not None
         assert by_plan.tokens_per_s == pytest.approx(of_run.tokens_per_s, rel=1e-3)
         assert (by_plan.bound, by_plan.stage) == (of_run.bound, of_run.stage)

@@ -1,7 +1,7 @@
 """The layers that this peer held when a layout ended, kept for their holders in the next layout.
 
-A layout ends at a version that its plan names (`Plan.ends_at`), and commits nothing after it. The next one begins
-from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
+A layout ends at a version that its plan names (`Plan.cutover_version`), and commits nothing after it. The next one
+begins from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 
-class CarriedState:
+class RetainedLayers:
     """Layers at one version of one era."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CarriedState:
 
     def take(self, plan: Plan, version: int, layers: Mapping[str, LayerState]) -> None:
         """Keep the layers of our group, which is at `version`, if the layout of `plan` ends there."""
-        if plan.ends_at and plan.ends_at == version:
+        if plan.cutover_version and plan.cutover_version == version:
             self._begin((plan.era, version))
             self._layers.update(layers)
 
@@ -38,8 +38,8 @@ class CarriedState:
 
     def follow(self, plan: Plan) -> None:
         """Forget layers that are neither the end of `plan` nor its beginning: all that need them have them."""
-        ends, begins = (plan.era, plan.ends_at), (plan.restore_era, plan.restore_version)
-        if not (plan.ends_at and self._at == ends) and not (plan.fresh and self._at == begins):
+        ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
+        if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))
 
     def _begin(self, at: tuple[int, int]) -> None:

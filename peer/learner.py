@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.peer.arithmetic import Held
+from shoal.peer.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import Answer
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.unfinished import Unfinished
-from shoal.peer.kept_layers import KeptLayers
 from shoal.peer.model.layout import state_layout
+from shoal.peer.partial_checkpoint import PartialCheckpoint
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
 from shoal.peer.shortage import is_out_of_memory
@@ -69,7 +69,7 @@ class _Gathered:
     """Held on the host."""
 
 
-class LightMember:
+class Learner:
     """The light phase of one tenure.
 
     Args:
@@ -86,7 +86,7 @@ class LightMember:
         endpoint: Endpoint,
         compute: Compute,
         inbox: ChunkInbox,
-        runtime: Held,
+        runtime: LayerRuntime,
         group: GroupView,
         fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
         means: Callable[[], Mapping[int, Tensor]],
@@ -94,7 +94,7 @@ class LightMember:
         step_layer: StepLayer,
         take: Callable[[RoundedWeights], None],
         join: Callable[[], None],
-        kept: KeptLayers,
+        kept: PartialCheckpoint,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -377,13 +377,13 @@ class LightMember:
                 await asyncio.sleep(_RETRY_S)  # a layer may still be dropped
                 continue
             try:
-                await self._come_by(missing)
+                await self._acquire(missing)
                 self._news.set()
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("layer %s of the state does not come yet: %s", missing, error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _come_by(self, key: str) -> None:
+    async def _acquire(self, key: str) -> None:
         """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
@@ -428,7 +428,7 @@ class LightMember:
             await asyncio.sleep(_RETRY_MATES_S)
             return None
         layers = {key: gathered[key].layer for key in keys}
-        proofs = await self._compute.run_on_host(lambda: {key: layer.proof() for key, layer in layers.items()})
+        proofs = await self._compute.run_on_host(lambda: {key: layer.secure_digest() for key, layer in layers.items()})
         differing = [key for key in keys if proofs[key] != digests[key]]
         for key in differing:
             logger.warning("layer %s differs from what its holders have signed: fetching it again", key)

@@ -13,14 +13,14 @@ one names it as leader in its latest Progress; a member that names another has s
 Progress says what it had granted until then. A draining member is no longer *open* and resigns at once; it stays
 ready, and is heard, until its contributions are committed, whether or not a plan still names it.
 
-A layout that ends at a version (`Plan.ends_at`) commits no later step, even if a later step is complete: the next
-layout recomputes what has been begun of it.
+A layout that ends at a version (`Plan.cutover_version`) commits no later step, even if a later step is complete: the
+next layout recomputes what has been begun of it.
 
 `attempt` orders the rounds of one step: plan sequence first, then the leader's own retries. Members obey the highest.
 A member that was left out of a round, or missed its end, sees from the others' digests that it is behind and asks one
 of them for the reduced gradient (`CatchUp`).
 
-A *light* member (a learner, `peer/light.py`) is ready with weights alone. It contributes and takes part in rounds,
+A *light* member (a learner, `peer/learner.py`) is ready with weights alone. It contributes and takes part in rounds,
 which name it as light; it never leads, sends no digest, and does not count as a holder of the state.
 
 This file is long because every event of a group enters here. Its parts (members, tallies, rounds, losses, agreement)
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
 from shoal.peer.group.attestations import voters
 from shoal.peer.group.losses import Losses
-from shoal.peer.group.members import Members
+from shoal.peer.group.members import MembershipView
 from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
 from shoal.peer.group.tally import Tallies, round_of
@@ -67,7 +67,7 @@ from shoal.protocol.wire_format import WireFormat
 
 
 @dataclass(kw_only=True, slots=True)
-class Commit:
+class GroupCore:
     """One replica's view of its stage group.
 
     Args:
@@ -89,11 +89,11 @@ class Commit:
     version: int = 0
     incarnation: int = 0
     sums: tuple[WireFormat, ...] = ("fp32",)
-    _members: Members = field(init=False)
-    _light_until: dict[PeerID, int] = field(init=False, default_factory=dict)
+    _members: MembershipView = field(init=False)
+    _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
     """A peer just promoted to full member -> the last step whose round may still call it light."""
     _count: int = field(init=False, default=0)
-    _announced_lead: PeerID | None = field(init=False, default=None)
+    _announced_leader: PeerID | None = field(init=False, default=None)
     _tallies: Tallies = field(init=False)
     _rounds: Rounds = field(init=False)
     _behind_at_s: float = field(init=False, default=math.inf)
@@ -102,12 +102,12 @@ class Commit:
     _losses: Losses = field(init=False)
     _restarts: Allowance[PeerID] = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
-    _ends_at: int = field(init=False, default=0)
+    _cutover_version: int = field(init=False, default=0)
     """The version at which the layout ends; 0: it does not."""
     _form: WireFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        self._members = Members(me=self.me)
+        self._members = MembershipView(me=self.me)
         self._rounds = Rounds(members=self._members, forms=self.sums)
         self._form = self.sums[0]
         self._tallies = Tallies(me=self.me, microbatches=self.microbatches)
@@ -128,49 +128,49 @@ class Commit:
         return self._members.ready
 
     @property
-    def mates(self) -> tuple[PeerID, ...]:
+    def group_peers(self) -> tuple[PeerID, ...]:
         """The other members of the group by the plan, ready or not, in rank order."""
-        return self._members.mates
+        return self._members.group_peers
 
     @property
-    def ready_mates(self) -> tuple[PeerID, ...]:
-        return self._members.ready_mates
+    def ready_members(self) -> tuple[PeerID, ...]:
+        return self._members.ready_members
 
     @property
-    def whole_mates(self) -> tuple[PeerID, ...]:
+    def full_members(self) -> tuple[PeerID, ...]:
         """The ready others that hold the state, not weights alone."""
-        return self._members.whole_mates
+        return self._members.full_members
 
     @property
-    def is_light(self) -> bool:
+    def is_learner(self) -> bool:
         """True while we take part with weights alone."""
-        return self._members.is_light
+        return self._members.is_learner
 
     @property
     def _whole(self) -> set[PeerID]:
         """All members that say they hold the state, including us if we do."""
-        return {*self.whole_mates, self.me} if self.ready and not self.is_light else set(self.whole_mates)
+        return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     @property
-    def open_mates(self) -> tuple[PeerID, ...]:
+    def open_members(self) -> tuple[PeerID, ...]:
         """The ready others that take traffic."""
-        return self._members.open_mates
+        return self._members.open_members
 
     @property
-    def departing(self) -> tuple[PeerID, ...]:
+    def draining(self) -> tuple[PeerID, ...]:
         """Ready peers that are no longer in the plan: they drain."""
-        return self._members.departing
+        return self._members.draining
 
     @property
     def holders(self) -> tuple[PeerID, ...]:
         """The other holders of the stage's state; draining ones come last."""
-        light = self._members.light
-        return (*self.whole_mates, *(peer for peer in self.departing if peer not in light))
+        learners = self._members.learners
+        return (*self.full_members, *(peer for peer in self.draining if peer not in learners))
 
     @property
-    def lead(self) -> PeerID | None:
+    def leader(self) -> PeerID | None:
         """The first ready and open member by rank that holds the state; if all drain, the first that holds it."""
-        return self._members.lead
+        return self._members.leader
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -178,9 +178,9 @@ class Commit:
         return self._members.standing
 
     @property
-    def is_lead(self) -> bool:
+    def is_leader(self) -> bool:
         """True if we are the leader and every member that could name another has named us."""
-        return self._members.is_lead
+        return self._members.is_leader
 
     def share_of(self, peer: PeerID) -> float:
         """Return the peer's share of the traffic among the ready members, in [0, 1]."""
@@ -193,11 +193,11 @@ class Commit:
         match event:
             case TimerFired():
                 return self._timer(now_s)
-            case WorkGranted(step, index, again):
+            case WorkGranted(step, index, retried):
                 self._tallies.claim(step, index)
                 # Another leader knows its own grants. If we lead, the others must know our grants in case we die. If we
                 # just stopped leading, the new leader does not know what we found must run again.
-                is_known = self._members.lead != self.me and not again
+                is_known = self._members.leader != self.me and not retried
                 return [Tell(self._progress(step), can_wait=True, can_rest=is_known)]
             case MemberGranted(peer, microbatch):
                 if peer != self.me:
@@ -215,16 +215,16 @@ class Commit:
                 return self._stepped(event, now_s)
             case GroupPlanned():
                 return self._plan_changed(event, now_s)
-            case ReadySet(ready, light):
-                was_light = self.is_light
-                self._members.set_ready(ready, light=light)
-                self._note_whole(self.me, was_light=was_light)
+            case ReadySet(ready, learner):
+                was_learner = self.is_learner
+                self._members.set_ready(ready, learner=learner)
+                self._note_whole(self.me, was_learner=was_learner)
                 self._look_ahead(now_s)
-                return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
+                return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
             case OpenSet(is_open):
                 # A member without traffic leads only if there is no other, but its contributions are committed.
                 self._members.set_open(is_open)
-                return self._lead_may_have_changed(now_s)
+                return self._leader_may_have_changed(now_s)
             case MemberState():
                 return self._take_state(event, now_s)
             case MemberElsewhere(peer, incarnation):
@@ -244,18 +244,18 @@ class Commit:
                 return self._press()
 
     def _plan_changed(self, event: GroupPlanned, now_s: float) -> list[CommitCommand]:
-        before = self.mates
+        before = self.group_peers
         self._members.plan(event.members, event.former, now_s=now_s)
         self._losses.begins_at = event.begins_at
         self._rounds.plan_sequence = event.sequence
-        self._ends_at = event.ends_at
+        self._cutover_version = event.cutover_version
         self._form = event.sums or self.sums[0]
-        known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}
+        known = {self.me, *self.group_peers, *self.draining, *event.former, *self._rounds.named}
         self._members.forget_all_but(known)
-        self._light_until = {peer: step for peer, step in self._light_until.items() if peer in known}
+        self._learner_until = {peer: step for peer, step in self._learner_until.items() if peer in known}
         self._agreement.forget_all_but(known)
         gone = sorted(peer for peer in before if not self._is_near(peer))
-        return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
+        return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
         """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
@@ -270,29 +270,29 @@ class Commit:
             return [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
         reborn = self._reborn(peer, event.incarnation, now_s)
         if self._members.is_barred(peer):
-            return [*reborn, *self._lead_may_have_changed(now_s)]
-        if not ready and (peer not in self.mates or self._members.is_ready(peer)):
+            return [*reborn, *self._leader_may_have_changed(now_s)]
+        if not ready and (peer not in self.group_peers or self._members.is_ready(peer)):
             # It has left. Do not wait for it, nor for its part of a round that it has not heard of.
             self._members.has_no_state(peer)
             return [*reborn, *self._lose(peer, now_s)]
-        was_light = peer in self._members.light
-        is_news = self._members.state(peer, ready=ready, is_open=event.is_open, light=event.light)
-        self._note_whole(peer, was_light=was_light)
+        was_learner = peer in self._members.learners
+        is_news = self._members.state(peer, ready=ready, is_open=event.is_open, learner=event.learner)
+        self._note_whole(peer, was_learner=was_learner)
         told = self._tell_open_steps(to=peer) if is_news else []
-        return [*reborn, *told, *self._lead_may_have_changed(now_s)]
+        return [*reborn, *told, *self._leader_may_have_changed(now_s)]
 
-    def _note_whole(self, peer: PeerID, *, was_light: bool) -> None:
+    def _note_whole(self, peer: PeerID, *, was_learner: bool) -> None:
         """Note a light member's promotion. This step's round was perhaps opened before, and the next round's leader may
         not have heard of it: both may still call the peer light."""
-        if was_light and peer in self._whole:
-            self._light_until[peer] = self.version + 1
+        if was_learner and peer in self._whole:
+            self._learner_until[peer] = self.version + 1
 
     def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
         return -1 < self._members.incarnation(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
-        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a Hello. A
-        member that restarts without end is reported, and barred.
+        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a
+        PresenceUpdate. A member that restarts without end is reported, and barred.
 
         The caller tries a round later, once all that the member says is known: it may be ready again."""
         commands: list[CommitCommand] = []
@@ -305,7 +305,7 @@ class Commit:
         return commands
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        return [*self._count_out(peer, now_s), *self._lead_may_have_changed(now_s)]
+        return [*self._count_out(peer, now_s), *self._leader_may_have_changed(now_s)]
 
     def _count_out(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         self._members.lost(peer)
@@ -318,12 +318,12 @@ class Commit:
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """Count out an unreachable member that drains; do not wait for the word of one that is not ready."""
-        if peer in self.departing:
+        if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
             self._members.silent(peer)
             commands = self._try_round(now_s)
-        return commands if peer in self.mates else [*commands, ForgetMember(peer)]
+        return commands if peer in self.group_peers else [*commands, ForgetMember(peer)]
 
     def lacks(self, step: int, index: int) -> bool:
         """True if no member here has contributed the microbatch, as far as we know."""
@@ -332,7 +332,7 @@ class Commit:
     def _contribute(self, event: GradientCounted, now_s: float) -> list[CommitCommand]:
         step, index = event.microbatch.step, event.microbatch.index
         if step < self.version or not self._tallies.add(
-            step, index, loss=event.loss, staleness_steps=event.staleness_steps, apart=event.apart
+            step, index, loss=event.loss, staleness_steps=event.staleness_steps, held_out=event.held_out
         ):
             return []
         self._losses.grown(now_s)
@@ -340,7 +340,7 @@ class Commit:
             self._void_round_if_outgrown(step, self.me)
         # If we die, our contribution dies with us: the others need our word only for the round, and if we lead not even
         # for that.
-        can_rest = self.deadline_s == 0 and (event.more_follows or self._members.lead == self.me)
+        can_rest = self.deadline_s == 0 and (event.more_follows or self._members.leader == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
@@ -350,10 +350,10 @@ class Commit:
             return []  # Sent by an earlier incarnation.
         commands = self._reborn(source, message.incarnation, now_s)
         if self._members.is_barred(source):
-            return [*commands, *self._lead_may_have_changed(now_s)]
+            return [*commands, *self._leader_may_have_changed(now_s)]
         if not self._members.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have ignored our words
-        self._members.names(source, message.lead, count=message.count)
+        self._members.names(source, message.leader, count=message.count)
         if self.version <= message.step < self.version + OPEN_STEPS_MAX:
             claimed = indices_from(message.claimed, count=self.microbatches)
             self._losses.claimed(source, message.step, claimed)
@@ -361,7 +361,7 @@ class Commit:
                 self._losses.grown(now_s)
             if message.step in self._rounds.open:
                 self._void_round_if_outgrown(message.step, source)
-        return [*commands, *self._lead_may_have_changed(now_s)]
+        return [*commands, *self._leader_may_have_changed(now_s)]
 
     def _take_round(self, source: PeerID, start: RoundStart) -> list[CommitCommand]:
         if not self._is_near(source):
@@ -376,9 +376,9 @@ class Commit:
             return []  # It names an earlier tenure of ours, whose gradients we lack.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
-        if any(message.step > self._light_until.get(peer, -1) for peer in self._whole.intersection(message.light)):
+        if any(message.step > self._learner_until.get(peer, -1) for peer in self._whole.intersection(message.learners)):
             return []  # A lie: it calls a full member light, which would leave out that member's digest.
-        if self.is_lead and self._rounds.is_dead(message):
+        if self.is_leader and self._rounds.is_dead(message):
             return []  # Our own round will replace it at all members.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
         if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
@@ -390,7 +390,7 @@ class Commit:
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
         """Void our round, as its leader, if a member has more than it says (a microbatch ran in two places)."""
         start = self._rounds.open[step]
-        if step != self.version or self._members.lead != self.me:
+        if step != self.version or self._members.leader != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
         if said is not None and not self._tallies.may_bring(peer, step, said):
@@ -439,26 +439,26 @@ class Commit:
     def next_timer_s(self) -> float:
         members = self._members
         due_s = min(self._agreement.next_s, self._behind_at_s)
-        if members.departing:
+        if members.draining:
             due_s = min(due_s, members.overstays_at_s)
         if self.version not in self._rounds.open and not self._has_ended:
             if self.deadline_s > 0:
                 due_s = min(due_s, self._version_since_s + self.deadline_s)
-            if members.is_lead and self.version < self.steps:
+            if members.is_leader and self.version < self.steps:
                 due_s = min(due_s, self._losses.suspect_at_s)
         return due_s
 
     def _press(self) -> list[CommitCommand]:
         """Repeat what a member may have forgotten when it counted a peer lost: as the leader our round, since members
         may have held to that peer's; else our progress, which also tells the leader that it leads."""
-        if self.lead not in (None, self.me):
-            return self._tell_open_steps(to=self.lead)
+        if self.leader not in (None, self.me):
+            return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)
-        return [Tell(start)] if self.is_lead and start is not None else []
+        return [Tell(start)] if self.is_leader and start is not None else []
 
     @property
     def _has_ended(self) -> bool:
-        return 0 < self._ends_at <= self.version
+        return 0 < self._cutover_version <= self.version
 
     def has_place(self, peer: PeerID) -> bool:
         """True for ourselves, the members by the plan, and draining peers."""
@@ -474,10 +474,10 @@ class Commit:
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
         """Return the voters for a state that `newcomer` fetches: more than half of them must have signed it."""
         members = self._members
-        leaving = tuple(peer for peer in self.departing if peer not in members.light)
-        if self.ready and not members.in_plan and not members.is_light:
+        leaving = tuple(peer for peer in self.draining if peer not in members.learners)
+        if self.ready and not members.in_plan and not members.is_learner:
             leaving = (*leaving, self.me)
-        return voters(members.planned, newcomer, without_state=members.without_state, departing=leaving)
+        return voters(members.planned, newcomer, reported_empty=members.reported_empty, draining=leaving)
 
     def has_round(self, step: int) -> bool:
         """True if a round of `step` is open."""
@@ -485,12 +485,12 @@ class Commit:
 
     def are_past(self, step: int) -> bool:
         """True if all others are ready and past `step`: its gradient helps no peer."""
-        is_whole = len(self.ready_mates) == len(self.mates)
-        return is_whole and self._agreement.are_past(step, (*self.mates, *self.departing))
+        is_whole = len(self.ready_members) == len(self.group_peers)
+        return is_whole and self._agreement.are_past(step, (*self.group_peers, *self.draining))
 
     def most_are_past(self, version: int) -> bool:
         """True if more than half of the members that hold the state say that they are past `version`."""
-        return 2 * self._agreement.num_past(version, self.whole_mates) > len(self.whole_mates)
+        return 2 * self._agreement.num_past(version, self.full_members) > len(self.full_members)
 
     def waits_for(self) -> str:
         """Return what keeps us at this version, for the log."""
@@ -500,20 +500,22 @@ class Commit:
     @property
     def owes(self) -> bool:
         """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
-        alone = not self.is_light and self._agreement.is_alone_at(self.version, self.whole_mates)
+        alone = not self.is_learner and self._agreement.is_alone_at(self.version, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
-    def round_mates(self) -> tuple[PeerID, ...]:
+    def round_peers(self) -> tuple[PeerID, ...]:
         """The other members of rounds with results that are not compared yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
     # --- inside ---
 
-    def _progress(self, step: int, *, names_lead: bool = True) -> Progress:
+    def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
         self._count += 1
-        lead = self._members.lead if names_lead and self._members.lead is not None else PeerID("")
-        return self._tallies.word(step, stage=self.stage, lead=lead, incarnation=self.incarnation, count=self._count)
+        leader = self._members.leader if names_leader and self._members.leader is not None else PeerID("")
+        return self._tallies.word(
+            step, stage=self.stage, leader=leader, incarnation=self.incarnation, count=self._count
+        )
 
     @property
     def _attempt(self) -> int:
@@ -524,18 +526,18 @@ class Commit:
         """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""
         own = self._agreement.own if to and self.version else ()  # the receiver may lead without knowing our versions
         said: list[Digest | Progress] = [*own]
-        said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
+        said += [self._progress(s, names_leader=False) for s in sorted(self._tallies.steps) if s != self.version]
         return [Tell(message, to=to) for message in (*said, self._progress(self.version))]
 
-    def _lead_may_have_changed(self, now_s: float) -> list[CommitCommand]:
-        if self.lead == self._announced_lead:
+    def _leader_may_have_changed(self, now_s: float) -> list[CommitCommand]:
+        if self.leader == self._announced_leader:
             return self._try_round(now_s)
-        self._announced_lead = self.lead
+        self._announced_leader = self.leader
         return [*self._tell_open_steps(), *self._try_round(now_s)]
 
     def _try_round(self, now_s: float) -> list[CommitCommand]:
         step, members = self.version, self._members
-        if step >= self.steps or self._has_ended or not members.is_lead:
+        if step >= self.steps or self._has_ended or not members.is_leader:
             return []
         if step in self._rounds.open:
             self._rounds.void_if_dead(step)  # a member may have died before we came to this step
@@ -544,9 +546,9 @@ class Commit:
         # Ready members in rank order, then draining ones that have contributed: they give and get a part.
         # A member that is not ready takes no part, so its contributions do not count until it is ready again.
         ranked = members.ranked
-        if members.departing:
+        if members.draining:
             tallies = self._tallies.of(step)
-            ranked += tuple(peer for peer in members.departing if peer in tallies and tallies[peer].indices)
+            ranked += tuple(peer for peer in members.draining if peer in tallies and tallies[peer].indices)
         num_held = self._tallies.held(step, ranked).bit_count()
         if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
@@ -562,7 +564,7 @@ class Commit:
             attempt=self._attempt,
             microbatches=self.microbatches,
             form=self._form,
-            light=members.light,
+            learners=members.learners,
         )
         return [Tell(start), *self._hold_to(start)]
 

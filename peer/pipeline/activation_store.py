@@ -13,7 +13,7 @@ from shoal.protocol.ports import Payload
 
 
 @dataclass(slots=True)
-class Cargo:
+class MicrobatchPayloads:
     """The payloads of one microbatch."""
 
     input: Payload | None = None
@@ -29,7 +29,7 @@ class Cargo:
     """False: the gradient is computed only for the other stages; our group has it already."""
 
 
-class Hold:
+class ActivationStore:
     """The cargo of one replica.
 
     Args:
@@ -50,27 +50,27 @@ class Hold:
         self._lacks = lacks
         self._is_last = is_last
         self._experts = experts
-        self._cargo: dict[Microbatch, Cargo] = {}
+        self._payloads: dict[Microbatch, MicrobatchPayloads] = {}
 
-    def of(self, microbatch: Microbatch) -> Cargo:
-        cargo = self._cargo.get(microbatch)
-        if cargo is None:
-            cargo = self._cargo[microbatch] = Cargo()
-        return cargo
+    def of(self, microbatch: Microbatch) -> MicrobatchPayloads:
+        payloads = self._payloads.get(microbatch)
+        if payloads is None:
+            payloads = self._payloads[microbatch] = MicrobatchPayloads()
+        return payloads
 
-    def get(self, microbatch: Microbatch) -> Cargo | None:
-        return self._cargo.get(microbatch)
+    def get(self, microbatch: Microbatch) -> MicrobatchPayloads | None:
+        return self._payloads.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
         """Return a microbatch's job for the device's thread and its FLOP. The job's input leaves the cargo."""
-        runtime, cargo = self._runtime, self.of(microbatch)
+        runtime, payloads = self._runtime, self.of(microbatch)
         if job.kind == "backward":
-            gradient, cargo.gradient = cargo.gradient, None
+            gradient, payloads.gradient = payloads.gradient, None
             assert gradient is not None, f"a backward of {microbatch} without its gradient"
             return (lambda: runtime.backward(microbatch, gradient)), runtime.flop.backward
-        payload, cargo.input = cargo.input, None
+        payload, payloads.input = payloads.input, None
         wanted = microbatch.validates or self._lacks(microbatch.step, microbatch.index)
-        cargo.is_wanted = cargo.is_wanted and wanted
+        payloads.is_wanted = payloads.is_wanted and wanted
         if job.kind == "validate":
             return (lambda: runtime.validate(microbatch, payload)), runtime.flop.forward
         if job.kind == "loss":
@@ -87,30 +87,30 @@ class Hold:
         self.of(microbatch).output = value
         return loss
 
-    def settle(self, microbatch: Microbatch, *, again: bool) -> bool:
+    def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
         """End the backward of `microbatch`. Returns: True if our group wants its gradient."""
-        cargo = self.of(microbatch)
-        passage, cargo.passage = cargo.passage, None
+        payloads = self.of(microbatch)
+        passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:
-            self._experts.settle(passage, again=again)  # the holders of its experts may count it
-        return cargo.is_wanted
+            self._experts.settle(passage, retried=retried)  # the holders of its experts may count it
+        return payloads.is_wanted
 
     def forget(self, microbatch: Microbatch) -> None:
-        cargo = self._cargo.pop(microbatch, None)
-        if cargo is not None:
-            self._abandon(cargo)
+        payloads = self._payloads.pop(microbatch, None)
+        if payloads is not None:
+            self._abandon(payloads)
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
         """Return the microbatch's run through the experts: a new one for a forward, the same for its backward."""
-        cargo = self.of(microbatch)
+        payloads = self.of(microbatch)
         if job.kind != "backward":
-            self._abandon(cargo)
-            cargo.passage = experts.begin(microbatch)
-        assert cargo.passage is not None, "a backward of a microbatch that has not been through the experts"
-        return cargo.passage
+            self._abandon(payloads)
+            payloads.passage = experts.begin(microbatch)
+        assert payloads.passage is not None, "a backward of a microbatch that has not been through the experts"
+        return payloads.passage
 
-    def _abandon(self, cargo: Cargo) -> None:
-        passage, cargo.passage = cargo.passage, None
+    def _abandon(self, payloads: MicrobatchPayloads) -> None:
+        passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:
             self._experts.abandon(passage)

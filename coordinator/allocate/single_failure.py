@@ -8,7 +8,7 @@ peer's failure rate and the cost of going back decide which of the two is cheape
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.experts.failure_records import HORIZON_S
@@ -17,12 +17,12 @@ TRIED = 16
 """The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
 
 
-def loss_alone(snapshot: Snapshot, peer: MeasuredPeer) -> float:
+def loss_alone(snapshot: SwarmSnapshot, peer: MeasuredPeer) -> float:
     """Return the part of all work that is lost in the long run because `peer` is the only holder of a stage."""
     return peer.failure_probability * snapshot.going_back_s / HORIZON_S
 
 
-def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: Snapshot) -> Placement:
+def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: SwarmSnapshot) -> Placement:
     """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
     device that costs least goes there, whether it was unplaced or in another stage.
 

@@ -26,20 +26,20 @@ from shoal.peer.replica.events import (
     MemberLost,
     MemberSaid,
     PlanFollowed,
+    QueueResumed,
+    QueueStopped,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
     RunAhead,
-    SupplyResumed,
-    SupplyStopped,
     TimerFired,
-    Validated,
     ValidationArrived,
+    ValidationDone,
     VersionReached,
     WorkReturned,
 )
 from shoal.peer.replica.flow import Control, Window
-from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
+from shoal.peer.replica.microbatch_queue import HALT_S, PATIENCE_S, RETRY_S, MicrobatchQueue
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -57,17 +57,17 @@ class Group:
 
     me: PeerID = A
     ready: bool = True
-    lead: PeerID | None = A
-    ready_mates: tuple[PeerID, ...] = (B, C)
-    open_mates: tuple[PeerID, ...] = (B, C)
+    leader: PeerID | None = A
+    ready_members: tuple[PeerID, ...] = (B, C)
+    open_members: tuple[PeerID, ...] = (B, C)
     lacking: set[tuple[int, int]] = field(default_factory=set)
 
     @property
-    def is_lead(self) -> bool:
-        return self.lead == self.me
+    def is_leader(self) -> bool:
+        return self.leader == self.me
 
     def share_of(self, peer: PeerID) -> float:
-        return 1.0 / (1 + len(self.ready_mates))
+        return 1.0 / (1 + len(self.ready_members))
 
     def has_place(self, peer: PeerID) -> bool:
         return peer in (A, B, C)
@@ -86,9 +86,9 @@ class Pipeline:
     control: Control | None = None
 
 
-def supply(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
+def queue(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
     book = WorkQueue(steps=4, microbatches=M, s_max=s_max, validation_interval=2, validation_microbatches=validation)
-    return Supply(book=book, group=group or Group(), demand=pipeline or Pipeline())
+    return MicrobatchQueue(book=book, group=group or Group(), demand=pipeline or Pipeline())
 
 
 def after(made, *events, now_s=0.0):
@@ -119,32 +119,32 @@ def a_plan(*, with_next=True):
 
 
 def test_a_member_with_room_claims_what_fits_and_one_more():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     assert made.handle(Changed(), now_s=1.0) == []
     assert made.next_timer_s() == 1.0, "at the end of this turn"
     assert made.handle(TimerFired(), now_s=1.0) == [SendClaim(A, 3)]
 
 
 def test_one_claim_is_under_way_at_a_time():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     assert after(made, Changed(), TimerFired()) == [SendClaim(A, 3)]
     assert after(made, Changed(), TimerFired()) == []
 
 
 def test_who_is_not_ready_claims_nothing():
-    assert after(supply(Group(me=B, lead=A, ready=False)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=A, ready=False)), Changed(), TimerFired()) == []
 
 
 def test_nobody_claims_where_nobody_leads():
-    assert after(supply(Group(me=B, lead=None)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=None)), Changed(), TimerFired()) == []
 
 
 def test_a_full_pipeline_claims_nothing():
-    assert after(supply(Group(me=B, lead=A), Pipeline(room=-1)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=A), Pipeline(room=-1)), Changed(), TimerFired()) == []
 
 
 def test_what_is_granted_is_made_and_the_next_claim_follows():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     after(made, Changed(), TimerFired())
     commands = made.handle(GrantArrived(A, ((0, 0), (0, 4)), 1, 1.5), now_s=0.1)
     assert commands == [RunAhead(1, 1.5), Make(Microbatch(0, 0), False), Make(Microbatch(0, 4), False)]
@@ -152,16 +152,16 @@ def test_what_is_granted_is_made_and_the_next_claim_follows():
 
 
 def test_what_a_member_was_granted_it_does_not_grant_when_it_leads_next():
-    group = Group(me=B, lead=A)
-    made = supply(group)
+    group = Group(me=B, leader=A)
+    made = queue(group)
     after(made, Changed(), TimerFired(), GrantArrived(A, ((0, 0), (0, 1)), -1, 1.0))
-    group.lead = B
+    group.leader = B
     commands = after(made, ClaimArrived(C, 2, call=1), TimerFired())
     assert granted(commands) == {1: [2, 3]}
 
 
 def test_a_claim_that_failed_is_made_again_a_little_later():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     after(made, Changed(), TimerFired(), ClaimFailed(A))
     assert after(made, Changed(), TimerFired()) == []
     assert made.next_timer_s() == RETRY_S
@@ -170,7 +170,7 @@ def test_a_claim_that_failed_is_made_again_a_little_later():
 
 @pytest.mark.parametrize("item", [(0, 9), (5, 0), (-1, 0), (0, -3)])
 def test_a_grant_of_what_the_run_has_not_is_the_fault_of_the_leader_and_claimed_again_later(item):
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     after(made, Changed(), TimerFired())
     with pytest.raises(RemoteError):
         made.handle(GrantArrived(A, (item,), -1, 1.0), now_s=0.0)
@@ -179,33 +179,33 @@ def test_a_grant_of_what_the_run_has_not_is_the_fault_of_the_leader_and_claimed_
 
 @pytest.mark.parametrize("gain", [0.5, float("inf"), float("nan")])
 def test_no_leader_wants_less_in_flight_than_the_pipeline_holds(gain):
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     after(made, Changed(), TimerFired())
     with pytest.raises(RemoteError):
         made.handle(GrantArrived(A, (), 1, gain), now_s=0.0)
 
 
 def test_a_new_leader_ends_the_claim_to_the_old_one_and_its_choice():
-    group = Group(me=B, lead=A)
-    made = supply(group)
+    group = Group(me=B, leader=A)
+    made = queue(group)
     after(made, Changed(), TimerFired())
-    group.lead = C
+    group.leader = C
     assert after(made, Changed()) == [DropClaim(), RunAhead(-1, 1.0)]
     assert after(made, TimerFired()) == [SendClaim(C, 3)]
     assert after(made, GrantArrived(A, ((0, 0),), -1, 1.0)) == [], "too late"
 
 
 def test_who_drains_claims_no_more_until_it_stays():
-    made = supply(Group(me=B, lead=A))
-    assert after(made, SupplyStopped(), Changed(), TimerFired()) == []
-    assert after(made, SupplyResumed(), TimerFired()) == [SendClaim(A, 3)]
+    made = queue(Group(me=B, leader=A))
+    assert after(made, QueueStopped(), Changed(), TimerFired()) == []
+    assert after(made, QueueResumed(), TimerFired()) == [SendClaim(A, 3)]
 
 
 # --- the leader ---
 
 
 def test_claims_of_one_turn_are_served_together_and_each_gets_at_most_its_share():
-    made = supply(M=9)
+    made = queue(M=9)
     after(made, ClaimArrived(B, 9, call=1), ClaimArrived(C, 1, call=2))
     commands = after(made, TimerFired())
     assert granted(commands) == {1: [0, 1, 2], 2: [3]}
@@ -213,7 +213,7 @@ def test_claims_of_one_turn_are_served_together_and_each_gets_at_most_its_share(
 
 
 def test_who_has_had_its_share_gets_more_as_it_holds_less_than_its_share_of_what_is_left():
-    made = supply(M=9)
+    made = queue(M=9)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
     assert after(made, ClaimArrived(B, 9, call=2), TimerFired()) == []
     assert after(made, MemberSaid(B, 0, bitmap_of(indices(0)), b"")) == []
@@ -223,25 +223,25 @@ def test_who_has_had_its_share_gets_more_as_it_holds_less_than_its_share_of_what
 
 
 def test_who_is_quicker_than_planned_makes_a_tenth_more_than_its_share_and_leaves_the_rest_to_the_others():
-    made = supply(M=90)
+    made = queue(M=90)
     assert granted(after(made, ClaimArrived(B, 90, call=1), TimerFired())) == {1: [*range(33)]}
     assert after(made, ClaimArrived(B, 90, call=2), TimerFired()) == []
 
 
 def test_who_has_had_its_share_goes_on_with_the_next_step():
-    made = supply(M=9, s_max=1)
+    made = queue(M=9, s_max=1)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2, 0, 1, 2]}
 
 
 def test_who_has_had_its_share_does_not_go_on_with_a_step_that_may_not_begin_yet():
     control = Control(s_max=1, price=FREE)
     control.follow(0, 1.0)
-    made = supply(pipeline=Pipeline(control=control), M=9, s_max=1)
+    made = queue(pipeline=Pipeline(control=control), M=9, s_max=1)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
 
 
 def test_before_anything_is_measured_all_of_a_step_is_granted_before_the_next():
-    made = supply(pipeline=Pipeline(control=Control(s_max=1, price=FREE)), M=9, s_max=1)
+    made = queue(pipeline=Pipeline(control=Control(s_max=1, price=FREE)), M=9, s_max=1)
     claims = [ClaimArrived(peer, 9, call=call) for call, peer in enumerate((A, B, C), start=1)]
     assert granted(after(made, claims[0], TimerFired())) == {1: [0, 1, 2]}
     assert granted(after(made, claims[1], TimerFired())) == {2: [3, 4, 5]}
@@ -252,28 +252,28 @@ def test_before_anything_is_measured_all_of_a_step_is_granted_before_the_next():
 
 
 def test_what_a_member_had_of_another_leader_counts_as_its_share():
-    made = supply(Group(lead=B), M=9)
+    made = queue(Group(leader=B), M=9)
     after(made, MemberSaid(C, 0, bitmap_of(indices(0)), bitmap_of(indices(1, 2))))
-    made.group.lead = A
+    made.group.leader = A
     assert granted(after(made, ClaimArrived(C, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
 
 
 def test_what_a_new_leader_was_granted_itself_counts_as_its_share():
-    group = Group(lead=B)
-    made = supply(group, M=9)
+    group = Group(leader=B)
+    made = queue(group, M=9)
     after(made, Changed(), TimerFired(), GrantArrived(B, ((0, 0), (0, 1), (0, 2)), -1, 1.0))
-    group.lead = A
+    group.leader = A
     assert granted(after(made, ClaimArrived(A, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
 
 
 def test_what_died_with_a_member_it_has_not_had_when_it_comes_back():
-    made = supply(M=9)
+    made = queue(M=9)
     after(made, ClaimArrived(B, 9, call=1), TimerFired(), MemberLost(B))
     assert granted(after(made, ClaimArrived(B, 9, call=2), TimerFired())) == {2: [3, 4, 5]}
 
 
 def test_validation_is_no_part_of_a_share():
-    made = supply(M=9, validation=6)
+    made = queue(M=9, validation=6)
     after(made, VersionReached(2))
     assert granted(after(made, ClaimArrived(B, 3, call=1), TimerFired())) == {1: [-1, -2, 0]}
     after(made, MemberSaid(C, 2, bitmap_of(indices(1, 2, 3, 4, 5, 6)), b""))
@@ -281,18 +281,18 @@ def test_validation_is_no_part_of_a_share():
 
 
 def test_each_validates_its_share():
-    made = supply(M=1, validation=4)
+    made = queue(M=1, validation=4)
     after(made, VersionReached(4), ClaimArrived(B, 9, call=1), ClaimArrived(C, 9, call=2))
     assert granted(after(made, TimerFired())) == {1: [-1, -2], 2: [-3, -4]}
 
 
 def test_who_drains_has_no_share():
-    made = supply(Group(open_mates=(B,)), M=8)
+    made = queue(Group(open_members=(B,)), M=8)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2, 3]}
 
 
 def test_a_claim_that_has_waited_in_vain_gets_its_share_of_what_could_be_granted():
-    made = supply(M=9)
+    made = queue(M=9)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
     assert after(made, ClaimArrived(B, 9, call=2), TimerFired()) == []
     assert made.next_timer_s() == PATIENCE_S
@@ -301,7 +301,7 @@ def test_a_claim_that_has_waited_in_vain_gets_its_share_of_what_could_be_granted
 
 def test_who_has_become_slow_gets_no_more_of_a_step_than_it_makes_in_time():
     """B takes 3 s for one, the others 1 s: of the next step it gets its share, of this one no second microbatch."""
-    made = supply(M=12, s_max=1)
+    made = queue(M=12, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 2, call=2), ClaimArrived(C, 1, call=3), TimerFired())
     made.handle(Made(Microbatch(0, 0)), now_s=1.0)
     made.handle(MemberSaid(C, 0, bitmap_of(indices(3)), b""), now_s=1.0)
@@ -314,13 +314,13 @@ def test_who_has_become_slow_gets_no_more_of_a_step_than_it_makes_in_time():
 
 def test_only_the_leader_grants_and_only_to_members():
     with pytest.raises(Refused):
-        supply(Group(me=B, lead=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
+        queue(Group(me=B, leader=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
     with pytest.raises(Refused):
-        supply().handle(ClaimArrived(STRANGER, 1, call=1), now_s=0.0)
+        queue().handle(ClaimArrived(STRANGER, 1, call=1), now_s=0.0)
 
 
 def test_a_claim_stays_open_until_there_is_something_to_grant():
-    made = supply(M=3)
+    made = queue(M=3)
     after(made, MemberSaid(C, 0, bitmap_of(indices(0, 1, 2)), b""))
     assert after(made, ClaimArrived(B, 2, call=1), TimerFired()) == []
     assert made.open_claims == (B,)
@@ -328,7 +328,7 @@ def test_a_claim_stays_open_until_there_is_something_to_grant():
 
 
 def test_a_claim_that_cannot_be_served_is_answered_with_nothing_in_the_end():
-    made = supply(M=3)
+    made = queue(M=3)
     after(made, MemberSaid(C, 0, b"", bitmap_of(indices(0, 1, 2))))
     after(made, ClaimArrived(B, 2, call=1), TimerFired())
     assert made.next_timer_s() == PATIENCE_S
@@ -336,13 +336,13 @@ def test_a_claim_that_cannot_be_served_is_answered_with_nothing_in_the_end():
 
 
 def test_a_second_claim_takes_the_place_of_the_first():
-    made = supply()
+    made = queue()
     assert after(made, ClaimArrived(B, 2, call=1), ClaimArrived(B, 1, call=2)) == [Answer(1, Grant(items=()))]
     assert granted(after(made, TimerFired())) == {2: [0]}
 
 
 def test_the_open_claim_of_a_lost_member_is_answered_with_nothing():
-    made = supply()
+    made = queue()
     after(made, ClaimArrived(B, 2, call=1))
     assert after(made, MemberLost(B)) == [Answer(1, Grant(items=()))]
     assert after(made, TimerFired()) == []
@@ -350,37 +350,37 @@ def test_the_open_claim_of_a_lost_member_is_answered_with_nothing():
 
 def test_who_leads_again_serves_no_claim_of_before():
     group = Group()
-    made = supply(group, M=1)
+    made = queue(group, M=1)
     after(made, ClaimArrived(C, 2, call=1), TimerFired())
     assert granted(after(made, ClaimArrived(B, 2, call=2), TimerFired())) == {}, "C has all of the step"
-    group.lead = B
+    group.leader = B
     assert after(made, Changed()) == [Answer(2, Grant(items=()))]
-    group.lead = A
+    group.leader = A
     assert granted(after(made, VersionReached(1), TimerFired())) == {}, "B awaits no answer from us any more"
 
 
 def test_a_new_leader_validates_what_died_with_the_leader_before_it():
     """Somebody leads who has led before, claimed of itself then, and has heard of no loss since."""
     group = Group()
-    made = supply(group, M=1, validation=2)
+    made = queue(group, M=1, validation=2)
     after(made, VersionReached(3), ClaimArrived(B, 1, call=1), TimerFired())
     after(made, Changed(), TimerFired(), ClaimArrived(A, 2, call=2), TimerFired())
-    group.lead = B
+    group.leader = B
     after(made, Changed(), VersionReached(4))
-    group.lead = A
+    group.leader = A
     after(made, MemberLost(B), TimerFired(), ClaimArrived(C, 2, call=3), ClaimArrived(A, 2, call=4))
     commands = after(made, TimerFired())
     assert granted(commands) == {3: [-1], 4: [-2]}, "nothing of it went to the claim that nobody waits for"
 
 
 def test_who_is_not_ready_waits_with_its_claim():
-    made = supply(Group(ready_mates=(B,)))
+    made = queue(Group(ready_members=(B,)))
     assert after(made, ClaimArrived(C, 2, call=1), TimerFired()) == []
     assert made.open_claims == (C,)
 
 
 def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
-    made = supply(M=9, s_max=1)
+    made = queue(M=9, s_max=1)
     after(made, ClaimArrived(B, 1, call=1), ClaimArrived(C, 1, call=2), TimerFired())
     made.handle(MemberSaid(B, 0, bitmap_of(indices(0)), b""), now_s=1.0)
     made.handle(MemberSaid(C, 0, bitmap_of(indices(1)), b""), now_s=20.0)
@@ -391,16 +391,16 @@ def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
 
 
 def test_what_a_pausing_member_returns_is_made_by_the_leader():
-    assert after(supply(), WorkReturned(B, Microbatch(0, 1), True)) == [Make(Microbatch(0, 1), True)]
+    assert after(queue(), WorkReturned(B, Microbatch(0, 1), True)) == [Make(Microbatch(0, 1), True)]
     with pytest.raises(Refused):
-        supply().handle(WorkReturned(STRANGER, Microbatch(0, 1), True), now_s=0.0)
+        queue().handle(WorkReturned(STRANGER, Microbatch(0, 1), True), now_s=0.0)
 
 
 # --- what runs again ---
 
 
 def test_lost_contributions_are_divided_among_the_open_members():
-    commands = after(supply(M=6), LossReported(0, indices(0, 1, 2, 3, 4)))
+    commands = after(queue(M=6), LossReported(0, indices(0, 1, 2, 3, 4)))
     assert [c for c in commands if isinstance(c, Make)] == [Make(Microbatch(0, 0), True), Make(Microbatch(0, 3), True)]
     assert [c for c in commands if isinstance(c, HandOut)] == [
         HandOut(B, (Microbatch(0, 1), Microbatch(0, 4))),
@@ -410,20 +410,20 @@ def test_lost_contributions_are_divided_among_the_open_members():
 
 
 def test_the_leader_makes_what_a_member_declines():
-    made = supply(Group(open_mates=(B,)))
+    made = queue(Group(open_members=(B,)))
     after(made, LossReported(0, indices(0, 1)))
     assert after(made, RepairDeclined(B, (Microbatch(0, 1),))) == [Make(Microbatch(0, 1), True)]
 
 
 def test_what_runs_again_is_not_granted_too():
-    made = supply(M=3)
+    made = queue(M=3)
     after(made, LossReported(0, indices(0, 1)))
     assert granted(after(made, ClaimArrived(B, 2, call=1), TimerFired())) == {1: [2]}
 
 
 def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_itself():
-    group = Group(open_mates=(), lacking={(0, 1)})
-    made = supply(group)
+    group = Group(open_members=(), lacking={(0, 1)})
+    made = queue(group)
     after(made, PlanFollowed(a_plan()))
     commands = after(made, RepairAsked(NEXT, 0, bitmap_of(indices(0, 1))))
     assert commands == [Make(Microbatch(0, 0), True)]
@@ -431,27 +431,27 @@ def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_
 
 @pytest.mark.parametrize(("source", "step", "error"), [(STRANGER, 0, Refused), (NEXT, 4, RemoteError)])
 def test_only_a_holder_has_a_step_of_the_run_repaired(source, step, error):
-    made = supply()
+    made = queue()
     after(made, PlanFollowed(a_plan()))
     with pytest.raises(error):
         made.handle(RepairAsked(source, step, b"\x01"), now_s=0.0)
 
 
 def test_a_member_takes_its_part_from_its_leader_alone():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     assert after(made, RepairArrived(A, ((0, 3),))) == [Make(Microbatch(0, 3), True)]
     for source, items in ((C, ((0, 3),)), (A, ((3, 0),))):
         with pytest.raises(Refused):
             made.handle(RepairArrived(source, items), now_s=0.0)
     with pytest.raises(RemoteError):
         made.handle(RepairArrived(A, ((0, -1),)), now_s=0.0)
-    after(made, SupplyStopped())
+    after(made, QueueStopped())
     with pytest.raises(Refused):
         made.handle(RepairArrived(A, ((0, 3),)), now_s=0.0)
 
 
 def test_what_runs_again_by_one_members_word_has_a_share_and_more_if_the_run_stands_still():
-    made = supply(M=4, s_max=0)
+    made = queue(M=4, s_max=0)
     after(made, PlanFollowed(a_plan()))
     for version in range(1, 4):
         after(made, VersionReached(version), now_s=10.0 * version)
@@ -472,7 +472,7 @@ def test_what_runs_again_by_one_members_word_has_a_share_and_more_if_the_run_sta
 
 
 def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
-    made = supply(M=6, s_max=1)
+    made = queue(M=6, s_max=1)
     after(made, PlanFollowed(a_plan()))
     assert after(made, HaltAsked(NEXT, False, call=1)) == [Answer(1, Halted(version=0))]
     assert after(made, ClaimArrived(B, 2, call=2), TimerFired(), now_s=HALT_S - 1.0) == []
@@ -482,14 +482,14 @@ def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
 
 
 def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
-    made = supply()
+    made = queue()
     after(made, PlanFollowed(a_plan()), HaltAsked(NEXT, True, call=1))
     after(made, PlanFollowed(a_plan(with_next=False)))
     assert made.halts == ()
 
 
 def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
-    made = supply(M=6, s_max=1)
+    made = queue(M=6, s_max=1)
     after(made, PlanFollowed(a_plan()))
     for at_s in range(int(HALTED_S_MAX)):
         after(made, HaltAsked(NEXT, True, call=at_s), TimerFired(), now_s=float(at_s))
@@ -509,7 +509,7 @@ def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
 
 
 def test_no_stranger_halts_the_run():
-    made = supply()
+    made = queue()
     after(made, PlanFollowed(a_plan()))
     with pytest.raises(Refused):
         made.handle(HaltAsked(STRANGER, True, call=1), now_s=0.0)
@@ -520,17 +520,17 @@ def test_no_stranger_halts_the_run():
 
 
 def test_the_leader_reports_the_mean_once_all_losses_are_there():
-    made = supply(validation=2)
-    assert after(made, Validated(Microbatch(2, -1), 3.0)) == []
+    made = queue(validation=2)
+    assert after(made, ValidationDone(Microbatch(2, -1), 3.0)) == []
     reports = after(made, ValidationArrived(B, 2, 1, 5.0))
     assert reports == [ReportValidation(ValidationReport(step=2, loss=4.0, microbatches=2))]
     assert after(made, ValidationArrived(B, 2, 1, 5.0)) == [], "it was said twice"
 
 
 def test_a_member_tells_the_leader_what_it_has_validated():
-    made = supply(Group(me=B, lead=A))
+    made = queue(Group(me=B, leader=A))
     result = ValidationResult(step=2, index=1, loss=3.0)
-    assert after(made, Validated(Microbatch(2, -2), 3.0)) == [TellValidation(A, result)]
+    assert after(made, ValidationDone(Microbatch(2, -2), 3.0)) == [TellValidation(A, result)]
 
 
 @pytest.mark.parametrize(
@@ -539,14 +539,14 @@ def test_a_member_tells_the_leader_what_it_has_validated():
 )
 def test_a_loss_that_the_run_has_not_is_not_recorded(source, step, index, error):
     with pytest.raises(error):
-        supply().handle(ValidationArrived(source, step, index, 1.0), now_s=0.0)
+        queue().handle(ValidationArrived(source, step, index, 1.0), now_s=0.0)
 
 
 # --- pace ---
 
 
 def test_who_waits_for_a_stage_that_is_still_fetching_its_state_is_not_slow():
-    made = supply(M=9, s_max=1)
+    made = queue(M=9, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
     made.handle(Made(Microbatch(0, 0)), now_s=100.0)  # now the last stage is there
     made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=101.0)
@@ -558,7 +558,7 @@ def test_who_waits_for_a_stage_that_is_still_fetching_its_state_is_not_slow():
 
 
 def test_who_is_slow_once_the_others_are_at_work_is_known_for_it():
-    made = supply(M=9, s_max=1)
+    made = queue(M=9, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
     made.handle(Made(Microbatch(0, 0)), now_s=100.0)
     for i, now_s in enumerate((102.0, 104.0, 106.0)):
@@ -571,7 +571,7 @@ def test_who_is_slow_once_the_others_are_at_work_is_known_for_it():
 
 
 def test_what_is_made_says_how_fast_its_maker_is():
-    made = supply(M=9)
+    made = queue(M=9)
     after(made, ClaimArrived(A, 1, call=1), TimerFired())
     made.handle(Made(Microbatch(0, 0)), now_s=2.0)
     assert made._pace._takes_s == {A: 2.0}

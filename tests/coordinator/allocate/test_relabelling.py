@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.nearer import nearer
+from shoal.coordinator.allocate.relabelling import with_fewest_moves
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -34,9 +34,9 @@ def test_of_like_devices_who_has_most_of_a_stage_keeps_it(
     found: tuple[tuple[int, ...], ...], kept: tuple[tuple[int, ...], ...]
 ) -> None:
     placement = Placement(stages=found, bounds=(0, 4, LAYERS))
-    assert nearer(objective(1e12, 1e12, 1e12), ALONE, placement).stages == kept
+    assert with_fewest_moves(objective(1e12, 1e12, 1e12), ALONE, placement).stages == kept
 
 
 def test_nobody_is_exchanged_for_a_slower_device() -> None:
     placement = Placement(stages=((1,), (0,)), bounds=(0, 4, LAYERS))
-    assert nearer(objective(1e12, 2e12), ALONE, placement) == placement
+    assert with_fewest_moves(objective(1e12, 2e12), ALONE, placement) == placement

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.allocate.dividing import (
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, SwarmSnapshot
+from shoal.coordinator.allocate.repartitioning import (
     AHEAD_PART,
     FOLLOWED_PART,
     FROM_ONE_TIMES,
@@ -14,10 +15,9 @@ from shoal.coordinator.allocate.dividing import (
     expected_gain,
     fetch_s,
     foreseen_gain,
-    left_s,
+    residual_s,
     worth_its_standstill,
 )
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, Snapshot
 from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
@@ -32,18 +32,18 @@ def workload(gradients: str) -> Workload:
 @pytest.mark.parametrize(("gradients", "part"), [("fp32", 1 / 3), ("bf16", 1 / 6)])
 def test_the_gradient_of_a_step_is_left_for_the_standstill_where_steps_are_long(gradients: str, part: float) -> None:
     assert workload(gradients).reduced.bytes_per_parameter / STATE_BYTES_PER_PARAMETER == pytest.approx(part)
-    assert left_s(workload(gradients), 60.0, step_s=1000.0) == pytest.approx(part * 60.0)
+    assert residual_s(workload(gradients), 60.0, step_s=1000.0) == pytest.approx(part * 60.0)
 
 
 def test_what_travels_faster_than_a_step_is_followed_and_the_rest_comes_whole() -> None:
     gradients_s = 20.0
-    half = left_s(workload("fp32"), 60.0, step_s=0.5 * gradients_s / FOLLOWED_PART)
+    half = residual_s(workload("fp32"), 60.0, step_s=0.5 * gradients_s / FOLLOWED_PART)
     assert half == pytest.approx(0.5 * gradients_s + 0.5 * 60.0)
-    assert left_s(workload("fp32"), 60.0, step_s=1e-3) == pytest.approx(60.0, rel=1e-3)
+    assert residual_s(workload("fp32"), 60.0, step_s=1e-3) == pytest.approx(60.0, rel=1e-3)
 
 
 def test_nothing_is_left_of_nothing() -> None:
-    assert left_s(workload("fp32"), 0.0, step_s=1.0) == 0.0
+    assert residual_s(workload("fp32"), 0.0, step_s=1.0) == 0.0
 
 
 def test_a_gain_is_worth_less_the_more_forecasts_err() -> None:
@@ -63,7 +63,7 @@ def test_every_gain_has_a_worth_of_its_sign_and_no_more_than_it_promises(gain: f
 
 
 def test_an_impossible_layout_is_worth_minus_one_and_what_replaces_one_everything() -> None:
-    snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None)
+    snapshot = SwarmSnapshot(peers=(), layer_costs=(1.0,), num_stages=None)
     possible, impossible = Cost(seconds=1.0, parts={"foreseen_s": 1.0}), Cost.impossible("stage 0 has no member")
     assert foreseen_gain(snapshot, possible, impossible) == foreseen_gain(snapshot, impossible, impossible) == -1.0
     assert foreseen_gain(snapshot, impossible, possible) == np.inf
@@ -142,7 +142,7 @@ BEFORE, AFTER = (Placement(stages=((0,), (1,)), bounds=bounds) for bounds in ((0
 
 def is_worth(*, forecast_error: float = FORECAST_ERROR, horizon_s: float = 600.0, state_s: float = 0.0) -> bool:
     """Whether two equal devices with 1 and 5 layers should have 3 each. Args: state_s: as of `pair`."""
-    snapshot = Snapshot(
+    snapshot = SwarmSnapshot(
         peers=(),
         layer_costs=(1.0,) * 6,
         num_stages=None,
@@ -165,32 +165,32 @@ def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_th
 def test_spares_and_lines_that_training_does_not_use_are_all_there_for_state_that_comes_ahead() -> None:
     """One device trains all layers and another comes; or both train, and cards are busy for all of a step."""
     work = workload("fp32")
-    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work)
+    snapshot = SwarmSnapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work)
     alone = Placement(stages=((0,),), bounds=(0, 6))
     grown = change_to(snapshot, pair(state_s=3.0), alone, AFTER)
     assert grown is not None
-    assert grown.ahead_s == pytest.approx(grown.travel_s)
+    assert grown.precopy_s == pytest.approx(grown.stop_and_copy_s)
     busy = pair(state_s=3.0, card_bytes_per_s=work.microbatches * work.cut_bytes / 6.0)
     divided = change_to(snapshot, busy, BEFORE, AFTER)
     assert divided is not None
-    assert divided.ahead_s == pytest.approx(divided.travel_s / AHEAD_PART)
+    assert divided.precopy_s == pytest.approx(divided.stop_and_copy_s / AHEAD_PART)
 
 
 def change(**fields: float) -> Change:
-    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "travel_s": 20.0, "ahead_s": 100.0, "meanwhile": 0.9}
-    return Change(**{**usual, "left_s": 5.0, **fields})
+    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "stop_and_copy_s": 20.0, "precopy_s": 100.0, "meanwhile": 0.9}
+    return Change(**{**usual, "residual_s": 5.0, **fields})
 
 
 def test_a_change_costs_what_its_cheaper_way_costs() -> None:
     """100 s at a tenth less work and 5 s, or 20 s."""
     assert not change().stands_still()
     assert change().price_s == pytest.approx(4.0 + 15.0)
-    assert change(travel_s=14.0).stands_still()
-    assert change(travel_s=14.0).price_s == pytest.approx(4.0 + 14.0)
+    assert change(stop_and_copy_s=14.0).stands_still()
+    assert change(stop_and_copy_s=14.0).price_s == pytest.approx(4.0 + 14.0)
 
 
 def test_of_two_changes_the_one_with_the_larger_gain_may_do_less_in_time() -> None:
-    dear = change(worth=0.2, travel_s=200.0, ahead_s=1000.0, left_s=150.0)
+    dear = change(worth=0.2, stop_and_copy_s=200.0, precopy_s=1000.0, residual_s=150.0)
     assert change().work(600.0) > dear.work(600.0)
     assert change().work(6000.0) < dear.work(6000.0)
 
@@ -204,7 +204,7 @@ def test_state_that_comes_more_slowly_than_foreseen_is_fetched_at_once() -> None
 def test_a_small_gain_is_worth_fetching_ahead_for_where_lines_are_idle_and_not_where_they_bound_the_step() -> None:
     """A step of 5 s has two layers' state fetched in 3 s; what bounds it are devices, or cards in 6 s."""
     work = workload("fp32")
-    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_error=0.4)
+    snapshot = SwarmSnapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_error=0.4)
     activations_bytes = work.microbatches * work.cut_bytes
     idle, bound = pair(state_s=3.0), pair(state_s=3.0, card_bytes_per_s=activations_bytes / 6.0)
     quick, slow = (change_to(snapshot, topology, BEFORE, AFTER) for topology in (idle, bound))
@@ -222,7 +222,7 @@ def test_a_gain_is_what_is_foreseen_of_a_step_and_not_what_a_search_goes_by(
 ) -> None:
     live = Cost(seconds=12.0, parts={"foreseen_s": 9.0, "tokens_per_s": 100.0})
     found = Cost(seconds=6.0, parts={"foreseen_s": 10.0, "tokens_per_s": 90.0})
-    snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None, seen_tokens_per_s=seen_tokens_per_s)
+    snapshot = SwarmSnapshot(peers=(), layer_costs=(1.0,), num_stages=None, seen_tokens_per_s=seen_tokens_per_s)
     assert foreseen_gain(snapshot, live, found) == pytest.approx(gain)
 
 
@@ -234,7 +234,7 @@ def test_another_number_of_stages_gains_what_the_live_one_has_disappointed() -> 
     alone, both = (Placement(stages=s, bounds=b) for s, b in ((((0,),), (0, 6)), (((0,), (1,)), (0, 5, 6))))
 
     def gain(*seen: tuple[int, float, int]) -> float:
-        snapshot = Snapshot(
+        snapshot = SwarmSnapshot(
             peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_bias=ForecastBias(seen)
         )
         change = worth_its_standstill(snapshot, unequal, both, alone)

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 
-from shoal.peer.kept_layers import FOLDER, KeptLayers
+from shoal.peer.partial_checkpoint import FOLDER, PartialCheckpoint
 from shoal.peer.pipeline.state import initial_state
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.ports import Disk
@@ -27,8 +27,8 @@ def disk() -> Disk:
     return World(0, uniform(0.01, 1e7)).add_peer("a").disk
 
 
-def kept(disk: Disk | None, spec: RunSpec) -> KeptLayers:
-    return KeptLayers(disk, run="run", spec=spec, run_blocking=at_once)
+def kept(disk: Disk | None, spec: RunSpec) -> PartialCheckpoint:
+    return PartialCheckpoint(disk, run="run", spec=spec, run_blocking=at_once)
 
 
 def test_the_next_life_has_them_once_each_at_its_version(tiny_spec: RunSpec, disk: Disk) -> None:
@@ -41,7 +41,7 @@ def test_the_next_life_has_them_once_each_at_its_version(tiny_spec: RunSpec, dis
         await kept(disk, tiny_spec).write(ERA, {key: (versions[key], state.layers[key]) for key in keys[1:]})
         taken = await kept(disk, tiny_spec).take(ERA, keys[:3])
         assert {key: version for key, (version, _) in taken.items()} == {key: versions[key] for key in keys[1:3]}
-        assert all(layer.proof() == state.layers[key].proof() for key, (_, layer) in taken.items())
+        assert all(layer.secure_digest() == state.layers[key].secure_digest() for key, (_, layer) in taken.items())
         assert await kept(disk, tiny_spec).take(ERA, keys) == {}
 
     asyncio.run(scene())

@@ -6,7 +6,7 @@ from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Advert, HandOver
+from shoal.protocol.messages import Advert, TransferLeadership
 
 ADVERTS_MAX = 64
 """Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
@@ -24,7 +24,7 @@ def adverts(roster: Roster, now_s: float) -> tuple[tuple[PeerID, Advert], ...]:
     return tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX]
 
 
-def fitting(handover: HandOver) -> HandOver:
+def fitting(handover: TransferLeadership) -> TransferLeadership:
     """Drop fields from `handover` until it fits in a message. A plan that is too large alone cannot be sent at all."""
     for name in LEAST_NEEDED:
         if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:

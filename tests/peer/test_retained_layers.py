@@ -2,8 +2,8 @@
 
 import torch
 
-from shoal.peer.carried import CarriedState
 from shoal.peer.pipeline.state import LayerState
+from shoal.peer.retained_layers import RetainedLayers
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Member, Plan, Stage
@@ -13,7 +13,9 @@ LAYER = LayerState(param_N=torch.zeros(1), moment1_N=torch.zeros(1), moment2_N=t
 STAGES = (Stage(0, 2, (Member(ME, 1.0, 1.0),)),)
 
 
-def plan(sequence: int, *, era: int = 0, ends_at: int = 0, fresh: bool = False, restore_version: int = 0) -> Plan:
+def plan(
+    sequence: int, *, era: int = 0, cutover_version: int = 0, not_started: bool = False, restore_version: int = 0
+) -> Plan:
     return Plan(
         run="r",
         term=1,
@@ -22,38 +24,38 @@ def plan(sequence: int, *, era: int = 0, ends_at: int = 0, fresh: bool = False, 
         coordinator=ME,
         stages=STAGES,
         era=era,
-        fresh=fresh,
+        not_started=not_started,
         restore_era=max(0, era - 1),
         restore_version=restore_version,
-        ends_at=ends_at,
-        following=STAGES if ends_at else (),
+        cutover_version=cutover_version,
+        next_layout=STAGES if cutover_version else (),
     )
 
 
 def test_only_the_version_at_which_the_layout_ends_is_carried() -> None:
-    carried = CarriedState()
+    carried = RetainedLayers()
     carried.take(plan(1), 5, {"layer0": LAYER})
-    carried.take(plan(2, ends_at=7), 6, {"layer0": LAYER})
+    carried.take(plan(2, cutover_version=7), 6, {"layer0": LAYER})
     assert carried.holding is None
-    carried.take(plan(2, ends_at=7), 7, {"layer0": LAYER})
-    carried.take(plan(2, ends_at=7), 7, {"layer1": LAYER})
+    carried.take(plan(2, cutover_version=7), 7, {"layer0": LAYER})
+    carried.take(plan(2, cutover_version=7), 7, {"layer1": LAYER})
     assert carried.holding == Holding(era=0, version=7, layers=("layer0", "layer1"))
     assert list(carried.read(0, 7)) == ["layer0", "layer1"]
     assert carried.read(0, 6) == carried.read(1, 7) == {}
 
 
 def test_it_is_carried_until_the_next_layout_is_under_way() -> None:
-    carried = CarriedState()
-    carried.take(plan(2, ends_at=7), 7, {"layer0": LAYER})
-    carried.follow(plan(3, ends_at=7))
-    carried.follow(plan(4, era=1, fresh=True, restore_version=7))
+    carried = RetainedLayers()
+    carried.take(plan(2, cutover_version=7), 7, {"layer0": LAYER})
+    carried.follow(plan(3, cutover_version=7))
+    carried.follow(plan(4, era=1, not_started=True, restore_version=7))
     assert carried.holding is not None, "others may still have to fetch it"
     carried.follow(plan(5, era=1, restore_version=7))
     assert carried.holding is None
 
 
 def test_a_layout_that_does_not_end_after_all_leaves_nothing() -> None:
-    carried = CarriedState()
-    carried.take(plan(2, ends_at=7), 7, {"layer0": LAYER})
-    carried.follow(plan(3, ends_at=20))
+    carried = RetainedLayers()
+    carried.take(plan(2, cutover_version=7), 7, {"layer0": LAYER})
+    carried.follow(plan(3, cutover_version=20))
     assert carried.holding is None

@@ -15,8 +15,8 @@ two ways again.
 
 **The value of a gain.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
 figures err upwards, and the real gain is smaller than the estimate. Let s be the error of the promises of earlier plans
-(`Snapshot.forecast_error`), and d the true spread of the layouts that a search compares, both in the logarithm. The
-mean of the true gain is
+(`SwarmSnapshot.forecast_error`), and d the true spread of the layouts that a search compares, both in the logarithm.
+The mean of the true gain is
 
     log(1 + gain) d^2 / (d^2 + s^2)
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -69,27 +69,27 @@ class Change:
     """The gain to expect after shrinking for forecast errors (`expected_gain`)."""
     drain_s: float
     """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
-    travel_s: float
+    stop_and_copy_s: float
     """Seconds of travel if the run halts for all of it."""
-    ahead_s: float
+    precopy_s: float
     """Seconds of travel beside training."""
     meanwhile: float
     """The rate of the live layout while state travels ahead, divided by that of the new layout."""
-    left_s: float
+    residual_s: float
     """Seconds of halt after fetching ahead, for the rest of the state."""
 
     @property
     def price_s(self) -> float:
         """The price of the cheaper way."""
-        return self.drain_s + min(self.travel_s, self._fetched_ahead_s(self.ahead_s))
+        return self.drain_s + min(self.stop_and_copy_s, self._precopied_s(self.precopy_s))
 
-    def stands_still(self, ahead_s: float | None = None) -> bool:
+    def stands_still(self, precopy_s: float | None = None) -> bool:
         """True if halting at once costs less than fetching ahead.
 
         Args: ahead_s: the seconds that fetching ahead is measured to take; None: as estimated. The part that has
             arrived by then does not matter: both ways have the same part left to do.
         """
-        return self.travel_s <= self._fetched_ahead_s(self.ahead_s if ahead_s is None else ahead_s)
+        return self.stop_and_copy_s <= self._precopied_s(self.precopy_s if precopy_s is None else precopy_s)
 
     def pays(self, horizon_s: float) -> bool:
         """True if the expected gain is at least `WORTH_MIN` and pays for the change within `horizon_s`."""
@@ -99,8 +99,8 @@ class Change:
         """Return the work done within `horizon_s`, in seconds of the live layout."""
         return (1.0 + self.worth) * (horizon_s - self.price_s)
 
-    def _fetched_ahead_s(self, ahead_s: float) -> float:
-        return self.left_s + (1.0 - self.meanwhile) * ahead_s
+    def _precopied_s(self, precopy_s: float) -> float:
+        return self.residual_s + (1.0 - self.meanwhile) * precopy_s
 
 
 def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
@@ -113,7 +113,7 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 
 
 def change_to(
-    snapshot: Snapshot, topology: Topology, current: Placement, found: Placement, *, worth_min: float = -math.inf
+    snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement, *, worth_min: float = -math.inf
 ) -> Change | None:
     """Estimate the cost and the gain of changing the layout from `current` to `found`.
 
@@ -136,20 +136,22 @@ def change_to(
     slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
     if not math.isfinite(slowed.seconds):
         return None
-    travel_s = fetch_s(topology, workload, current, found, together=True)
+    stop_and_copy_s = fetch_s(topology, workload, current, found, together=True)
     part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
         gain=gain,
         worth=worth,
         drain_s=AGREED_S + sum(each.parts["round_trip_s"] + each.parts["commit_s"] for each in (live, cost)),
-        travel_s=travel_s,
-        ahead_s=fetch_s(_beside_training(topology, current, part), workload, current, found),
+        stop_and_copy_s=stop_and_copy_s,
+        precopy_s=fetch_s(_beside_training(topology, current, part), workload, current, found),
         meanwhile=live.parts["foreseen_s"] / slowed.parts["foreseen_s"] / (1.0 + worth),
-        left_s=left_s(workload, travel_s, step_s=before_s),
+        residual_s=residual_s(workload, stop_and_copy_s, step_s=before_s),
     )
 
 
-def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
+def worth_its_standstill(
+    snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement
+) -> Change | None:
     """Return the change from `current` to `found` if the bounds differ and it pays within the horizon; else None."""
     if found.bounds == current.bounds or not all(current.stages):
         return None
@@ -157,18 +159,18 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
     return change if change is not None and change.pays(snapshot.horizon_s) else None
 
 
-def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage]) -> Change | None:
-    """Return the change to the `following` stages; None if a stage has no known peer or a layout is infeasible."""
-    current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, following))
+def next_layout_change(snapshot: SwarmSnapshot, live: Plan, next_layout: Sequence[Stage]) -> Change | None:
+    """Return the change to the `next_layout` stages; None if a stage has no known peer or a layout is infeasible."""
+    current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, next_layout))
     if not all(current.stages) or not all(found.stages):
         return None
     return change_to(snapshot, topology_of(snapshot), current, found)
 
 
-def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) -> dict[PeerID, float]:
-    """Return for each member of `following` the bytes of state that it does not hold in the live plan."""
+def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) -> dict[PeerID, float]:
+    """Return for each member of `next_layout` the bytes of state that it does not hold in the live plan."""
     lacking = {}
-    for stage in following:
+    for stage in next_layout:
         for peer in stage.peers:
             now = live.stage_of(peer)
             held = range(*live.stages[now].layers) if now is not None else range(0)
@@ -178,9 +180,9 @@ def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) ->
     return lacking
 
 
-def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
+def foreseen_gain(snapshot: SwarmSnapshot, live: Cost, found: Cost) -> float:
     """Return the relative gain in tokens/s by the foreseen step time; -1 if `found` is infeasible, infinite if only
-    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/foresight.py`)."""
+    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/predicted_step.py`)."""
     if not math.isfinite(found.seconds):
         return -1.0
     if not math.isfinite(live.seconds):
@@ -189,7 +191,7 @@ def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
     return seen * live.parts["foreseen_s"] / found.parts["foreseen_s"] - 1.0
 
 
-def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
+def _gain(snapshot: SwarmSnapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
     """Return `foreseen_gain`, corrected by the objective's known bias for each number of stages. There is no upward
     correction: if a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
     before, after = (min(1.0, snapshot.forecast_bias.factor(len(each.stages))) for each in (current, found))
@@ -204,7 +206,7 @@ def expected_gain(gain: float, forecast_error: float) -> float:
     return math.expm1(trust * math.log1p(gain))
 
 
-def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
+def seen_or_foreseen_s(snapshot: SwarmSnapshot, live: Cost) -> float:
     """Return the seconds of a step of the live layout, the lower of measurement and estimate. If the live layout is
     faster than its figures say, a figure is wrong, and leaving a fast layout gains nothing."""
     if not snapshot.seen_tokens_per_s or not math.isfinite(live.seconds):
@@ -274,13 +276,13 @@ def _leave_s(
     return float(times * num_bytes / line)
 
 
-def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
-    """Return the part of `travel_s` that is left for the halt: one step's gradient of fetched layers, and other
+def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
+    """Return the part of `stop_and_copy_s` that is left for the halt: one step's gradient of fetched layers, and other
     layers."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
-    gradients_s = part * travel_s
+    gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
-    return travel_s * (1.0 - followed * (1.0 - part))
+    return stop_and_copy_s * (1.0 - followed * (1.0 - part))
 
 
 def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.cost.foresight import foreseen_s
 from shoal.coordinator.cost.pacing import Tail, joined
+from shoal.coordinator.cost.predicted_step import predicted_step_s
 from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import FREE, Price
 
@@ -33,7 +33,7 @@ def foreseen(**says: Any) -> float:
         "price": FREE,
         "gain_max": GAIN,
     }
-    return foreseen_s(says.pop("tails", tails(65.0)), **(usual | says))
+    return predicted_step_s(says.pop("tails", tails(65.0)), **(usual | says))
 
 
 def test_where_staleness_costs_nothing_all_runs_ahead() -> None:

@@ -6,10 +6,17 @@ import pytest
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.transfer_size import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Absence, ArrivalStatistics, HandOver, PeerRecord, PlanNote, UnreachablePair
+from shoal.protocol.messages import (
+    Absence,
+    ArrivalStatistics,
+    PeerRecord,
+    PlanNote,
+    TransferLeadership,
+    UnreachablePair,
+)
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 NAMES = [f"{number:052}" for number in range(512)]
@@ -22,15 +29,15 @@ def make_large(make_advert):
     return lambda name: make_advert(name, addresses=("x" * 200,) * 8)
 
 
-def size(will):
-    return len(msgspec.msgpack.encode(will)) + ENVELOPE_BYTES
+def size(transfer):
+    return len(msgspec.msgpack.encode(transfer)) + ENVELOPE_BYTES
 
 
 @pytest.mark.parametrize(
     ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 7)]
 )
 def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
-    will = HandOver(
+    transfer = TransferLeadership(
         plan=bytes(plan_bytes),
         roster=tuple((name, make_large(name)) for name in NAMES[:ADVERTS_MAX]),
         version=57,
@@ -41,10 +48,10 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         arrivals=(ArrivalStatistics(NAMES[0], 1.0, 1.0, 9.0),),
         unreachable=(UnreachablePair(NAMES[0], NAMES[1], 9.0),),
     )
-    less = fitting(will)
+    less = fitting(transfer)
     assert size(less) <= CONTROL_BYTES_MAX or plan_bytes > CONTROL_BYTES_MAX
     assert [name for name in LEAST_NEEDED if getattr(less, name) == ()] == list(LEAST_NEEDED[:left_out])
-    assert msgspec.structs.replace(less, **{name: getattr(will, name) for name in LEAST_NEEDED}) == will
+    assert msgspec.structs.replace(less, **{name: getattr(transfer, name) for name in LEAST_NEEDED}) == transfer
 
 
 def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_heartbeat):
@@ -54,10 +61,10 @@ def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_
     policy.obey(live.plan, 0.0)
     for name in NAMES[: 2 * ADVERTS_MAX]:
         policy.view.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
-    will = policy.hand_over(live, 0.0)
-    assert size(will) <= CONTROL_BYTES_MAX
-    assert (will.plan, will.version, will.roster) == (live.link, 57, ())
-    assert len(will.plans) == 1
+    transfer = policy.hand_over(live, 0.0)
+    assert size(transfer) <= CONTROL_BYTES_MAX
+    assert (transfer.plan, transfer.version, transfer.roster) == (live.link, 57, ())
+    assert len(transfer.plans) == 1
 
 
 def test_how_irregular_heartbeats_are_is_handed_over(make_plan, make_heartbeat):

@@ -19,7 +19,7 @@ TRAIL_STEPS_MIN = 4
 more fetches that; one more step may come while the first is on its way."""
 
 
-class Trail:
+class GradientLog:
     """The kept gradients of all groups of one peer, in one generation."""
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Trail:
 
     def follow(self, plan: Plan) -> None:
         """Take a plan. Gradients are kept while its layout is to end, and until the next one is under way."""
-        self._is_wanted = bool(plan.following)
-        is_last = plan.fresh and plan.restore_era == self._era
+        self._is_wanted = bool(plan.next_layout)
+        is_last = plan.not_started and plan.restore_era == self._era
         if (self._is_wanted and plan.era == self._era) or is_last:
             return
         self._era = plan.era

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.alone import loss_alone, with_second_holders
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.single_failure import loss_alone, with_second_holders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -30,7 +30,7 @@ def snapshot_of(num_peers, *, probability, going_back_s):
         )
         for number in range(num_peers)
     )
-    return Snapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None, going_back_s=going_back_s)
+    return SwarmSnapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None, going_back_s=going_back_s)
 
 
 def objective_of(num_peers, bytes_per_s, has_data=1.0):

@@ -34,7 +34,7 @@ _CROWDED = 0.4
 """The c at which the full norm applies; fitted to the five shipped scenarios."""
 
 
-def foreseen_s(
+def predicted_step_s(
     tails: Callable[[int], Sequence[Tail]],
     *,
     flow_s: float,

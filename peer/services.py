@@ -6,16 +6,16 @@ from typing import Protocol
 
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.base_layers import BaseLayers
-from shoal.peer.carried import CarriedState
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.kept_layers import KeptLayers
+from shoal.peer.partial_checkpoint import PartialCheckpoint
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.flow import Traffic
 from shoal.peer.replica.member import MemberCore
+from shoal.peer.retained_layers import RetainedLayers
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -23,8 +23,8 @@ from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 
-class Part(Protocol):
-    """One of the peer's parts in groups; `Tenure` documents it."""
+class GroupPart(Protocol):
+    """One of the peer's parts in groups; `GroupMembership` documents it."""
 
     group_id: int
 
@@ -45,11 +45,11 @@ class Listeners:
     on_witness: Callable[[CommitReport], None]
     """A commit that another member reports."""
     on_validation: Callable[[ValidationReport], None]
-    on_state: Callable[[Part, StageState], None]
+    on_state: Callable[[GroupPart, StageState], None]
     """The part has stepped or loaded a state; for snapshots."""
     on_change: Callable[[], None]
     """Readiness or openness has changed: tell the neighbours."""
-    on_resync: Callable[[Part], None]
+    on_resync: Callable[[GroupPart], None]
     on_unreachable: Callable[[PeerID], None]
     on_unsound: Callable[[PeerID], None]
     """The peer has sent numbers into a round that no gradient has, or restarts without end."""
@@ -58,7 +58,7 @@ class Listeners:
     on_failure: Callable[[BaseException], None]
     on_no_memory: Callable[[], None]
     """A job has found no memory: free what the peer keeps for others and can spare."""
-    on_shortage: Callable[[Part], None]
+    on_shortage: Callable[[GroupPart], None]
     """There is no memory for the part's work. It has paused and handed back what it can."""
 
 
@@ -66,16 +66,16 @@ class Listeners:
 class BetweenLayouts:
     """State that a peer keeps from one layout to the next."""
 
-    carried: CarriedState
+    retained: RetainedLayers
     ahead: FetchingAhead
     base: BaseLayers | None
     """The frozen base of adapters, the same in all layouts; None: all weights train."""
-    kept: KeptLayers
+    kept: PartialCheckpoint
     """The incomplete state of a light member that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Services:
     """The services that all tenures of a peer share."""
 
     endpoint: Endpoint
