@@ -37,8 +37,8 @@ from collections import deque
 from statistics import fmean
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
+from shoal.coordinator.allocate.plan_layout import Places, places_of
 from shoal.coordinator.cost.forecast_bias import ForecastBias
-from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX

@@ -12,6 +12,8 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
@@ -20,9 +22,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger, StepRecord
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.plan_notes import PlanNotes
-from shoal.coordinator.reachability import Pair
 from shoal.coordinator.refusals import Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster

@@ -3,10 +3,10 @@ verifies the plans in them."""
 
 import msgspec
 
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.judge import NOBODY, Acquaintance
 from shoal.coordinator.ledger import StepRecord
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.exclusion import Exclusion
 from shoal.protocol.identity import PeerID

@@ -6,8 +6,8 @@ same.
 
 from collections.abc import Collection, Sequence
 
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.era import CheckpointCatalog, holders
-from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global

@@ -5,10 +5,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Answered, Ask, Command, LogReason, LookUp, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
 from shoal.coordinator.leadership_transfer import LeadershipTransfer
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID

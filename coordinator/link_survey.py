@@ -18,8 +18,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from shoal.coordinator.measured import LinkBook
-from shoal.coordinator.reachability import RETRY_HEARTBEATS, Reachability
+from shoal.coordinator.allocate.measured import LinkBook
+from shoal.coordinator.allocate.reachability import RETRY_HEARTBEATS, Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.plan import Plan

@@ -5,6 +5,7 @@ The proposer runs one ballot at a time and returns its result; this module begin
 
 from collections.abc import Callable, Sequence
 
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.coordination_events import (
     Alarm,
@@ -22,7 +23,6 @@ from shoal.coordinator.coordination_events import (
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.proposer import GivenUp, PlanAdopted, Progress, Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shoal.coordinator.allocate.plan_layout import Beginning, Layout
 from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import Holds, PlanChain
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.judge import APART_MAX
-from shoal.coordinator.plan_layout import Beginning, Layout
 from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
-from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
-from shoal.coordinator.reachability import Pair
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys

@@ -4,12 +4,12 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured import LinkBook, SpeedBook
+from shoal.coordinator.allocate.reachability import Reachability
 from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
 from shoal.coordinator.cost.workload import FormatBytes, Workload
 from shoal.coordinator.era import CheckpointCatalog, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
-from shoal.coordinator.measured import LinkBook, SpeedBook
-from shoal.coordinator.reachability import Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import Heartbeat

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Sequence
 
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.diagnosis import out_of_reach, risks, unsound, waits_for
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
-from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, ExpertStatus, PlanNote, SwarmStatus

@@ -28,12 +28,12 @@ from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.report import report
 from shoal.deploy.commands.runs import list_, remove
 from shoal.deploy.commands.service import install, show_, uninstall
+from shoal.deploy.commands.simulate import simulate
 from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import continue_, host, join
 from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.ending import run
-from shoal.deploy.simulate.command import simulate
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 

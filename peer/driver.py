@@ -13,35 +13,35 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.peer.archive import Archive
-from shoal.peer.arithmetic import Arithmetic
-from shoal.peer.attesting import Attesting
-from shoal.peer.base_layers import BaseLayers
-from shoal.peer.copies import Copies
-from shoal.peer.departure import Departure
-from shoal.peer.experts.seats import DRAIN_S, ExpertSeats
-from shoal.peer.experts.server import ExpertServer
-from shoal.peer.fetching_ahead import FetchingAhead
+from shoal.peer.base.recent_plans import RecentPlans
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.compute.arithmetic import Arithmetic
+from shoal.peer.compute.probe import FAR_S, DeviceProbe, LinkProbe, probe_device
+from shoal.peer.disk.archive import Archive
+from shoal.peer.disk.attesting import Attesting
+from shoal.peer.disk.partial_checkpoint import PartialCheckpoint
 from shoal.peer.group.witnesses import Witnessed
-from shoal.peer.group_membership import GroupMembership
+from shoal.peer.handoff.base_layers import BaseLayers
+from shoal.peer.handoff.copies import Copies
+from shoal.peer.handoff.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.initial import InitialWeights, begun_numel
+from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.inference.service import InferenceService
-from shoal.peer.initial import InitialWeights, begun_numel
 from shoal.peer.links import LinkMeter
-from shoal.peer.neighbours import Neighbours
-from shoal.peer.partial_checkpoint import PartialCheckpoint
-from shoal.peer.pausing import Pausing
-from shoal.peer.pipeline.state import LayerState, StageState
-from shoal.peer.probe import FAR_S, DeviceProbe, LinkProbe, probe_device
-from shoal.peer.recent_plans import RecentPlans
-from shoal.peer.replica.driver import Replica
-from shoal.peer.replica.first_stage import FirstReplica
+from shoal.peer.membership.departure import Departure
+from shoal.peer.membership.expert_seats import DRAIN_S, ExpertSeats
+from shoal.peer.membership.first_stage import FirstReplica
+from shoal.peer.membership.group_membership import GroupMembership
+from shoal.peer.membership.pausing import Pausing
+from shoal.peer.membership.replica_driver import Replica
+from shoal.peer.model.state import LayerState, StageState
 from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
 from shoal.peer.reports import Reports
-from shoal.peer.retained_layers import RetainedLayers
-from shoal.peer.services import BetweenLayouts, GroupPart, Listeners, Services
-from shoal.peer.tasks import Tasks
+from shoal.peer.services.expert_server import ExpertServer
+from shoal.peer.services.neighbours import Neighbours
+from shoal.peer.services.services import BetweenLayouts, GroupPart, Listeners, Services
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys

@@ -231,4 +231,5 @@ REPLAYED_STEPS_MIN: Final = 16
 line."""
 LIGHT_STATE_S: Final = 60.0
 """A newcomer waits for its state if it arrives within this time; on a slower line it trains as a learner, with weights
-first (`../peer/learner.py`). Weights take a sixth of the time, so below this they are not worth the extra download."""
+first (`../peer/membership/learner.py`). Weights take a sixth of the time, so below this they are not worth the extra
+download."""

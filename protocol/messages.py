@@ -659,7 +659,7 @@ class Attestation(EraMessage, frozen=True):
     stage: int
     version: int
     root: str
-    """Root over the digests of all layers of the group (`peer/group/attestations.py`)."""
+    """Root over the digests of all layers of the group (`peer/replica/attestations.py`)."""
     signature: bytes
 
 
@@ -1082,7 +1082,7 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     base: int = -1
-    """The bf16 version to which this is the difference (`peer/handoff/difference.py`); -1: full values."""
+    """The bf16 version to which this is the difference (`peer/encoding/difference.py`); -1: full values."""
 
 
 class ReducedChunk(EraMessage, frozen=True):

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 from blake3 import blake3
 
+from shoal.protocol.complaint import complaint
 from shoal.protocol.decoder import LLAMA, DecoderSpec, family_of
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
@@ -32,7 +33,6 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.names import is_name
 from shoal.protocol.staleness import synchronous_steps
-from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shoal.protocol.complaint import complaint, misspelt, unread
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import NETWORK_FILE_BYTES_MAX, SCENARIO_DEVICES_MAX
-from shoal.protocol.toml.complaint import complaint, misspelt, unread
-from shoal.protocol.toml.toml_file import read_at_most
+from shoal.protocol.toml_file import read_at_most
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
-from shoal.coordinator.plan_layout import NO_MOVES, Layout
-from shoal.coordinator.reachability import Pair
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage

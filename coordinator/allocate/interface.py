@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from shoal.coordinator.allocate.measured import MeasuredNetwork
+from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.measured import MeasuredNetwork
-from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.reachability import Pair
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert

@@ -35,6 +35,7 @@ from shoal.coordinator.allocate.greedy import (
 from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.plan_layout import Layout, places_of
 from shoal.coordinator.allocate.relabelling import with_fewest_moves
 from shoal.coordinator.allocate.repartitioning import (
     expected_gain,
@@ -50,7 +51,6 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.plan_layout import Layout, places_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LIGHT_STATE_S
 from shoal.protocol.plan import Member, Plan, Stage

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.measured import CLAIM_MIN
+from shoal.coordinator.allocate.measured import CLAIM_MIN
 from shoal.protocol.topology import Floats, Ints, Topology, make_topology
 
 DEFAULT_LATENCY_S = 0.05

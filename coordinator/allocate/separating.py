@@ -8,7 +8,7 @@ once: the member that fails to reach most others leaves. A search may find a bet
 from collections.abc import Iterable, Sequence
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
-from shoal.coordinator.reachability import Pair, pair_of
+from shoal.coordinator.allocate.reachability import Pair, pair_of
 
 
 def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:

@@ -121,7 +121,7 @@ class Workload:
     @property
     def needed_first(self) -> float:
         """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
-        (`peer/learner.py`). 1 where learners are not possible."""
+        (`peer/membership/learner.py`). 1 where learners are not possible."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0

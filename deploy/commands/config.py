@@ -11,7 +11,7 @@ from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from shoal.deploy.config import Settings
+    from shoal.deploy.manners.config import Settings
 
 
 @examples(
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 )
 def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
     """Show all settings with their meaning."""
-    from shoal.deploy.config import as_toml, load_settings
+    from shoal.deploy.manners.config import as_toml, load_settings
 
     settings = load_settings()
     if json:
@@ -32,7 +32,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print the settings a
 @examples("shoal config path  # where the file is, or would be")
 def path() -> None:
     """Print the path of the settings file."""
-    from shoal.deploy.config import config_path
+    from shoal.deploy.manners.config import config_path
 
     typer.echo(str(config_path()))
 
@@ -43,7 +43,7 @@ def path() -> None:
 )
 def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
     """Check the settings file."""
-    from shoal.deploy.config import config_path, load_settings
+    from shoal.deploy.manners.config import config_path, load_settings
 
     load_settings()
     if json:
@@ -65,7 +65,7 @@ def set_(
     value: Annotated[str, typer.Argument(help="The new value.")],
 ) -> None:
     """Change a setting. A running peer applies it at once if possible."""
-    from shoal.deploy.config import set_one
+    from shoal.deploy.manners.config import set_one
 
     _tell(name, set_one(name, value))
 
@@ -73,7 +73,7 @@ def set_(
 @examples("shoal config unset hours  # compute at all hours again")
 def unset(name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]) -> None:
     """Remove a setting, so that its default holds again."""
-    from shoal.deploy.config import unset_one
+    from shoal.deploy.manners.config import unset_one
 
     _tell(name, unset_one(name))
 
@@ -82,8 +82,8 @@ def _tell(name: str, settings: "Settings") -> None:
     """Print the setting's new value, and when each running peer applies it."""
     import msgspec
 
-    from shoal.deploy.config import config_path, in_toml
     from shoal.deploy.control.control_socket import ask
+    from shoal.deploy.manners.config import config_path, in_toml
 
     say(f"{config_path()}: {name} is {in_toml(settings, name)}")
     wanted = msgspec.to_builtins(settings.limits)

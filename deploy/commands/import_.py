@@ -5,9 +5,9 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
 from shoal.deploy.terminal.plain import say, say_json
-from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.deploy.base.words import counted, duration
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.control.control_socket import ask
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
 from shoal.deploy.terminal.plain import say, say_json
-from shoal.deploy.words import counted, duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
 

@@ -99,7 +99,7 @@ def plan(
 
         show_experts(experts, seed=seed, as_json=json)
     elif network is not None:
-        from shoal.deploy.planning.command import Asked, show_plan
+        from shoal.deploy.commands.plan_command import Asked, show_plan
         from shoal.deploy.planning.figures import Wishes, parse_tokens
 
         if simulated is not None and not compare:

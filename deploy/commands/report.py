@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.base.words import file_name
 from shoal.deploy.commands.options import check_writable, examples, start_logging
 from shoal.deploy.terminal.plain import say
-from shoal.deploy.words import file_name
 
 
 @examples(

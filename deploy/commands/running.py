@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.state import places
 from shoal.deploy.terminal.plain import say
-from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import Invite, parse_invite
 

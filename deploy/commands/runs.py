@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.commands.options import examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
 from shoal.deploy.terminal.plain import say, say_json
-from shoal.deploy.words import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 

@@ -22,7 +22,7 @@ def install(
     limit: Limit = None,
 ) -> None:
     """Join now and whenever this user's services start."""
-    from shoal.deploy import service
+    from shoal.deploy.commands import service_unit as service
 
     read = given_invite(invite).encode()  # without any text pasted around it
     arguments = _arguments(name, listen, device, limit)
@@ -35,7 +35,7 @@ def install(
 @examples("shoal service uninstall  # stop it, which drains, and remove it")
 def uninstall() -> None:
     """Stop the service, which drains the peer, and remove it."""
-    from shoal.deploy import service
+    from shoal.deploy.commands import service_unit as service
 
     say(f"{service.uninstall()}: stopped and removed")
 
@@ -45,7 +45,7 @@ def show_(
     name: PeerName = "volunteer", listen: Listen = DEFAULT_LISTEN, device: Device = "auto", limit: Limit = None
 ) -> None:
     """Print the files of `install`. The invite has its own."""
-    from shoal.deploy import service
+    from shoal.deploy.commands import service_unit as service
 
     shown = service.service(_arguments(name, listen, device, limit), watches=_watches(limit))
     say(f"# {shown.path}; the invite: {shown.invite}")
@@ -54,7 +54,7 @@ def show_(
 
 def _watches(limit: list[str] | None) -> bool:
     """True if the peer watches keyboard and mouse."""
-    from shoal.deploy.config import load_settings
+    from shoal.deploy.manners.config import load_settings
     from shoal.deploy.manners.limits import with_overrides
 
     return with_overrides(load_settings().limits, limit or []).only_when_idle

@@ -31,8 +31,8 @@ def status(
     """Show the peers, their layers, speed and loss."""
     found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.terminal import status as terminal
     from shoal.deploy.terminal.screen import open_console
+    from shoal.deploy.visitor import status_view as terminal
     from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.loop import run
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.base.words import file_name
 from shoal.deploy.commands.addresses import announced_addresses, listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import (
@@ -32,9 +33,9 @@ from shoal.deploy.commands.options import (
     start_logging,
 )
 from shoal.deploy.commands.running import given_invite
-from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.manners.asking import ask, may_ask
+from shoal.deploy.manners.config import load_settings
 from shoal.deploy.manners.limits import Limits, with_overrides
 from shoal.deploy.run.going_on import GoingOn, ended_in_words, going_on, new_run_note, same_run
 from shoal.deploy.run.run_file import with_changes
@@ -42,7 +43,6 @@ from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.deploy.terminal.plain import say
-from shoal.deploy.words import file_name
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.advice import advice
@@ -242,7 +242,7 @@ def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
 
 
 def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:
-    from shoal.deploy.report import Left, Note, write_report
+    from shoal.deploy.record.report import Left, Note, write_report
     from shoal.protocol.identity import Identity
 
     for sentence in sentences:

@@ -6,7 +6,7 @@ every advert yet.
 
 from dataclasses import dataclass
 
-from shoal.deploy.words import printable
+from shoal.deploy.base.words import printable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, SwarmStatus

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import psutil
 
-from shoal.deploy.node import Node
-from shoal.deploy.report import Contribution, LimitsNow
+from shoal.deploy.node.node import Node
+from shoal.deploy.record.report import Contribution, LimitsNow
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Clock, Compute, JobKind, Timed
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from shoal.deploy.base.words import ENDING
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
@@ -31,7 +32,7 @@ from shoal.deploy.dashboard.view import (
 )
 from shoal.deploy.record.lines import StepLine
 from shoal.deploy.record.reading import Record
-from shoal.deploy.report import (
+from shoal.deploy.record.report import (
     Contribution,
     Joined,
     Left,
@@ -45,7 +46,6 @@ from shoal.deploy.report import (
     StepDone,
     Validated,
 )
-from shoal.deploy.words import ENDING
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus

@@ -16,7 +16,7 @@ of it waits for another peer.
 from collections.abc import Sequence
 
 from shoal.deploy.dashboard.view import LimitedBy
-from shoal.deploy.report import Contribution
+from shoal.deploy.record.report import Contribution
 from shoal.protocol.messages import PeerStatus
 
 BUSY = 0.85

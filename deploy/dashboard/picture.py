@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.deploy.dashboard.view import ExpertView, LinkView
-from shoal.deploy.report import Contribution
+from shoal.deploy.record.report import Contribution
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.report import LimitsNow
-from shoal.deploy.words import duration, printable
+from shoal.deploy.base.words import duration, printable
+from shoal.deploy.record.report import LimitsNow
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 

@@ -10,11 +10,11 @@ from typing import IO
 import msgspec
 from rich.console import Console
 
-from shoal.deploy.dashboard.beside import Showing
+from shoal.deploy.base.words import short
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.demo.summary import DemoRecord, DemoStepLine, DemoSummary, FaultLine
-from shoal.deploy.report import (
+from shoal.deploy.record.report import (
     Committed,
     Contribution,
     Joined,
@@ -28,8 +28,8 @@ from shoal.deploy.report import (
     StepDone,
     Validated,
 )
+from shoal.deploy.session.beside import Showing
 from shoal.deploy.terminal.presenter import Presenter
-from shoal.deploy.words import short
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus

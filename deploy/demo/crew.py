@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.deploy.children import CLI, Child, Children
+from shoal.deploy.base.children import CLI, Child, Children
 from shoal.deploy.control.control_socket import ask
-from shoal.deploy.report import Joined, Left, Obeys, Ready
-from shoal.peer.cgroup import processors
+from shoal.deploy.record.report import Joined, Left, Obeys, Ready
+from shoal.peer.compute.cgroup import processors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX

@@ -16,17 +16,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from shoal.deploy.children import Child, Children, last_line
+from shoal.deploy.base.children import Child, Children, last_line
+from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.dashboard.address import Address
-from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill, FaultPorts
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment
 from shoal.deploy.demo.summary import DemoSummary
-from shoal.deploy.report import Joined, Left, Obeys, Ready, read_report
+from shoal.deploy.record.report import Joined, Left, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
-from shoal.deploy.words import number_of_stages
+from shoal.deploy.session.beside import serving
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
 

@@ -11,7 +11,7 @@ the coordinator is our child.
 
 from dataclasses import dataclass, field
 
-from shoal.deploy.report import StepDone
+from shoal.deploy.record.report import StepDone
 from shoal.protocol.messages import CommitReport
 
 _Key = tuple[int, int]  # (era, step)

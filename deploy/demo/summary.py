@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.demo.expert_book import ExpertBook, ExpertFigures
 from shoal.deploy.demo.pace import gaps_s, longest_stall_s, lost_s, recovery_s
-from shoal.deploy.report import StepDone, Validated
-from shoal.deploy.words import printable
+from shoal.deploy.record.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 
 FaultKind = Literal["kill", "kill_coordinator", "suspend", "resume", "start", "return"]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
-from shoal.deploy.children import CLI, Children, last_line
+from shoal.deploy.base.children import CLI, Children, last_line
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.driver import Demo, DemoOptions
 from shoal.deploy.demo.summary import DemoSummary

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
 from shoal.deploy.doctor.machine import machine_problems
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import split_of
-from shoal.deploy.words import printable
 from shoal.protocol.limits import PROTOCOL_VERSION
 
 CLOCK_S_MAX = 3.0

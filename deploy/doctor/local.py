@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from shoal.deploy.doctor.findings import GpuFound, MachineFound
-from shoal.peer.cgroup import free_memory_bytes
+from shoal.peer.compute.cgroup import free_memory_bytes
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"

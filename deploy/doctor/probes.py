@@ -13,10 +13,10 @@ from pathlib import Path
 
 from shoal.deploy.doctor import dialling, local
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
+from shoal.deploy.doctor.knock import why_refused
 from shoal.deploy.doctor.split import view_of
 from shoal.deploy.run.directory_rules import record_rules
-from shoal.deploy.run.spec_record import fetch_spec
-from shoal.deploy.session.knock import why_refused
+from shoal.deploy.state.spec_record import fetch_spec
 from shoal.deploy.visitor.visit import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint

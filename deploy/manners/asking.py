@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from shoal.deploy.config import config_path, write_limits
+from shoal.deploy.manners.config import config_path, write_limits
 from shoal.deploy.manners.limits import GB, MBIT_S_MIN, Limits, parse_value, with_value
 from shoal.deploy.terminal.plain import say
-from shoal.peer.cgroup import total_memory_bytes
+from shoal.peer.compute.cgroup import total_memory_bytes
 from shoal.protocol.errors import LocalError
 
 _BEGIN = """\

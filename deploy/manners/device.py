@@ -7,10 +7,10 @@ import threading
 
 import torch
 
+from shoal.deploy.base.words import counted
 from shoal.deploy.manners.limits import GB, Limits
-from shoal.deploy.words import counted
-from shoal.peer.cgroup import processors
-from shoal.peer.compute_device import free_bytes, total_bytes
+from shoal.peer.compute.cgroup import processors
+from shoal.peer.compute.compute_device import free_bytes, total_bytes
 from shoal.protocol.errors import LocalError
 
 

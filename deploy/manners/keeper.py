@@ -11,11 +11,11 @@ from typing import Any, Final, Protocol
 import msgspec
 import torch
 
-from shoal.deploy import report
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.manners.core import Manners, Seen
 from shoal.deploy.manners.limits import AT_ONCE, Limits
 from shoal.deploy.manners.watching import ProcessorUse, gpu_others_share, input_idle_s
+from shoal.deploy.record import report
 
 logger = logging.getLogger(__name__)
 

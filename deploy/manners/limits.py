@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 from shoal.protocol.token_bucket import RateLimits
-from shoal.protocol.toml.complaint import complaint
 
 MBIT = 1e6 / 8
 """Bytes per megabit."""

@@ -15,8 +15,8 @@ from shoal.coordinator.experts.recovery import loss_probability, recovery_by_fai
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
 from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
-from shoal.protocol.toml.complaint import complaint
 
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from shoal.deploy.words import digits
+from shoal.deploy.base.words import digits
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec, TrainingSpec
 from shoal.protocol.toml.defaults import TOKENS_PER_PARAMETER

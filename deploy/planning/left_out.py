@@ -17,8 +17,8 @@ from shoal.coordinator.allocate.at_once import joins
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.base.words import digits
 from shoal.deploy.manners.limits import MBIT
-from shoal.deploy.words import digits
 from shoal.protocol.topology import Floats, Topology
 
 Resource = Literal["line", "memory", "speed"]

@@ -13,11 +13,11 @@ from string import Template
 
 import msgspec
 
+from shoal.deploy.base.words import ENDING
 from shoal.deploy.record.lines import PlanLine, StartLine, StepLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, amount, span, what_was_lost
 from shoal.deploy.record.writing import merged
-from shoal.deploy.words import ENDING
 
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"

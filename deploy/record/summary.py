@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from shoal.deploy.base.words import counted, listed
 from shoal.deploy.record.lines import PeerLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
-from shoal.deploy.words import counted, listed
 
 _AT_THE_END = 10
 """The last loss is a mean of this many steps, since that of one step is noisy."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 
 from shoal.coordinator.discovery import peers_key, plan_key
-from shoal.deploy.run.spec_record import record_key
+from shoal.deploy.state.spec_record import record_key
 from shoal.protocol.access import Gate
 from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.endpoint import open_signed_record

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
+from shoal.deploy.base.words import NAMED_MAX
 from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state.run_folder import Kept, RunFolder
-from shoal.deploy.words import NAMED_MAX
 from shoal.peer.model.schedule import legs, rate_of
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, SpecError
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.spec_file import convert_spec, load_spec
 
 DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from shoal.deploy.children import CLI, Child, Children, last_line
+from shoal.deploy.base.children import CLI, Child, Children, last_line
 from shoal.deploy.manners.device import spare_threads
 from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
 from shoal.deploy.terminal.plain import say as show

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.deploy.report import Note, Report, write_report
+from shoal.deploy.record.report import Note, Report, write_report
 
 
 class Output(Protocol):

@@ -23,16 +23,16 @@ from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
 from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
 from shoal.deploy.control.invite_book import DEFAULT_SEATS, InviteBook
 from shoal.deploy.dashboard.address import Address
-from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.doctor.knock import why_refused
 from shoal.deploy.doctor.split_watch import SplitWatch
 from shoal.deploy.manners.device import memory_claim, stand_back, untested
 from shoal.deploy.manners.keeper import PAUSED, Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
-from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
-from shoal.deploy.record.recorder import Keeping, Recorder, recording
-from shoal.deploy.report import (
+from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
+from shoal.deploy.node.renewal import take_kept
+from shoal.deploy.record.report import (
     Committed,
     Invites,
     Joined,
@@ -46,27 +46,27 @@ from shoal.deploy.report import (
     Summary,
     Validated,
 )
-from shoal.deploy.run.renewal import take_kept
 from shoal.deploy.run.run_text import find_corpus
-from shoal.deploy.run.spec_record import FIND_S, Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
+from shoal.deploy.session.beside import Showing, serving
 from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
-from shoal.deploy.session.knock import why_refused
 from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
+from shoal.deploy.session.recorder import Keeping, Recorder, recording
+from shoal.deploy.session.standing_note import StandingNote
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.session.telling_scores import tell_scores
 from shoal.deploy.session.trimming import TrimsAfterSteps
 from shoal.deploy.ship.import_model import open_copy
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
-from shoal.deploy.state.standing_note import StandingNote
+from shoal.deploy.state.spec_record import FIND_S, Found, fetch_spec, seal_spec
 from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
-from shoal.peer.cgroup import processors
-from shoal.peer.compute_device import ComputeDevice
+from shoal.peer.compute.cgroup import processors
+from shoal.peer.compute.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.initial import InitialWeights
+from shoal.peer.handoff.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.errors import InviteError, LocalError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID

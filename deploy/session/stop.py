@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shoal.deploy.node import LEAVE_S
+from shoal.deploy.node.node import LEAVE_S
 
 LEAVE_SOON_S: Final = 8.0
 """The time to leave after SIGTERM or SIGHUP: a container is killed after 10 s, and the goodbye takes time too."""

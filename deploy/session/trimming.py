@@ -7,7 +7,7 @@ larger than a layer), so without a trim the peak of the step and that of the job
 import asyncio
 
 from shoal.deploy.session.heap import trim_heap
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.model.state import StageState
 
 _LARGE_PARAMETERS = 4_000_000
 """A smaller stage leaves at most 48 MB, which the next regular trim returns."""

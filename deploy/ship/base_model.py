@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.import_model import FolderBase, FolderWeights, open_copy
-from shoal.peer.base_layers import FOLDER
-from shoal.peer.initial import weights_digest
+from shoal.peer.handoff.base_layers import FOLDER
+from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model import subspace
 from shoal.peer.model.frozen import FrozenLayer, adapter_of, base_numel, seed_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout, state_layout

@@ -24,9 +24,9 @@ from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
+from shoal.peer.disk.snapshot import DamagedSnapshot, log_damage
 from shoal.peer.model.frozen import adapter_of
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX

@@ -13,17 +13,17 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
+from shoal.deploy.base.words import listed
 from shoal.deploy.state.runs import look_for
-from shoal.deploy.words import listed
-from shoal.peer.model.layout import all_layer_keys, unit_keys
-from shoal.peer.snapshot import (
+from shoal.peer.disk.snapshot import (
     DamagedSnapshot,
     StoredSnapshot,
     log_damage,
     look_at,
     read_layers,
 )
-from shoal.peer.snapshot_name import MANIFEST, UNFINISHED_PREFIX
+from shoal.peer.disk.snapshot_name import MANIFEST, UNFINISHED_PREFIX
+from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk

@@ -7,7 +7,7 @@ them. Tensor names and shapes already are Hugging Face's (`protocol/tensors.py`)
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from shoal.deploy.words import printable
+from shoal.deploy.base.words import printable
 from shoal.protocol.decoder import EXPERT_FAMILIES, FAMILIES, DecoderSpec, RopeScaling, yarn_factor
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import LAYERS_MAX

@@ -17,13 +17,13 @@ import msgspec
 import safetensors
 from torch import Tensor
 
+from shoal.deploy.base.words import listed, printable
 from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
-from shoal.deploy.words import listed, printable
-from shoal.peer.cgroup import free_memory_bytes
+from shoal.peer.compute.cgroup import free_memory_bytes
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
-from shoal.peer.initial import weights_digest
+from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError

@@ -17,13 +17,13 @@ from shoal.deploy.ship.predictor import Origin
 from shoal.deploy.state.runs import look_for
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.peer.disk.snapshot import DamagedSnapshot, log_damage
+from shoal.peer.disk.snapshot_name import MANIFEST
 from shoal.peer.model import llama
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import HEAD, all_layer_keys, layer_layout
 from shoal.peer.model.llama import Params
 from shoal.peer.pipeline.fixed_stage import FixedStage
-from shoal.peer.snapshot import DamagedSnapshot, log_damage
-from shoal.peer.snapshot_name import MANIFEST
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec
 

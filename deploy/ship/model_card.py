@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.record.found import records_of
 from shoal.deploy.record.reading import read_record
 from shoal.deploy.record.summary import amount
@@ -17,7 +18,6 @@ from shoal.deploy.ship.base_card import CARD
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.model_folder import own_file, read_bytes
 from shoal.deploy.ship.scores import Score, evaluations_of, source_names
-from shoal.deploy.words import printable
 from shoal.peer.data.documents import HUB
 from shoal.peer.model.layout import num_parameters
 from shoal.protocol.spec import RunSpec

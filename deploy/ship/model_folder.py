@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shoal.deploy.words import printable
+from shoal.deploy.base.words import printable
 from shoal.protocol.errors import LocalError
 
 CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024

@@ -14,10 +14,7 @@ import msgspec
 
 from shoal.deploy.ship.base_model import BaseModel, whole_layer
 from shoal.peer.data.tokenizer import load_tokenizer
-from shoal.peer.model.generate import Sampler, stream
-from shoal.peer.model.layout import all_layer_keys, layer_layout
-from shoal.peer.pipeline.state import LayerState, joined
-from shoal.peer.snapshot import (
+from shoal.peer.disk.snapshot import (
     DamagedSnapshot,
     StoredSnapshot,
     list_snapshots,
@@ -26,6 +23,9 @@ from shoal.peer.snapshot import (
     read_snapshot,
     write_snapshot,
 )
+from shoal.peer.model.generate import Sampler, stream
+from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.peer.model.state import LayerState, joined
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk

@@ -14,16 +14,16 @@ from shoal.deploy.simulate.extents import ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import SimulatedRouting
-from shoal.peer.experts.call import Calling, ExpertCall
-from shoal.peer.experts.wire import TokenWire
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.flop import job_flop, part_flop, stage_flop, trunk_flop
 from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
+from shoal.peer.model.state import LayerState
+from shoal.peer.pipeline.expert_call import Calling, ExpertCall
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.state import LayerState
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat

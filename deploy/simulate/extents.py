@@ -8,9 +8,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.frozen import base_numel
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.vectors import Vectors
+from shoal.peer.model.state import LayerState
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom

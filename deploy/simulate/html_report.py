@@ -12,6 +12,7 @@ from string import Template
 import msgspec
 import numpy as np
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.planning.figures import lines_of, said_gigabytes, said_regions
 from shoal.deploy.record.html_page import embedded
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
@@ -20,7 +21,6 @@ from shoal.deploy.simulate.reached import reached, said_of
 from shoal.deploy.simulate.result import SimResult
 from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.simulate.table import LEGEND, cells, headings
-from shoal.deploy.words import printable
 from shoal.protocol.topology import Floats, Topology
 
 PAGE = Path(__file__).parent / "page"

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from shoal.deploy.simulate.extents import Extent, phantom
 from shoal.deploy.simulate.modelled_shard import ModelledShard
-from shoal.peer.experts.runs import OpenRuns, Run
-from shoal.peer.experts.wire import TokenWire
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_keys
+from shoal.peer.model.state import StageState
+from shoal.peer.pipeline.expert_runs import OpenRuns, Run
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.state import StageState
-from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec

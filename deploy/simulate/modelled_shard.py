@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from shoal.deploy.simulate.extents import NOWHERE
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.layout import state_layout
+from shoal.peer.model.state import RoundedWeights, StageState, moment2_numel
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
-from shoal.peer.pipeline.state import RoundedWeights, StageState, moment2_numel
-from shoal.peer.vectors import Vectors
 from shoal.protocol.spec import RunSpec
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shoal.coordinator.allocate.interface import Allocator
-from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
+from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.extents import ModelledBase
 from shoal.deploy.simulate.logbook import SimLedger

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.deploy.base.words import counted
 from shoal.deploy.planning.figures import Figures
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
-from shoal.deploy.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

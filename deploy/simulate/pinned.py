@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from shoal.coordinator.allocate.interface import NoLayout, SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import Split
-from shoal.coordinator.plan_layout import Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import SETTLED_S
-from shoal.deploy.words import printable
 
 WORK_S = 600.0
 """The first seconds in which work is compared; fewer in a shorter run."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from shoal.deploy.simulate.extents import phantom
-from shoal.peer.experts.wire import TokenWire
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Payload

@@ -14,12 +14,12 @@ import msgspec
 
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.limits import EXPERTS_MAX, PEERS_MAX
 from shoal.protocol.spec import AdapterSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
-from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.defaults import fill_in
-from shoal.protocol.toml.toml_file import read_toml
+from shoal.protocol.toml_file import read_toml
 from shoal.protocol.topology import ReadNetwork, Topology, WorkloadEntry, load_topology
 
 SHIPPED = Path(__file__).parent / "scenarios"

@@ -13,12 +13,12 @@ import msgspec
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
-from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
-from shoal.deploy.run.spec_record import FIND_S, fetch_spec, seal_spec
+from shoal.deploy.node.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, FinishSeen, Held, Obeyed, Opened, Started
+from shoal.deploy.state.spec_record import FIND_S, fetch_spec, seal_spec
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.initial import InitialWeights
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.handoff.initial import InitialWeights
+from shoal.peer.model.state import StageState
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.deploy.base.words import digits, printable
 from shoal.deploy.planning.rows import Column
 from shoal.deploy.simulate.outcome import OutcomeRow
 from shoal.deploy.simulate.reached import Reached
 from shoal.deploy.simulate.scenario import Scenario
-from shoal.deploy.words import digits, printable
 
 LEGEND = (
     "Simulated, with the real drivers in virtual time on modelled devices: tokens/s, step, moved/step, and idle (of "

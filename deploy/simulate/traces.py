@@ -20,7 +20,7 @@ import msgspec
 from shoal.deploy.simulate.modelled import Churn
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import TRACE_BYTES_MAX, TRACE_EVENTS_MAX, TRACE_REPLAYED_MAX
-from shoal.protocol.toml.toml_file import read_at_most
+from shoal.protocol.toml_file import read_at_most
 
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]

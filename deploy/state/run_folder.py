@@ -3,9 +3,9 @@
 | file | content |
 |---|---|
 | `spec.record` | the newest revision of the run's spec that the peer has seen, signed by the owner |
-| `era` | the version of the last snapshot, among others (`shoal.peer.archive`) |
+| `era` | the version of the last snapshot, among others (`shoal.peer.disk.archive`) |
 | `standing.json` | step, role and end of the run when the peer last looked |
-| `snapshots/` | layers (`shoal.peer.archive`) |
+| `snapshots/` | layers (`shoal.peer.disk.archive`) |
 | the others | the files of `coordinator/store.py`, `known_peers.py` and `../record/` |
 
 Reading needs no torch. A missing or damaged file counts as absent: only what commands print depends on `standing.json`,
@@ -22,8 +22,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from shoal.deploy.run.spec_record import is_newer, open_spec
-from shoal.peer.snapshot_name import MANIFEST, SnapshotName
+from shoal.deploy.state.spec_record import is_newer, open_spec
+from shoal.peer.disk.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol.durable import replace_file
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import RemoteError
@@ -133,7 +133,7 @@ class RunFolder:
 
     def kept(self) -> "Kept":
         """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
-        from shoal.peer import snapshot  # imports torch: not for commands that only look
+        from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 
         disk, folder = LiveDisk(self.peer_folder), PurePosixPath(self.run, "snapshots")

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.deploy.base.words import listed
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, is_run_id, runs_in
-from shoal.deploy.words import listed
-from shoal.peer.snapshot_name import SnapshotName
+from shoal.peer.disk.snapshot_name import SnapshotName
 from shoal.protocol.errors import InviteError, LocalError
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec

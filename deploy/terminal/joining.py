@@ -6,7 +6,7 @@ from types import TracebackType
 
 from rich.console import Console, RenderableType
 
-from shoal.deploy.report import Phase, write_report
+from shoal.deploy.record.report import Phase, write_report
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.screen import Screen
 from shoal.peer.handoff.fetcher import FetchProgress

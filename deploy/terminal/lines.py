@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
+from shoal.deploy.base.words import duration
 from shoal.deploy.dashboard.view import View
-from shoal.deploy.report import StepDone
+from shoal.deploy.record.report import StepDone
 from shoal.deploy.terminal.tables import busiest, experts_by_stage
-from shoal.deploy.words import duration
 
 _SPAN = re.compile(r", for \d+ (s|min|h)")
 

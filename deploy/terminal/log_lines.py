@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.deploy.words import printable
+from shoal.deploy.base.words import printable
 
 REPEATS_S = 600.0
 _CAUSES_MAX = 256

@@ -13,12 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.base.words import duration, printable, quantity
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.view import ChangeView, MineView, View
-from shoal.deploy.report import Phase
+from shoal.deploy.record.report import Phase
 from shoal.deploy.terminal.lines import current_pace, current_risks, said_rate
 from shoal.deploy.terminal.tables import tables
-from shoal.deploy.words import duration, printable, quantity
 
 CHANGES_SHOWN = 6
 _BARS = "▁▂▃▄▅▆▇█"

@@ -3,11 +3,11 @@
 from rich.console import Console
 from rich.text import Text
 
+from shoal.deploy.base.words import counted, quantity, short
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.record.report import Contribution, Invites, Joined, Left, Note, Phase, Ready, Report, Status, Summary
 from shoal.deploy.record.summary import amount, span
-from shoal.deploy.report import Contribution, Invites, Joined, Left, Note, Phase, Ready, Report, Status, Summary
 from shoal.deploy.terminal.presenter import Presenter
-from shoal.deploy.words import counted, quantity, short
 
 _HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
 _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder that others load"

@@ -7,7 +7,7 @@ import sys
 import msgspec
 import typer
 
-from shoal.deploy.words import printable
+from shoal.deploy.base.words import printable
 
 _UNIT = re.compile(r"(\s*)((?:[^\s`]*`[^`]*`\S*)|shoal join \S+|\S+)")
 """Blanks and the word, or the copyable command, after them."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.view import View
-from shoal.deploy.report import Note, Phase, Report, StepDone
+from shoal.deploy.record.report import Note, Phase, Report, StepDone
 from shoal.deploy.terminal.lines import current_risks, expert_lines, status_lines, step_line, trouble
 from shoal.deploy.terminal.panel import run_panel
 from shoal.deploy.terminal.screen import Screen

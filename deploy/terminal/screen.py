@@ -5,8 +5,8 @@ from collections.abc import Callable
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.terminal.plain import wrapped
-from shoal.deploy.words import printable
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:

@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.base.words import duration, quantity
 from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
-from shoal.deploy.words import duration, quantity
 
 EXPERTS_SHOWN = 16
 """The most experts shown per stage; of more, the busiest."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from shoal.deploy.run.spec_record import FIND_S, fetch_spec
+from shoal.deploy.state.spec_record import FIND_S, fetch_spec
 from shoal.deploy.visitor.visit import introduce, visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint

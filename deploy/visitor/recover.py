@@ -6,7 +6,7 @@ without votes. The mandate begins a new *reign* (override epoch). Reigns are com
 returns from the other side adopts the mandated plan, and what it trained meanwhile is lost.
 
 With an era to go back to, the same mandate undoes the training since, whether or not a majority is in reach: peers keep
-the last snapshots of an older era for a week (`peer/archive.py`).
+the last snapshots of an older era for a week (`peer/disk/archive.py`).
 
 Open `assess` first: it says what there is to recover. `Recovery` looks and acts on the ports of either world.
 """
@@ -22,10 +22,10 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from shoal.coordinator import election
+from shoal.coordinator.allocate.plan_layout import Beginning
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog
-from shoal.coordinator.plan_layout import Beginning
-from shoal.deploy.run.spec_record import FIND_S
+from shoal.deploy.state.spec_record import FIND_S
 from shoal.deploy.visitor.entrance import entering
 from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint

@@ -5,8 +5,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from shoal.deploy.base.words import printable, short
 from shoal.deploy.visitor.recover import Recovered, Situation
-from shoal.deploy.words import printable, short
 
 WARNING = (
     "Those that are missing may be alive where this machine cannot see them. If you go on, the run goes on without "

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from shoal.peer.base.tasks import Tasks
 from shoal.peer.experts.patience import Patience
-from shoal.peer.services import Services
-from shoal.peer.tasks import Tasks
+from shoal.peer.services.services import Services
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens

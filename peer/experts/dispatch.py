@@ -14,13 +14,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shoal.peer.base.tasks import Tasks
 from shoal.peer.experts.asking import Asking
-from shoal.peer.experts.call import ExpertCall
 from shoal.peer.experts.choice import HolderRouter
-from shoal.peer.experts.passage import ExpertPart, Passage
+from shoal.peer.pipeline.expert_call import ExpertCall
+from shoal.peer.pipeline.expert_passage import ExpertPart, Passage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.services import Services
-from shoal.peer.tasks import Tasks
+from shoal.peer.services.services import Services
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import EXPERTS_PER_FRAME_MAX
 from shoal.protocol.messages import ExpertDone, ExpertOutput, ExpertTokens, PresenceUpdate

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import REDUCED_MAX, Vectors
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
-from shoal.peer.vectors import REDUCED_MAX, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

@@ -9,9 +9,9 @@ from typing import Final
 
 from torch import Tensor
 
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.reduce import MeanPiece, Outgoing
-from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID

@@ -12,7 +12,8 @@ error feedback, and no residual is lost with a member.
 
 A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
 members get the same bytes. Members refuse a finished chunk with such a number. If another member got a good one, it
-gives us the mean; otherwise the round stands still and is made again without the sender (`peer/group_membership.py`).
+gives us the mean; otherwise the round stands still and is made again without the sender
+(`peer/membership/group_membership.py`).
 
 Two threads use a `Reduction`. The event loop keeps the books. Functions that a method returns touch tensors and run on
 another thread; afterwards the loop records that they are done.
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import CONTRIBUTION_MAX, REDUCED_MAX, VECTORS, Vectors
 from shoal.peer.pipeline.microbatch import indices_from
-from shoal.peer.vectors import CONTRIBUTION_MAX, REDUCED_MAX, VECTORS, Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart

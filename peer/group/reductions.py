@@ -1,13 +1,13 @@
 """One member's rounds in progress, their early pieces, and the reduced gradients that they ended in.
 
-This module says what is to be done; `peer/group_membership.py` does it.
+This module says what is to be done; `peer/membership/group_membership.py` does it.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from shoal.peer.arithmetic import LayerRuntime
+from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.pipeline.microbatch import indices_from

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from shoal.peer.outbox import Outbox
+from shoal.peer.base.outbox import Outbox
 from shoal.peer.replica.commands import Tell
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart

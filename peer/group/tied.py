@@ -32,10 +32,10 @@ from typing import Final
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.encoding.vectors import REDUCED_MAX, Vectors
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.replica.views import GroupView
-from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import REDUCED_MAX, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

@@ -7,11 +7,11 @@ While every member of the group holds the state, nothing is hashed, signed or ke
 import logging
 from dataclasses import dataclass
 
-from shoal.peer.group.attestations import Attestations, is_majority
-from shoal.peer.outbox import Outbox
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.base.outbox import Outbox
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.model.state import StageState
+from shoal.peer.replica.attestations import Attestations, is_majority
 from shoal.peer.replica.views import GroupView
-from shoal.peer.tasks import Tasks
 from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.peer.group.attestations import is_majority
+from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.handoff.initial import begun_numel
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, RANGE_TIMEOUT_S, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.handoff.unfinished import Unfinished
-from shoal.peer.initial import begun_numel
 from shoal.peer.model.layout import state_layout
-from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
-from shoal.peer.vectors import VECTORS, Vectors
+from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.replica.attestations import is_majority
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.peer.vectors import VECTORS, Vectors
+from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID

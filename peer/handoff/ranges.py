@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID

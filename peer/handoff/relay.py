@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.ranges import RANGE_CHUNKS
-from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunkRequest
 

@@ -20,14 +20,14 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 import msgspec
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.gradient_log import GradientLog
 from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
+from shoal.peer.handoff.initial import InitialWeights, bare_layer
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.initial import InitialWeights, bare_layer
-from shoal.peer.pipeline.state import LayerState, StageState
-from shoal.peer.vectors import VECTORS, Vectors
+from shoal.peer.model.state import LayerState, StageState
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

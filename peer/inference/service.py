@@ -31,13 +31,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.peer.base.shortage import is_out_of_memory
+from shoal.peer.base.tasks import Tasks
 from shoal.peer.inference.sessions import Session, Sessions
 from shoal.peer.inference.wire import InferenceWire
+from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.replica.driver import Replica
-from shoal.peer.shortage import is_out_of_memory
-from shoal.peer.tasks import Tasks
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

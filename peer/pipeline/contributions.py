@@ -26,11 +26,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.finite import zero_unless
 from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
-from shoal.peer.vectors import Vectors
 
 logger = logging.getLogger(__name__)
 

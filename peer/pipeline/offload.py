@@ -5,7 +5,7 @@ being reduced passes through host memory anyway (`coordinator/cost/memory.py` li
 memory these stay on the host and return layer by layer for each use. The bits are the same; a step takes longer.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
-does, because its bits equal those of all members (`../known_answers.py`).
+does, because its bits equal those of all members (`../compute/known_answers.py`).
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.model.state import LayerState, StageState
 
 logger = logging.getLogger(__name__)
 

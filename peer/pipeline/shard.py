@@ -10,14 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.layout import state_layout
-from shoal.peer.model.subspace import constants_of
-from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.microbatch import Indices, Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.prediction import COMPENSATIONS
-from shoal.peer.pipeline.state import (
+from shoal.peer.model.state import (
     LayerState,
     RoundedWeights,
     StageState,
@@ -25,9 +21,13 @@ from shoal.peer.pipeline.state import (
     initial_state,
     step_layer_clipped,
 )
+from shoal.peer.model.subspace import constants_of
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.microbatch import Indices, Microbatch
+from shoal.peer.pipeline.offload import Offload
+from shoal.peer.pipeline.prediction import COMPENSATIONS
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.weights import Weights
-from shoal.peer.vectors import Vectors
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 

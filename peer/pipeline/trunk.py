@@ -23,8 +23,6 @@ from torch.nn import functional
 from shoal.kernels.dispatch import Groups, combine, group, permute
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
-from shoal.peer.experts.call import Calling, ExpertCall
-from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
 from shoal.peer.model.documents import Documents
@@ -34,6 +32,8 @@ from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, 
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
 from shoal.peer.model.rotary import Rotary
 from shoal.peer.pipeline.boundary import Boundary
+from shoal.peer.pipeline.expert_call import Calling, ExpertCall
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.shard import Leaves, Shard

@@ -23,8 +23,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState, StageState, clipped, hyperparameters
 from shoal.peer.pipeline.prediction import COMPENSATIONS, OwnGradients, compensation
-from shoal.peer.pipeline.state import LayerState, StageState, clipped, hyperparameters
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import staleness_bound

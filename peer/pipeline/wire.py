@@ -27,9 +27,9 @@ from torch import Tensor
 
 from shoal.kernels import codec
 from shoal.peer.data.labels import IGNORED, Labels
+from shoal.peer.encoding.vectors import DTYPES
 from shoal.peer.model.subspace import Subspace
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.vectors import DTYPES
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload

@@ -20,8 +20,8 @@ next layout recomputes what has been begun of it.
 A member that was left out of a round, or missed its end, sees from the others' digests that it is behind and asks one
 of them for the reduced gradient (`CatchUp`).
 
-A *light* member (a learner, `peer/learner.py`) is ready with weights alone. It contributes and takes part in rounds,
-which name it as light; it never leads, sends no digest, and does not count as a holder of the state.
+A *light* member (a learner, `peer/membership/learner.py`) is ready with weights alone. It contributes and takes part in
+rounds, which name it as light; it never leads, sends no digest, and does not count as a holder of the state.
 
 This file is long because every event of a group enters here. Its parts (members, tallies, rounds, losses, agreement)
 are in files of their own and take no events from elsewhere.
@@ -30,14 +30,9 @@ are in files of their own and take no events from elsewhere.
 import math
 from dataclasses import dataclass, field
 
-from shoal.peer.group.agreement import UNCOMPARED_MAX, Agreement
-from shoal.peer.group.attestations import voters
-from shoal.peer.group.losses import Losses
-from shoal.peer.group.members import MembershipView
-from shoal.peer.group.rounds import Rounds
-from shoal.peer.group.standstill import standstill
-from shoal.peer.group.tally import Tallies, round_of
 from shoal.peer.pipeline.microbatch import indices_from
+from shoal.peer.replica.agreement import UNCOMPARED_MAX, Agreement
+from shoal.peer.replica.attestations import voters
 from shoal.peer.replica.commands import Accuse, CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     CommitEvent,
@@ -58,6 +53,11 @@ from shoal.peer.replica.events import (
     TimerFired,
     WorkGranted,
 )
+from shoal.peer.replica.losses import Losses
+from shoal.peer.replica.members import MembershipView
+from shoal.peer.replica.rounds import Rounds
+from shoal.peer.replica.standstill import standstill
+from shoal.peer.replica.tally import Tallies, round_of
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX, RESTARTS_MAX, RESTARTS_PER_S

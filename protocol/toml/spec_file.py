@@ -12,7 +12,7 @@ import msgspec
 from shoal.protocol.errors import SpecError
 from shoal.protocol.spec import RunSpec, spec_complaint
 from shoal.protocol.toml.defaults import FilledField, fill_in
-from shoal.protocol.toml.toml_file import read_toml
+from shoal.protocol.toml_file import read_toml
 
 
 def load_spec(path: Path) -> RunSpec:

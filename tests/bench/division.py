@@ -18,10 +18,10 @@ import numpy as np
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.peer.joining import Joining
+from shoal.peer.membership.joining import Joining
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec

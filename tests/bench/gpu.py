@@ -45,10 +45,10 @@ from shoal.kernels.dispatch import group
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.data.labels import Labels
 from shoal.peer.model.layout import state_layout
+from shoal.peer.model.state import LayerState, StageState, initial_state, moment2_numel, step_layer
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, moment2_numel, step_layer
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 
 LLAMA_3_8B = ModelSpec(

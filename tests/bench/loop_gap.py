@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from shoal.deploy.simulate.tiny_run import tiny_corpus
-from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.model.mixture import ExpertLoads
+from shoal.peer.model.state import LayerState, StageState
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import LayerState, StageState
-from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.layers import stage_layer_keys

@@ -1,8 +1,8 @@
 """How soon a frame is there over a way that loses packets, alone, and what a probe of that way sees.
 
 Two peers in network namespaces with an emulated internet between them (`tests/lab/internet`). One sends the other a
-frame of an activation's size now and then, and asks when it has come; and in between what `peer/probe.py` sends first:
-128 KiB, a mark, and 128 KiB more, which the receiver times from the mark on. Needs what the lab needs.
+frame of an activation's size now and then, and asks when it has come; and in between what `peer/compute/probe.py` sends
+first: 128 KiB, a mark, and 128 KiB more, which the receiver times from the mark on. Needs what the lab needs.
 
     python tests/bench/lossy_way.py [--loss 0.01] [--ms 30] [--up 20] [--rounds 8]
 """

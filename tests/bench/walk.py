@@ -26,7 +26,7 @@ import torch
 
 import shoal.protocol
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
-from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
@@ -50,7 +50,7 @@ PARTS = (
     ("pipeline", ("peer/pipeline/", "peer/replica/schedule.py")),
     ("group", ("peer/group/", "peer/replica/group_core.py", "peer/replica/member.py")),
     ("supply", ("peer/replica/microbatch_queue",)),
-    ("replica", ("peer/replica/", "peer/group_membership.py")),
+    ("replica", ("peer/replica/", "peer/membership/group_membership.py")),
     ("model and kernels", ("peer/model/", "peer/data/", "kernels/")),
     ("rest of the peer", ("peer/",)),
     ("protocol", ("protocol/",)),

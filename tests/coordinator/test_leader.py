@@ -5,11 +5,11 @@ import math
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.era import MISSING_HEARTBEATS, PATIENCE_HEARTBEATS
 from shoal.coordinator.leader import SEARCH_HEARTBEATS, Leader
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding, Ping, TransferLeadership

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from shoal.coordinator.allocate.measured import LinkBook
+from shoal.coordinator.allocate.reachability import Reachability
 from shoal.coordinator.link_survey import (
     APART_HEARTBEATS,
     CONFIRM_HEARTBEATS,
@@ -15,8 +17,6 @@ from shoal.coordinator.link_survey import (
     UNANSWERED_HEARTBEATS,
     LinkSurvey,
 )
-from shoal.coordinator.measured import LinkBook
-from shoal.coordinator.reachability import Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.messages import LinkReport

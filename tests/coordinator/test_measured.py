@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from shoal.coordinator.measured import (
+from shoal.coordinator.allocate.measured import (
     BOAST,
     BOAST_CLAIMED,
     BOAST_MEASURED,

@@ -2,16 +2,16 @@
 
 import pytest
 
-from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.link_survey import LinkSurvey
-from shoal.coordinator.measured import LinkBook
-from shoal.coordinator.reachability import (
+from shoal.coordinator.allocate.measured import LinkBook
+from shoal.coordinator.allocate.reachability import (
     CLAIMS_KEPT_MAX,
     EXPIRY_HEARTBEATS,
     PATIENCE_HEARTBEATS,
     RETRY_HEARTBEATS,
     Reachability,
 )
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.link_survey import LinkSurvey
 from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.spec import RunSpec, SwarmSpec
 

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Searched
-from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from shoal.deploy.children import Child, Children
+from shoal.deploy.base.children import Child, Children
 
 # A child with a grandchild in a session of its own, as a peer has its daemon. It says who that is, then waits.
 FAMILY = """
@@ -125,7 +125,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     parent = """
     import asyncio, os, sys
     from pathlib import Path
-    from shoal.deploy.children import Children
+    from shoal.deploy.base.children import Children
     async def main():
         children = Children(on_line=lambda child, line: None, on_exit=lambda child, status: None)
         argv = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.deploy import cli, config
-from shoal.deploy.config import RecordSettings
 from shoal.deploy.control import control_socket
+from shoal.deploy.manners.config import RecordSettings
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.state import places
 from shoal.protocol.errors import LocalError

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.deploy.state.spec_record import seal_spec
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from shoal.deploy import cli, service
-from shoal.deploy.config import Settings
+from shoal.deploy.manners.config import Settings
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite

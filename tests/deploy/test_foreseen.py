@@ -9,8 +9,8 @@ import torch
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import SLOW
-from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.messages import SwarmStatus

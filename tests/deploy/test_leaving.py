@@ -9,9 +9,9 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator, NoLayout, SwarmSnapshot
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.era import MISSING_HEARTBEATS
-from shoal.coordinator.plan_layout import Layout
-from shoal.deploy.node import LEAVE_S
+from shoal.deploy.node.node import LEAVE_S
 from shoal.deploy.session.stop import LEAVE_SOON_S
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import Corpus, load_corpus

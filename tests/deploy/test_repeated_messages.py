@@ -11,11 +11,11 @@ from functools import cache
 import msgspec
 import pytest
 
-from shoal.deploy.node import Node
+from shoal.deploy.node.node import Node
 from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.peer.archive import Archive
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.disk.archive import Archive
+from shoal.peer.model.state import StageState
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys

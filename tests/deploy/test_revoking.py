@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from shoal.deploy.control.control_socket import ask
-from shoal.deploy.run.renewal import FILE_NAME
+from shoal.deploy.node.renewal import FILE_NAME
 from shoal.protocol.errors import LocalError
 
 pytestmark = pytest.mark.process
 
 
 SOON_RENEWED = """
-from shoal.deploy.run import renewal
+from shoal.deploy.node import renewal
 renewal._LOOK_S = 1.0
 """
 

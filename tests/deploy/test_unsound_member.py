@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.deploy.node import Node
+from shoal.deploy.node.node import Node
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.group.reduce import Outgoing

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.deploy.words import counted, digits
+from shoal.deploy.base.words import counted, digits
 
 
 @pytest.mark.parametrize(

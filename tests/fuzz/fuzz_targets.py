@@ -22,13 +22,13 @@ from newest_snapshot import read_newest
 from fuzz_choices import Choices
 from fuzz_values import Known, make, make_tables, toml
 from shoal.deploy.run.directory_rules import record_rules
-from shoal.deploy.run.spec_record import open_spec, seal_spec
 from shoal.deploy.simulate.scenario import ScenarioFile, find_scenario
 from shoal.deploy.simulate.tiny_run import tiny_spec
+from shoal.deploy.state.spec_record import open_spec, seal_spec
+from shoal.peer.disk.snapshot import _Manifest, write_snapshot
+from shoal.peer.disk.snapshot_name import MANIFEST, SnapshotName
 from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import _Manifest, write_snapshot
-from shoal.peer.snapshot_name import MANIFEST, SnapshotName
+from shoal.peer.model.state import LayerState
 from shoal.protocol import messages
 from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.endpoint import Endpoint

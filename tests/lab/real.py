@@ -16,12 +16,22 @@ import psutil
 from figures import Figures, Step, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
-from shoal.deploy.children import CLI, Child, Children, last_line
+from shoal.deploy.base.children import CLI, Child, Children, last_line
 from shoal.deploy.control.control_socket import ask
 from shoal.deploy.control.invite_book import DEFAULT_SEATS
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.step_book import StepBook
-from shoal.deploy.report import Committed, Contribution, Joined, Obeys, Ready, Report, Status, StepDone, read_report
+from shoal.deploy.record.report import (
+    Committed,
+    Contribution,
+    Joined,
+    Obeys,
+    Ready,
+    Report,
+    Status,
+    StepDone,
+    read_report,
+)
 from shoal.deploy.run.run_file import write_spec
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import InviteKey, parse_invite

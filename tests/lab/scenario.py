@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from internet.emulator import Line, NatKind, PathBetween
+from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.spec_file import convert_spec
-from shoal.protocol.toml.toml_file import read_toml
+from shoal.protocol.toml_file import read_toml
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 WORDS = {

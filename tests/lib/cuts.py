@@ -12,11 +12,11 @@ from torch import Tensor
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
 from shoal.peer.data.microbatch import microbatch as training_microbatch
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.single_process import Between
-from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 from shoal.protocol.spec import RunSpec

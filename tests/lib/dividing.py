@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.deploy.simulate.sightings import CommitSeen, Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
-from shoal.peer.initial import weights_digest
+from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, tied_spans
 from shoal.peer.single_process import train

@@ -17,8 +17,8 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.peer import learner
-from shoal.peer.replica.driver import Replica
+from shoal.peer.membership import learner
+from shoal.peer.membership.replica_driver import Replica
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import make_topology
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from shoal.peer.snapshot import DamagedSnapshot, Snapshot, list_snapshots, log_damage, read_snapshot
+from shoal.peer.disk.snapshot import DamagedSnapshot, Snapshot, list_snapshots, log_damage, read_snapshot
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Disk
 

@@ -18,7 +18,7 @@ import msgspec
 from shoal.deploy.dashboard.address import DEFAULT, parse_address
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.report import Contribution, Joined, LimitsNow, Report, Status
+from shoal.deploy.record.report import Contribution, Joined, LimitsNow, Report, Status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, ExpertStatus, PeerStatus, PlanNote, SwarmStatus
 

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.deploy.simulate.sightings import Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec

@@ -4,7 +4,7 @@ from typing import Any
 
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.view import View
-from shoal.deploy.report import Status
+from shoal.deploy.record.report import Status
 from shoal.protocol.messages import SwarmStatus
 
 _USUAL: dict[str, Any] = {

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.peer.replica.flow import Traffic

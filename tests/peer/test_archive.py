@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.archive import ABANDONED_SNAPSHOTS, Archive
+from shoal.peer.disk.archive import ABANDONED_SNAPSHOTS, Archive
+from shoal.peer.disk.past_eras import ERAS_KEPT
 from shoal.peer.model.layout import all_layer_keys
-from shoal.peer.past_eras import ERAS_KEPT
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state
+from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.certificate import Certified
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.peer.cgroup import free_memory_bytes, processors, total_memory_bytes
+from shoal.peer.compute.cgroup import free_memory_bytes, processors, total_memory_bytes
 
 V2 = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1_MEMORY = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"

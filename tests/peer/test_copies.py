@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.archive import Archive
-from shoal.peer.attesting import Attesting
-from shoal.peer.copies import Copies, keepers
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.disk.archive import Archive
+from shoal.peer.disk.attesting import Attesting
+from shoal.peer.handoff.copies import Copies, keepers
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.pipeline.state import StageState, initial_state
-from shoal.peer.tasks import Tasks
+from shoal.peer.model.state import StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.peer.arithmetic import TorchArithmetic
-from shoal.peer.fetching_ahead import FetchingAhead, _Source
+from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.handoff.fetching_ahead import FetchingAhead, _Source
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state, step_layer
+from shoal.peer.model.state import LayerState, StageState, initial_state, step_layer
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys

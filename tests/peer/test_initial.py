@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.peer import single_process
-from shoal.peer.initial import bare_layer, first_state, foreign_layers, layers_of, weights_digest
+from shoal.peer.handoff.initial import bare_layer, first_state, foreign_layers, layers_of, weights_digest
 from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.pipeline.state import initial_state
+from shoal.peer.model.state import initial_state
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.group.catching_up import Answer
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.joining import Joining
+from shoal.peer.membership.joining import Joining
 from shoal.peer.model.layout import stage_layer_keys
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state
+from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import StateOffer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shoal.peer import known_answers
-from shoal.peer.known_answers import KNOWN, answer, steps_on
+from shoal.peer.compute import known_answers
+from shoal.peer.compute.known_answers import KNOWN, answer, steps_on
 from shoal.protocol.errors import ShoalError
 
 CPU, CARD = torch.device("cpu"), torch.device("meta")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shoal.peer.probe import FAR_S, LinkProbe
+from shoal.peer.compute.probe import FAR_S, LinkProbe
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.neighbours import Neighbours
+from shoal.peer.services.neighbours import Neighbours
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.peer.outbox import Outbox
+from shoal.peer.base.outbox import Outbox
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID

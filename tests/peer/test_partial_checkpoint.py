@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 
-from shoal.peer.partial_checkpoint import FOLDER, PartialCheckpoint
-from shoal.peer.pipeline.state import initial_state
+from shoal.peer.disk.partial_checkpoint import FOLDER, PartialCheckpoint
+from shoal.peer.model.state import initial_state
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import uniform

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shoal.deploy.simulate.tiny_run import tiny_corpus
+from shoal.peer.compute.precision import QUICKER, precision_of
 from shoal.peer.model import llama
 from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.precision import QUICKER, precision_of
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.peer.probe import LinkProbe
+from shoal.peer.compute.probe import LinkProbe
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.sim.loop import run

@@ -5,8 +5,8 @@ import threading
 
 import torch
 
-from shoal.peer.recycling import KEPT_MAX, LARGE, SIZES_MAX, Recycling
-from shoal.peer.vectors import Vectors
+from shoal.peer.encoding.recycling import KEPT_MAX, LARGE, SIZES_MAX, Recycling
+from shoal.peer.encoding.vectors import Vectors
 
 
 def test_memory_comes_back_with_the_last_who_holds_a_part_of_it():

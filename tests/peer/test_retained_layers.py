@@ -2,8 +2,8 @@
 
 import torch
 
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.model.state import LayerState
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Member, Plan, Stage

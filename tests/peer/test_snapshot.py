@@ -10,9 +10,7 @@ import safetensors.torch
 import torch
 from newest_snapshot import read_newest
 
-from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import (
+from shoal.peer.disk.snapshot import (
     LOCK_NAME,
     DamagedSnapshot,
     Snapshot,
@@ -21,6 +19,8 @@ from shoal.peer.snapshot import (
     read_snapshot,
     write_snapshot,
 )
+from shoal.peer.model.layout import all_layer_keys, init_layer
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Disk

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.deploy.ship.hf_config import config_of
-from shoal.peer.base_layers import FOLDER
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.microbatch import microbatch
 from shoal.peer.handoff import fetcher
+from shoal.peer.handoff.base_layers import FOLDER
+from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.handoff.ranges import fetch_range
-from shoal.peer.initial import weights_digest
 from shoal.peer.model.frozen import base_numel, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.schedule import rate_of

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shoal.peer import learner
 from shoal.peer.group.absent_learners import STEPS_MAX
 from shoal.peer.handoff.server import TRAINED
+from shoal.peer.membership import learner
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.messages import GatherPart, StateChunk, StateChunkRequest
 from shoal.protocol.sim.loop import run

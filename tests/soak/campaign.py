@@ -18,7 +18,7 @@ from shoal.deploy.simulate.campaign import run_seed, run_trial
 from shoal.deploy.simulate.campaign_report import failure, one_line, summary
 from shoal.deploy.simulate.trial import CampaignOptions, draw_trial, parse_wire
 from shoal.deploy.simulate.witness import RunVerdict
-from shoal.peer import learner
+from shoal.peer.membership import learner
 
 
 def run_light_seed(seed: int, options: CampaignOptions) -> RunVerdict:

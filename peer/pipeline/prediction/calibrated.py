@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import OwnGradients, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
-from shoal.peer.pipeline.state import LayerState
 
 MEMORY = 0.9
 """The factor of the old sums at each measurement: the gain is a mean of about the last ten."""

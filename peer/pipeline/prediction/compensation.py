@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
-from shoal.peer.pipeline.state import LayerState
+from shoal.peer.model.state import LayerState
 
 Settings = Mapping[str, Any]
 """Keyword arguments of the optimizer at the layer's version (`state.hyperparameters`); "step" is that version."""

@@ -4,9 +4,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Settings
 from shoal.peer.pipeline.prediction.stale import Stash
-from shoal.peer.pipeline.state import LayerState
 
 STRENGTH = 0.04
 """λ of DC-ASGD-c, tuned in the paper for SGD on CIFAR-10."""

@@ -5,8 +5,8 @@ from typing import ClassVar, Final
 
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
-from shoal.peer.pipeline.state import LayerState
 
 KEPT: Final = 0.7
 """The part of a displacement that is kept in the next weights."""

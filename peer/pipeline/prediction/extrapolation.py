@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
-from shoal.peer.pipeline.state import LayerState
 
 
 class PipeOptim(Compensation):

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
-from shoal.peer.pipeline.state import LayerState
 
 
 class Stash(Compensation):

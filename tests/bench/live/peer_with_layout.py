@@ -8,7 +8,7 @@ import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.deploy import cli, node
 from shoal.deploy.demo import crew
 from shoal.protocol.plan import Member, Plan

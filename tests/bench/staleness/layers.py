@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.schedule import learning_rate
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction import OwnGradients, compensation
-from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import OptimizerSpec
 
 

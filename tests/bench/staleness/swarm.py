@@ -26,16 +26,16 @@ from torch import Tensor
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
+from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.modelled_swarm import name_of, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.scenario import find_scenario
-from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.model.layout import stage_layer_keys
+from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import StageState
 from shoal.protocol.access import Gate
 from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport

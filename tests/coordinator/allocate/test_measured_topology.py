@@ -7,9 +7,9 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
+from shoal.coordinator.allocate.measured import MeasuredNetwork
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.topology import Floats, Topology

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured import MeasuredNetwork
 from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.cost import format_choice
 from shoal.coordinator.cost.format_choice import KEPT, SPARED
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import FormatBytes, WireBytes, Workload
-from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Stage
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec, WireSpec

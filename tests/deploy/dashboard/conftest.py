@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shoal.deploy.dashboard.feed import Feed, RunFacts
-from shoal.deploy.report import Contribution, Status
+from shoal.deploy.record.report import Contribution, Status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 

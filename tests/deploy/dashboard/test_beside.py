@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from shoal.deploy.dashboard.address import parse_address
-from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.report import Note
+from shoal.deploy.record.report import Note
+from shoal.deploy.session.beside import serving
 
 FACTS = RunFacts(name="a-run", steps=10, num_layers=2)
 

@@ -18,7 +18,7 @@ from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
 from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.report import Joined, LimitsNow, Note, Status
+from shoal.deploy.record.report import Joined, LimitsNow, Note, Status
 
 CHROMIUM = Path("/usr/bin/chromium")
 WAIT_MS = 60_000

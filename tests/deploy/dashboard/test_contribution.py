@@ -12,7 +12,7 @@ from shoal.deploy.dashboard.contribution import (
     ContributionMeter,
     MeteredCompute,
 )
-from shoal.deploy.report import LimitsNow
+from shoal.deploy.record.report import LimitsNow
 from shoal.peer.links import LinkMeter
 from shoal.protocol.ports import Timed
 

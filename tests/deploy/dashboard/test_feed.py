@@ -10,7 +10,7 @@ from shoal.deploy.dashboard.feed import NEW_S
 from shoal.deploy.dashboard.view import STALE_S
 from shoal.deploy.record.lines import encode_line
 from shoal.deploy.record.reading import record_of
-from shoal.deploy.report import Joined, Left, LimitsNow, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
+from shoal.deploy.record.report import Joined, Left, LimitsNow, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
 from shoal.protocol.messages import Comparison, PlanNote
 from shoal.protocol.wire_format import Formats
 

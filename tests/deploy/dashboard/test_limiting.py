@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.deploy.dashboard.limiting import limited_by, slowest_stage
-from shoal.deploy.report import LimitsNow
+from shoal.deploy.record.report import LimitsNow
 
 PAUSED = LimitsNow(paused=True, why="somebody uses this machine")
 CAPPED = LimitsNow(caps=("50% of the device's time", "upload at most 5 Mbit/s"))

@@ -9,7 +9,7 @@ import pytest
 from pretend_swarm import Pretend
 from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.metrics import render_metrics
-from shoal.deploy.report import Joined, LimitsNow, Status
+from shoal.deploy.record.report import Joined, LimitsNow, Status
 from shoal.protocol.messages import Comparison
 
 BOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shoal.json"

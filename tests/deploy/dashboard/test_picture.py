@@ -4,7 +4,7 @@ import math
 
 from shoal.deploy.dashboard.picture import expert_views
 from shoal.deploy.dashboard.view import ExpertView
-from shoal.deploy.report import Status
+from shoal.deploy.record.report import Status
 from shoal.protocol.messages import ExpertStatus
 
 

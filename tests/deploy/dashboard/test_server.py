@@ -43,7 +43,7 @@ def test_what_is_not_ours_comes_with_its_licence():
 
 
 def test_a_viewer_gets_all_points_first_and_then_what_came(dashboard, feed, make_status, make_peer, two_peers):
-    from shoal.deploy.report import Status
+    from shoal.deploy.record.report import Status
 
     feed.take(two_peers, 0.0)
     with TestClient(dashboard.app, base_url=BASE).websocket_connect(LIVE) as viewer:
@@ -57,7 +57,7 @@ def test_a_viewer_gets_all_points_first_and_then_what_came(dashboard, feed, make
 
 
 def test_after_points_were_merged_a_viewer_gets_all_of_them_again(dashboard, feed, make_status, make_peer):
-    from shoal.deploy.report import Status
+    from shoal.deploy.record.report import Status
 
     for step in range(1, POINTS_MAX):
         feed.take(Status(status=make_status(make_peer("a"), step=step, steps=10_000)), float(step))

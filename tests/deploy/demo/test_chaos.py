@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.children import Children
+from shoal.deploy.base.children import Children
 from shoal.deploy.demo.chaos import (
     COMES_BACK_EVERY,
     HEARD_S,

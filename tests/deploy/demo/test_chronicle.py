@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.summary import FaultLine
-from shoal.deploy.report import Committed, Left, Obeys, Status, StepDone, Validated
+from shoal.deploy.record.report import Committed, Left, Obeys, Status, StepDone, Validated
 from shoal.deploy.run.run_file import DEMO_SPEC, with_changes
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy.children import Children
+from shoal.deploy.base.children import Children
 from shoal.deploy.commands.options import said_parts
 from shoal.deploy.demo.crew import Crew, CrewMember
-from shoal.deploy.report import Joined, Ready
+from shoal.deploy.record.report import Joined, Ready
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import make_invite, parse_invite

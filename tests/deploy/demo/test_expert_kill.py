@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.deploy.children import Children
+from shoal.deploy.base.children import Children
 from shoal.deploy.demo.chaos import ExpertKill, FaultPorts, victim
 from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine

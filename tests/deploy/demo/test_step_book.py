@@ -3,7 +3,7 @@ import random
 import msgspec
 
 from shoal.deploy.demo.step_book import StepBook
-from shoal.deploy.report import StepDone
+from shoal.deploy.record.report import StepDone
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport
 

@@ -14,7 +14,7 @@ from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
 from shoal.deploy.doctor.findings import Dial, MachineFound
 from shoal.deploy.doctor.probes import LiveProbes, examine
 from shoal.deploy.run.run_file import DEMO_SPEC
-from shoal.deploy.run.spec_record import SpecKeeper, seal_spec
+from shoal.deploy.state.spec_record import SpecKeeper, seal_spec
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey

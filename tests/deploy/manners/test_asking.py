@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy import config
+from shoal.deploy.manners import config
 from shoal.deploy.manners.asking import ask, may_ask
 from shoal.deploy.manners.limits import Limits
 

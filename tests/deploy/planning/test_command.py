@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy import cli
-from shoal.deploy.planning.command import Proposal, StageLine, _indexes, _short_of_memory, compared_cells
+from shoal.deploy.commands.plan_command import Proposal, StageLine, _indexes, _short_of_memory, compared_cells
 
 GOOD = {
     "title": "Two pairs",

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.deploy import cli
-from shoal.deploy.planning.live_row import said_of_live
+from shoal.deploy.simulate.live_row import said_of_live
 from shoal.deploy.simulate.reached import Reached
 
 NETWORK = {

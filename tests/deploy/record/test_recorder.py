@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.dashboard.beside import Showing
 from shoal.deploy.dashboard.feed import Feed, RunFacts
-from shoal.deploy.record import recorder as recorder_module
 from shoal.deploy.record.events_file import scalars
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.recorder import Keeping, Recorder, recording
-from shoal.deploy.report import Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.record.report import Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.session import recorder as recorder_module
+from shoal.deploy.session.beside import Showing
+from shoal.deploy.session.recorder import Keeping, Recorder, recording
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID

@@ -14,8 +14,8 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from shoal.coordinator.discovery import Discovery, peers_key, plan_key
 from shoal.deploy.run.directory_rules import record_rules
-from shoal.deploy.run.spec_record import SpecKeeper, fetch_spec, record_key, seal_spec
 from shoal.deploy.session.network import open_network
+from shoal.deploy.state.spec_record import SpecKeeper, fetch_spec, record_key, seal_spec
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal

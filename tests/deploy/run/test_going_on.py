@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 from shoal.deploy import cli
 from shoal.deploy.run.going_on import ended_in_words, going_on, learning_rate_in_words, new_run_note, same_run
 from shoal.deploy.run.run_file import with_changes
-from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.ship.scores import Score, keep_evaluation
 from shoal.deploy.state import places
 from shoal.deploy.state.known_peers import KnownPeers
 from shoal.deploy.state.run_folder import RunFolder, SavedStanding, runs_in
 from shoal.deploy.state.runs import all_runs, find, find_hosted
 from shoal.deploy.state.runs import remove as remove_runs
-from shoal.peer.archive import Archive
+from shoal.deploy.state.spec_record import seal_spec
+from shoal.peer.disk.archive import Archive
+from shoal.peer.disk.snapshot_name import SnapshotName
 from shoal.peer.model.layout import all_layer_keys
-from shoal.peer.pipeline.state import StageState, initial_state
-from shoal.peer.snapshot_name import SnapshotName
+from shoal.peer.model.state import StageState, initial_state
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.deploy.run.renewal import FILE_NAME, Renewal, take_kept
+from shoal.deploy.node.renewal import FILE_NAME, Renewal, take_kept
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from shoal.deploy.run.spec_record import fetch_spec, is_newer, open_spec, record_key, seal_spec
+from shoal.deploy.state.spec_record import fetch_spec, is_newer, open_spec, record_key, seal_spec
 from shoal.protocol.errors import LocalError, RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite

@@ -16,13 +16,13 @@ from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model, open_copy, open_initial
 from shoal.deploy.ship.loaded_model import load_model
-from shoal.peer.base_layers import FOLDER
+from shoal.peer.disk.snapshot import write_snapshot
+from shoal.peer.handoff.base_layers import FOLDER
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.generate import Sampler
 from shoal.peer.model.layout import all_layer_keys, initial_parameters, state_layout
 from shoal.peer.model.llama import rotary_tables, run_layers
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec

@@ -14,11 +14,11 @@ from shoal.deploy import cli
 from shoal.deploy.run.run_text import load_own_corpus
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import rotary_tables, run_layers
-from shoal.peer.pipeline.state import LayerState
+from shoal.peer.model.state import LayerState
 from shoal.peer.single_process import validate
-from shoal.peer.snapshot import write_snapshot
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, TrainingSpec
 

@@ -18,12 +18,12 @@ from shoal.deploy.ship.found_snapshot import FoundSnapshot, find_snapshots
 from shoal.deploy.ship.loaded_model import load_model
 from shoal.deploy.ship.sample import write_sample
 from shoal.peer.data.tokenizer import train_bpe
+from shoal.peer.disk.snapshot import DamagedSnapshot, write_snapshot
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout, num_parameters
 from shoal.peer.model.llama import rotary_tables, run_layers
+from shoal.peer.model.state import LayerState
 from shoal.peer.model.subspace import constants_of
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import DamagedSnapshot, write_snapshot
 from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec

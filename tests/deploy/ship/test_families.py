@@ -19,11 +19,11 @@ from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import FolderWeights, import_model
 from shoal.peer.data.tokenizer import train_bpe
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import HEAD, all_layer_keys, layer_layout, num_parameters
 from shoal.peer.model.llama import loss, loss_of_head, rotary_tables, run_layers
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, decode_spec, encode_spec
 from shoal.protocol.toml.spec_file import load_spec

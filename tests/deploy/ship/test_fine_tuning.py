@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from shoal.deploy import cli
 from shoal.deploy.ship.import_model import FolderBase, FolderWeights
 from shoal.peer import single_process
-from shoal.peer.base_layers import FOLDER
 from shoal.peer.data.corpus import load_corpus
+from shoal.peer.handoff.base_layers import FOLDER
 from shoal.peer.model.layout import all_layer_keys
 from shoal.protocol.toml.spec_file import load_spec
 

@@ -15,10 +15,10 @@ from shoal.deploy.ship import generate as writing
 from shoal.deploy.ship.generate import fit_for_terminal
 from shoal.deploy.ship.loaded_model import LoadedModel, load_model
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.generate import Sampler, generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec

@@ -16,11 +16,11 @@ from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import FolderWeights, import_model, open_initial
 from shoal.peer.data.tokenizer import BYTES, train_bpe
-from shoal.peer.initial import weights_digest
+from shoal.peer.disk.snapshot import write_snapshot
+from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import rotary_tables, run_layers
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec

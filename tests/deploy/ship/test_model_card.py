@@ -15,9 +15,9 @@ from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model
 from shoal.deploy.ship.scores import Score, evaluations_of, keep_evaluation, source_names
 from shoal.peer.data.chat import CHATML
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.identity import PeerID
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SourceSpec

@@ -7,10 +7,10 @@ import pytest
 
 from shoal.deploy.ship.sample import PROMPT, TEMPERATURE, merge_snapshots, write_sample
 from shoal.peer.data.tokenizer import train_bpe
+from shoal.peer.disk.snapshot import Snapshot, read_snapshot, write_snapshot
 from shoal.peer.model.generate import generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import Snapshot, read_snapshot, write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec

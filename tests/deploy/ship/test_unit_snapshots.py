@@ -9,8 +9,8 @@ import torch
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.sample import merge_snapshots
 from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.peer.pipeline.state import initial_state
-from shoal.peer.snapshot import read_snapshot, write_snapshot
+from shoal.peer.disk.snapshot import read_snapshot, write_snapshot
+from shoal.peer.model.state import initial_state
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import all_layer_keys, expert_keys, held_keys, trunk_keys
 from shoal.protocol.live.disk import LiveDisk

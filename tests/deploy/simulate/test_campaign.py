@@ -16,7 +16,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
 from shoal.deploy.simulate.witness import RunVerdict, RunWitness
-from shoal.peer import learner
+from shoal.peer.membership import learner
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import Fault, FaultKind
 

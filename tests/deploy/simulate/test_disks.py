@@ -7,8 +7,8 @@ import pytest
 
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.peer.disk.snapshot import DamagedSnapshot, list_snapshots, read_snapshot
 from shoal.peer.single_process import train
-from shoal.peer.snapshot import DamagedSnapshot, list_snapshots, read_snapshot
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

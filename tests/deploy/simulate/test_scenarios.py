@@ -163,7 +163,7 @@ def test_a_peer_a_hundred_times_slower_is_given_less_and_kept_and_holds_nobody_u
     """What the others make of it, in one layout: a search would move somebody to where one has died, and the yardstick
     would be another swarm. (It does not do so for one that is slow but alive: coordinator/README.md.)
     """
-    monkeypatch.setattr("shoal.deploy.node.EvolutionaryAllocator", GreedyAllocator)
+    monkeypatch.setattr("shoal.deploy.node.node.EvolutionaryAllocator", GreedyAllocator)
     slow, share, is_kept = rate_with(stage, slowdown=100.0)
     rest, _, _ = rate_with(stage, slowdown=None)
     assert is_kept

@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 from shoal.deploy.dashboard.address import parse_address
-from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.session.beside import serving
 from shoal.deploy.state.kept_addresses import FILE_NAME, KeptAddresses, keep_addresses, load_addresses
 from shoal.protocol.spec import RunSpec
 

@@ -12,9 +12,9 @@ from shoal.deploy.record.lines import encode_line
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, SavedStanding
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer
-from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import write_snapshot
+from shoal.peer.model.state import LayerState
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.report import Phase, read_report
+from shoal.deploy.record.report import Phase, read_report
 from shoal.deploy.terminal.joining import FetchWatch, JoiningView, expected
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.presenter import Presenter

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from shoal.deploy.base.words import duration
 from shoal.deploy.dashboard.feed import Feed, RunFacts
-from shoal.deploy.report import Contribution, Joined, Note, Obeys, Report, Status, StepDone
+from shoal.deploy.record.report import Contribution, Joined, Note, Obeys, Report, Status, StepDone
 from shoal.deploy.terminal.lines import status_lines, step_line
 from shoal.deploy.terminal.panel import run_panel, sparkline
 from shoal.deploy.terminal.tables import stage_table
-from shoal.deploy.words import duration
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus, SwarmStatus
 from shoal.protocol.wire_format import Formats

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.dashboard.view import run_phase
-from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Status, Summary
+from shoal.deploy.record.report import Contribution, Joined, Left, Note, Phase, Ready, Status, Summary
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus

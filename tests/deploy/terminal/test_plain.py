@@ -17,13 +17,13 @@ from shoal.deploy.commands.runs import _table
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.planning.cards import LEGEND
 from shoal.deploy.record.lines import PeerLine, encode_line
-from shoal.deploy.report import Joined, Note, Obeys, Phase, Status, Summary
+from shoal.deploy.record.report import Joined, Note, Obeys, Phase, Status, Summary
 from shoal.deploy.state.run_folder import SavedStanding
 from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
 from shoal.deploy.terminal.screen import Screen, tell
-from shoal.deploy.terminal.status import show
+from shoal.deploy.visitor.status_view import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
 from statuses import swarm_status

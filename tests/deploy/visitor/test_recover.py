@@ -17,7 +17,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.store import PlanStore
 from shoal.deploy import cli
-from shoal.deploy.run.spec_record import record_key, seal_spec
+from shoal.deploy.state.spec_record import record_key, seal_spec
 from shoal.deploy.visitor.recover import Found, _mandated, _remember, assess, find_owner
 from shoal.deploy.visitor.recover_view import as_json, headline, situation_table
 from shoal.protocol.endpoint import Endpoint

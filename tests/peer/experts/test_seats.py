@@ -4,8 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.peer.experts.seats import ExpertSeats
-from shoal.peer.experts.senders import Senders
+from shoal.peer.membership.expert_seats import ExpertSeats
+from shoal.peer.services.senders import Senders
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.sim.loop import run

@@ -1,6 +1,6 @@
 """Whom a holder of experts takes tokens from, and how many of each."""
 
-from shoal.peer.experts.senders import LEFT_S, STRANGER, Room, Senders
+from shoal.peer.services.senders import LEFT_S, STRANGER, Room, Senders
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 

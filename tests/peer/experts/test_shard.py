@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.peer.experts.runs import AT_ONCE_MAX, Run
-from shoal.peer.experts.shard import ExpertShard
-from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.layout import expert_key, init_layer, layer_layout
+from shoal.peer.pipeline.expert_runs import AT_ONCE_MAX, Run
+from shoal.peer.pipeline.expert_shard import ExpertShard
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID

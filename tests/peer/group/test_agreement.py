@@ -2,8 +2,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.peer.group.agreement import MUTE_AT_THE_END_S, MUTE_S, UNCOMPARED_MAX, Agreement
 from shoal.peer.pipeline.microbatch import bitmap_of
+from shoal.peer.replica.agreement import MUTE_AT_THE_END_S, MUTE_S, UNCOMPARED_MAX, Agreement
 from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart

@@ -1,6 +1,6 @@
 """Who must have signed a state before a newcomer fetches it."""
 
-from shoal.peer.group.attestations import Attestations, is_majority, voters
+from shoal.peer.replica.attestations import Attestations, is_majority, voters
 from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ATTESTATIONS_OF_ONE_MAX

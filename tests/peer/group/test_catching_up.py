@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from shoal.peer.group.agreement import Agreement
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.catching_up import CatchingUp, _Fetch
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
-from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import Vectors
+from shoal.peer.replica.agreement import Agreement
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.messages import ReducedChunk

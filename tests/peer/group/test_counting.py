@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.peer.group_membership import GroupMembership
+from shoal.peer.encoding.vectors import VECTORS
+from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import Count
 from shoal.peer.replica.events import GradientCounted
-from shoal.peer.vectors import VECTORS
 
 
 @pytest.mark.parametrize("version", [3, 4])

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.peer.encoding.vectors import VECTORS
 from shoal.peer.group.early import ROUNDS_MAX, Early
-from shoal.peer.group_membership import GroupMembership
+from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
 from shoal.peer.replica.group_core import GroupCore
-from shoal.peer.retained_layers import RetainedLayers
-from shoal.peer.vectors import VECTORS
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID

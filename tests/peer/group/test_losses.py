@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from shoal.peer.group.losses import (
+from shoal.peer.replica.commands import AskRepair
+from shoal.peer.replica.losses import (
     STALL_S_BEGINNING,
     STALL_S_DEATH,
     STALL_S_FIRST,
@@ -13,7 +14,6 @@ from shoal.peer.group.losses import (
     STALL_STEPS,
     Losses,
 )
-from shoal.peer.replica.commands import AskRepair
 
 
 def after_steps(*seconds: float, is_first: bool = False) -> tuple[Losses, float]:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import torch
 
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import Outgoing
-from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import GatherPart, RoundMember, RoundStart

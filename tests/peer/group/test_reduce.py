@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.reduce import Outgoing, Reduction, part_bounds
 from shoal.peer.pipeline.microbatch import bitmap_of, indices_from
-from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart

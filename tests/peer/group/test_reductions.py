@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.reduce import part_bounds
 from shoal.peer.group.reductions import Reductions
-from shoal.peer.vectors import Vectors
 from shoal.protocol.messages import RoundMember, RoundStart
 
 SIZE = 8

@@ -5,7 +5,6 @@ import math
 import msgspec
 import pytest
 
-from shoal.peer.group.rounds import attempt
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import CatchUp, CommitCommand, Reduce, Tell
 from shoal.peer.replica.events import (
@@ -23,6 +22,7 @@ from shoal.peer.replica.events import (
     TimerFired,
 )
 from shoal.peer.replica.group_core import GroupCore
+from shoal.peer.replica.rounds import attempt
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart

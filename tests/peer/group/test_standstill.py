@@ -1,5 +1,5 @@
-from shoal.peer.group.members import MembershipView
-from shoal.peer.group.standstill import standstill
+from shoal.peer.replica.members import MembershipView
+from shoal.peer.replica.standstill import standstill
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 from shoal.protocol.plan import Member

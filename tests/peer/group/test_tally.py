@@ -1,7 +1,7 @@
 from collections.abc import Mapping, Sequence
 
-from shoal.peer.group.tally import Tally, round_of
 from shoal.peer.pipeline.microbatch import Indices, indices_from
+from shoal.peer.replica.tally import Tally, round_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
 

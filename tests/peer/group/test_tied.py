@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.tied import TiedGradient
-from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import Done, RoundEnded, TiedChunk, TiedOffer, TiedRequest

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.peer.handoff.difference import changed, difference
+from shoal.peer.encoding.difference import changed, difference
 
 BITS = st.integers(-32768, 32767)
 

@@ -16,7 +16,7 @@ from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.handoff.unfinished import Unfinished
-from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, initial_state
+from shoal.peer.model.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
-from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunk

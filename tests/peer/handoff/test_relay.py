@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state
-from shoal.peer.vectors import Vectors
+from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.layers import stage_layer_keys

@@ -4,10 +4,10 @@ import threading
 
 import torch
 
+from shoal.peer.encoding.vectors import VECTORS
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.weight_set import WeightSet
-from shoal.peer.vectors import VECTORS
 
 SIZE = 4
 

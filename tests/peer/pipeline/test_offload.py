@@ -10,9 +10,9 @@ import torch
 
 from shoal.coordinator.cost.memory import STEP_TEMPORARIES, resident_terms
 from shoal.peer.model.layout import state_layout
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline import shard
 from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.state import LayerState
 from tests.peer.pipeline.test_step_memory import CPU, Alone, Census, fresh, played, spec_of
 
 __all__ = ["fresh"]

@@ -23,10 +23,10 @@ from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
 from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.peer.model.state import StageState, initial_state
 from shoal.peer.pipeline.contributions import HELD_OUT_MAX
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import StageState, initial_state
 from shoal.protocol.spec import DataSpec, RunSpec
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model.frozen import seed_base
+from shoal.peer.model.state import initial_state
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import initial_state
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from torch import Tensor
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model import compiled
 from shoal.peer.model.compiled import CompiledLayers
+from shoal.peer.model.state import initial_state
 from shoal.peer.pipeline import stage
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import initial_state
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")

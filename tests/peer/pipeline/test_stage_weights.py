@@ -19,11 +19,11 @@ from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.data.labels import Labels
 from shoal.peer.model import llama
 from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.state import LayerState, StageState, hyperparameters, step_layer
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
 from shoal.peer.pipeline.prediction.eager import KEPT
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import LayerState, StageState, hyperparameters, step_layer
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.spec import RunSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.peer.model.layout import all_layer_keys, layer_layout, unit_slices
-from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer, unit_spans
+from shoal.peer.model.state import LayerState, StageState, clipped, initial_state, step_layer, unit_spans
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.experts.call import Calling, ExpertCall, JobInParts
-from shoal.peer.experts.runs import Run
-from shoal.peer.experts.shard import ExpertShard
-from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.layout import layer_layout
+from shoal.peer.pipeline.expert_call import Calling, ExpertCall, JobInParts
+from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_shard import ExpertShard
+from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.pipeline.stage import StageRuntime

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from shoal.protocol.toml.complaint import complaint, misspelt, unread
+from shoal.protocol.complaint import complaint, misspelt, unread
 
 
 class Boat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

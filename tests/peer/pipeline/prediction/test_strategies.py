@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction import (
     COMPENSATIONS,
     DelayCompensation,
@@ -18,7 +19,6 @@ from shoal.peer.pipeline.prediction import (
     SpecTrain,
     compensation,
 )
-from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.spec import TrainingSpec
 
 N = 12

@@ -1,0 +1,314 @@
+"""Runs one peer, and the coordinator when it is this peer's turn, on one transport.
+
+Only here `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's live plans go
+to the peer. A node does not know its world: `session/` puts it on libp2p, the simulator runs hundreds in one process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
+from shoal.coordinator.driver import Callbacks, Coordination, ignore
+from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.store import PLANS, PlanStore
+from shoal.deploy.node.renewal import Renewal
+from shoal.deploy.record.past import Past
+from shoal.deploy.state.spec_record import Found, SpecKeeper
+from shoal.peer.compute.arithmetic import Arithmetic, TorchArithmetic
+from shoal.peer.compute.compute_device import ComputeDevice
+from shoal.peer.data.corpus import Corpus
+from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.handoff.initial import InitialWeights
+from shoal.peer.links import LinkMeter, MeteredTransport
+from shoal.peer.model.state import StageState
+from shoal.peer.replica.flow import Traffic
+from shoal.protocol.access import Gate
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.incarnation import next_incarnation
+from shoal.protocol.limits import PEER_NAME_CHARS_MAX
+from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
+from shoal.protocol.plan import SignedPlan
+from shoal.protocol.ports import Clock, Compute, Directory, Disk, Transport
+from shoal.protocol.seals import SEALS, Seals
+from shoal.protocol.spec import RunSpec, run_id
+
+LEAVE_S = 30.0
+"""The time that a peer has to leave without losing work, if nobody is in a hurry."""
+_GOODBYE_S = 2.0
+_LAST_VALIDATION_S = 10.0
+_LINGER_HEARTBEATS = 4.0
+"""A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
+_LEFT_BEHIND_HEARTBEATS = 20.0
+
+EXCLUDED = (
+    "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
+    "no longer accept anything from this machine"
+)
+
+DISPLACED = (
+    "another process has been started as this peer, on another machine or in a container, from a copy of its state "
+    "folder: the others now hear that one alone, so this one stops; give each machine its own state folder"
+)
+
+logger = logging.getLogger(__name__)
+
+_CPU = ComputeDevice()
+
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+async def _inline(work: Callable[[], object]) -> object:
+    return work()
+
+
+Said = TypeVar("Said")
+
+
+def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
+    """Return a function that calls `first`, then `then` if given."""
+
+    def tell(said: Said) -> None:
+        first(said)
+        if then is not None:
+            then(said)
+
+    return tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRun:
+    """The run that a node takes part in."""
+
+    spec: RunSpec
+    owner: PeerID
+    record: bytes | None = None
+    """The owner's signed spec, to keep in the directory. None: keep none, and look for no newer revision."""
+    corpus: Corpus | None = None
+    """The run's text; None: this peer never holds stage 0."""
+    initial: InitialWeights | None = None
+    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
+    each peer with a copy of the base model."""
+
+    @property
+    def id(self) -> str:
+        return run_id(self.spec, self.owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePorts:
+    """The ports of a node's world: libp2p and a device, or a simulation."""
+
+    transport: Transport
+    directory: Directory
+    compute: Compute
+    clock: Clock
+    disk: Disk | None
+    """Keeps obeyed plans and snapshots in the run's folder; None: nothing is kept."""
+    rng: random.Random
+    device: ComputeDevice = _CPU
+    memory_bytes: int | None = None
+    """The memory to claim (`Claims`); required in virtual worlds."""
+    machine: str = ""
+    """An equal text for all peers that share this machine's network card; empty: this peer is alone."""
+    run_blocking: RunBlocking = _inline
+    """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
+    run_search: RunBlocking = _inline
+    """Runs layout searches: `in_background` in reality, inline in virtual time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeListeners:
+    """Callbacks for what a node does. `on_commit`, `on_validation`, `on_state` and `say` are those of `Watcher`."""
+
+    on_step: Callable[[StepRecord], None] | None = None
+    """Called for each step while this peer coordinates."""
+    on_plan: Callable[[SignedPlan], None] | None = None
+    """Called for every plan that this peer obeys."""
+    on_commit: Callable[[CommitReport], None] | None = None
+    on_validation: Callable[[ValidationReport], None] | None = None
+    on_state: Callable[[int, StageState], None] | None = None
+    say: Callable[[str], None] = logger.info
+
+
+NOBODY = NodeListeners()
+
+
+class Node:
+    """Takes part in one run, from `start` to `close`.
+
+    Args:
+        gate: decides which senders and messages this peer accepts.
+        hears: callbacks for what happens here.
+        arithmetic: computes in place of the run's model and corpus on the ports' device.
+        traffic: passed to `PeerDriver`.
+        seals: not the default only in a simulated world, where every peer is ours.
+        allocator: makes the plans while this peer coordinates; must be the same at every peer of the run.
+    """
+
+    def __init__(
+        self,
+        run: NodeRun,
+        ports: NodePorts,
+        *,
+        identity: Identity,
+        gate: Gate,
+        name: str,
+        hears: NodeListeners = NOBODY,
+        arithmetic: Arithmetic | None = None,
+        traffic: Traffic | None = None,
+        seals: Seals = SEALS,
+        allocator: Allocator | None = None,
+    ) -> None:
+        spec, clock, disk = run.spec, ports.clock, ports.disk
+        self.spec = spec
+        self.owner = run.owner
+        self.run = run.id
+        self.past = Past(clock)
+        """The run's commits that this peer remembers."""
+        incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
+        self.links = LinkMeter(clock)
+        """Measures the traffic with each other peer."""
+        metered = MeteredTransport(ports.transport, self.links, clock)
+        self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
+        self.endpoint.revision = spec.revision
+        self._renewal = Renewal(self.endpoint, disk)
+        self._spec_keeper: SpecKeeper | None = None
+        if run.record is not None:
+            self._spec_keeper = SpecKeeper(ports.directory, self.endpoint, (spec, run.record), run.owner)
+        self.peer = PeerDriver(
+            endpoint=self.endpoint,
+            compute=ports.compute,
+            clock=clock,
+            spec=spec,
+            arithmetic=arithmetic or TorchArithmetic.on(ports.device, spec, run.corpus),
+            traffic=traffic,
+            disk=disk,
+            claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),
+            meter=self.links,
+            run_blocking=ports.run_blocking,
+            watcher=Watcher(
+                on_commit=both(self.past.committed, hears.on_commit),
+                on_validation=both(self.past.validated, hears.on_validation),
+                on_state=hears.on_state,
+                on_end=lambda: self.coordination.report(),
+                say=hears.say,
+            ),
+        )
+        self.past.serve(self.endpoint)
+        self.peer.begin_with(run.initial)
+        self._on_plan = hears.on_plan
+        gate.members.on_exclusion.append(self.peer.lose_excluded)
+        self.coordination = Coordination(
+            endpoint=self.endpoint,
+            directory=ports.directory,
+            clock=clock,
+            spec=spec,
+            owner=run.owner,
+            allocator=allocator or EvolutionaryAllocator(),
+            store=PlanStore(disk, PurePosixPath(self.run) / PLANS),
+            heartbeat=self.peer.heartbeat,
+            callbacks=Callbacks(
+                on_plan=self._obey,
+                on_step=hears.on_step or ignore,
+                on_save=self.peer.save_at,
+                on_safe=self.peer.thin,
+                on_probe=self.peer.measure_links,
+                on_doubt=self.peer.look_at_links,
+            ),
+            run_blocking=ports.run_search,
+            rng=ports.rng,
+            has_lost_all=self.peer.has_lost_all,
+        )
+        self._keeping: list[asyncio.Task[None]] = []
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.endpoint.peer_id
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.coordination.is_coordinator
+
+    async def start(self) -> None:
+        """Measure this machine, then look for the others. Raises: LocalError: the state on disk is of another run."""
+        if self._spec_keeper is not None:
+            self._keeping.append(asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec"))
+        if self.endpoint.members.certificate:
+            self._keeping.append(asyncio.create_task(self._renewal.keep(), name="keep the certificate"))
+        await self.peer.start()
+        await self.coordination.start()
+
+    async def wait_done(self) -> Found | None:
+        """Wait until the run has done its last step and the other peers know it, or the owner has continued the run.
+
+        Returns: the newer revision of the spec, under which a new node must replace this one; None: the run is done.
+        Raises: ShoalError: this peer cannot go on.
+        """
+        heartbeat_s = self.spec.swarm.heartbeat_s
+        while not (self.coordination.done or self._is_left_behind):
+            if self.peer.failure.done():
+                self.peer.failure.result()
+            if self.endpoint.members.excludes_us(self.peer_id):
+                raise LocalError(EXCLUDED)
+            if self.endpoint.is_displaced:
+                raise LocalError(DISPLACED)
+            if self._newer is not None:
+                return self._newer
+            if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:
+                self._spec_keeper.hurry()
+            await asyncio.sleep(heartbeat_s / 4)
+        await self.peer.drain(_LAST_VALIDATION_S)
+        await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+        return self._newer
+
+    @property
+    def _newer(self) -> Found | None:
+        keeper = self._spec_keeper
+        return keeper.newer.result() if keeper is not None and keeper.newer.done() else None
+
+    @property
+    def _is_left_behind(self) -> bool:
+        """True if our stage has committed the last step and no peer answers any more."""
+        replica = self.peer.replica
+        at_the_end = replica is not None and replica.version == self.spec.training.steps
+        return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
+
+    async def leave(self, *, within_s: float = LEAVE_S) -> None:
+        """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
+
+        Args: within_s: other peers redo what is not finished by then. The goodbye takes a little longer.
+        """
+        await self.peer.drain(within_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if within_s >= LEAVE_S else _GOODBYE_S):
+                await self.coordination.close(leave=True)
+
+    async def close(self) -> None:
+        """Stop now, without draining. Safe to call twice, and after `leave`."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self.coordination.close(leave=False)
+        await self.peer.close()
+
+    def _obey(self, plan: SignedPlan) -> None:
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        before = self.coordination.predecessor
+        if before is not None and not self.endpoint.gate.has_plan:
+            self.endpoint.obey(before.plan)  # members that left since may still be draining
+        self.endpoint.obey(plan.plan)
+        self.peer.obey(plan, predecessor=before)
+
+    async def status(self) -> SwarmStatus:
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError."""
+        return await self.coordination.ask_status()

@@ -1,0 +1,517 @@
+"""Keeps the record of a run while a peer takes part: asks members for their commits and writes them down.
+
+The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file,
+TensorBoard's, Weights & Biases) and `Recorded` to the displays. Without a folder nothing is written; then it only feeds
+the dashboard.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shoal.deploy.base.words import counted
+from shoal.deploy.dashboard.census import Census, clean
+from shoal.deploy.record.book import AGO_S_MAX, Book, Key
+from shoal.deploy.record.events_file import EventsFile
+from shoal.deploy.record.lines import (
+    RECORD,
+    EndLine,
+    Line,
+    NoteLine,
+    PeerLine,
+    PlanLine,
+    StartLine,
+    StepLine,
+    ValidationLine,
+    perplexity,
+)
+from shoal.deploy.record.past import Past
+from shoal.deploy.record.reading import Record, read_record
+from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.record.summary import in_words
+from shoal.deploy.record.wandb_run import WandbRun
+from shoal.deploy.record.writing import RecordFile
+from shoal.deploy.session.beside import Showing
+from shoal.deploy.session.output import Beside, Output
+from shoal.peer.model.layout import num_trained
+from shoal.peer.model.schedule import rate_of
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import HISTORY_PER_REPLY_MAX, PEER_NAME_CHARS_MAX
+from shoal.protocol.messages import History, HistoryRequest, PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+GROUPS_A_SECOND: Final = 8
+"""Groups asked per second: in a run with more groups each is asked more rarely."""
+MISSING_S: Final = 3.0
+"""The interval of requests for a missing older step."""
+VALIDATIONS_S: Final = 20.0
+"""The interval of additional requests to members of the first stage, for validations."""
+ASKED_AT_ONCE: Final = 8
+LAST_WORDS_S: Final = 3.0
+"""The time that `finish` waits for the last steps; the last request may take longer."""
+FLUSH_S: Final = 5.0
+NOTHING: Final = Record()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """The record to keep of a run, and its place."""
+
+    run: str
+    peer: PeerID
+    peer_name: str
+    folder: Path | None
+    """The run's folder in the peer's; None: nothing is written."""
+    wandb: str = ""
+
+
+class Recorder:
+    """Keeps one record.
+
+    Args:
+        keeping: the record and its place.
+        spec: of the run.
+    """
+
+    def __init__(self, keeping: Keeping, spec: RunSpec) -> None:
+        self.before = NOTHING
+        """The record's content when this peer started."""
+        self._keeping, self._spec = keeping, spec
+        self._waiting: list[Line] = []
+        self._troubles: list[str] = []
+        self._output: Output | None = None
+        self._file: RecordFile | None = None
+        self._events: EventsFile | None = None
+        self._wandb: WandbRun | None = None
+        self._book = self._new_book(None)
+        self._events_era = 0
+        self._status_era = -1
+        self._foreseen: tuple[Key, float | None] = (0, 0), None
+        """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
+        self._step = 0
+        self._validated: set[Key] = set()
+        self._plans: set[tuple[int, int]] = set()
+        self._people = _People()
+        self._turn = 0
+        self._missing_at_s = self._validations_at_s = 0.0
+        self._flushed_s = 0.0
+        self._lock = asyncio.Lock()
+
+    def open(self) -> None:
+        """Read the existing record and start writing. Raises: LocalError: Weights & Biases does not start."""
+        folder = self._keeping.folder
+        if folder is None:
+            return
+        try:
+            self.before = read_record(folder)
+        except LocalError as error:
+            logger.debug("a new record: %s", error)
+        record = self.before
+        self._book = self._new_book(record.reached if record.starts or record.steps else None)
+        self._validated = {(line.era, line.step) for line in record.validations}
+        self._plans = {(line.term, line.sequence) for line in record.plans}
+        self._file = RecordFile(folder / RECORD, say=self._troubles.append, now_s=time.monotonic)
+        start = start_line(self._keeping, self._spec)
+        self._waiting.append(start)
+        if self._keeping.wandb:
+            config = {name: getattr(start, name) for name in StartLine.__struct_fields__ if name != "time"}
+            self._wandb = WandbRun(
+                self._keeping.wandb,
+                run=f"{start.run}-{start.peer[-8:]}",
+                name=start.name,
+                folder=str(folder),
+                facts=config,
+            )
+        self._begin_events(record)
+
+    @property
+    def is_kept(self) -> bool:
+        return self._file is not None
+
+    def summary(self, unsaved: str = "") -> tuple[str, ...]:
+        """Return a summary of the run for the terminal. It reads the file, so call it after `finish`.
+
+        Args: unsaved: a sentence about steps that no disk has.
+        """
+        if self._keeping.folder is None:
+            return ()
+        try:
+            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD, unsaved)
+            return (*lines, f"  look back    shoal report {self._keeping.run}")
+        except LocalError as error:
+            return (str(error),)
+
+    def beside(self, output: Output) -> Output:
+        """Return an output that also records its reports from now on."""
+        self._output = output
+        return Beside(hear=self.take, output=output)
+
+    def take(self, report: Report) -> None:
+        match report:
+            case Joined() if report.name:
+                self._people.names.name(report.peer, report.name)
+            case Obeys():
+                self._take_plan(report)
+            case Status():
+                self._take_status(report.status)
+            case Validated():
+                said = report.report
+                self._take_validation((said.era, said.step), said.loss, said.microbatches, time.time())
+            case Note():
+                self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text)))
+
+    # --- while the run goes on ---
+
+    async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
+        """Keep the record until cancelled. No error here stops training."""
+        while True:
+            live = plan()
+            await asyncio.sleep(max(PERIOD_S, _num_groups(live) / GROUPS_A_SECOND))
+            try:
+                await self._gather(endpoint, past, plan())
+                await self._tell(self._book.due(time.monotonic()))
+            except Exception:
+                logger.exception("the record goes on without the lines that were to be written now")
+
+    async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
+        """Write the last steps and the end line."""
+        step = self._spec.training.steps if finished else self._step
+        until_s = time.monotonic() + LAST_WORDS_S
+        while True:
+            await self._gather(endpoint, past, plan)
+            await self._tell(self._book.due(time.monotonic()))
+            if self._book.is_complete and self._book.reached[1] >= step:
+                break
+            if time.monotonic() >= until_s:
+                logger.info("the record ends with step %d, the run is at %d", self._book.reached[1], step)
+                break
+            await asyncio.sleep(PERIOD_S / 4)
+        await self._tell(self._book.due(time.monotonic(), flush=True))
+        end = EndLine(
+            time=_ms(time.time()), step=max(step, self._book.reached[1]), finished=finished, lost=self._book.lost
+        )
+        self._waiting.append(end)
+        await self._keep(())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    # --- what others know ---
+
+    async def _gather(self, endpoint: Endpoint, past: Past, plan: Plan | None) -> None:
+        me = endpoint.peer_id
+        now_s = time.monotonic()
+        if plan is not None:
+            self._book.begins(plan.era, plan.restore_version, len(plan.stages))
+        self._hear(past.since(HistoryRequest(self._book.wanted(range(_num_groups(plan))), self._validations_from)))
+        if plan is None:
+            return
+        self._turn += 1
+        asks: dict[PeerID, Key] = {}
+        for group in range(_num_groups(plan)):
+            peers = _members(plan, group)
+            if peers and me not in peers:
+                peer = peers[self._turn % len(peers)]
+                asks[peer] = min(self._book.wanted([group]), asks.get(peer, (1 << 60, 0)))
+        if now_s >= self._validations_at_s:  # only its leader knows a validation, and may be in another group
+            self._validations_at_s = now_s + VALIDATIONS_S
+            for peer in [peer for peer in _members(plan, 0) if peer != me][:ASKED_AT_ONCE]:
+                asks.setdefault(peer, self._book.wanted([0]))
+        missing = self._book.missing()
+        if missing is not None and now_s >= self._missing_at_s:
+            self._missing_at_s = now_s + MISSING_S
+            step, groups = missing
+            for group in groups:
+                others = [peer for peer in _members(plan, group) if peer != me]
+                for offset in range(min(2, len(others))):
+                    asks[others[(2 * self._turn + offset) % len(others)]] = step
+        waiting = iter(asks.items())
+
+        async def ask_some() -> None:
+            for peer, wanted in waiting:
+                await self._ask(endpoint, peer, wanted)
+
+        await asyncio.gather(*(ask_some() for _ in range(min(ASKED_AT_ONCE, len(asks)))))
+
+    async def _ask(self, endpoint: Endpoint, peer: PeerID, wanted: Key) -> None:
+        while True:
+            request = HistoryRequest(wanted, self._validations_from)
+            try:
+                said = await endpoint.ask(peer, request, History, timeout_s=3.0)
+            except ShoalError as error:
+                logger.debug("%s does not say what it has committed: %s", peer[-8:], error)
+                return
+            self._hear(said)
+            if len(said.commits) < HISTORY_PER_REPLY_MAX:
+                return
+            last = said.commits[-1].report
+            after = last.era, last.step + 1
+            if after <= wanted:
+                return  # not an answer to the request
+            wanted = after
+
+    def _hear(self, said: History) -> None:
+        now_s = time.monotonic()
+        for commit in said.commits:
+            self._book.note(commit.report, now_s - commit.seconds_ago, now_s)
+        for validation in said.validations:
+            report = validation.report
+            if 0.0 <= validation.seconds_ago < AGO_S_MAX:
+                key = report.era, report.step
+                self._take_validation(key, report.loss, report.microbatches, time.time() - validation.seconds_ago)
+
+    @property
+    def _validations_from(self) -> Key:
+        """The first validation to request; validations are late, so the newest interval is requested again."""
+        era, version = max(self._validated, default=(0, -1))
+        return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
+
+    # --- what is said here anyway ---
+
+    def _take_plan(self, plan: Obeys) -> None:
+        self._book.begins(plan.era, plan.restored, plan.stages)
+        self._add_plan(plan, time.time(), era=plan.era, restored=plan.restored, peers=plan.peers, stages=plan.stages)
+
+    def _add_plan(self, plan: Obeys | PlanNote, at_s: float, **known: int) -> None:
+        order = plan.term, plan.sequence
+        if order in self._plans:
+            return
+        self._plans.add(order)
+        self._waiting.append(
+            PlanLine(
+                time=_ms(at_s),
+                term=plan.term,
+                sequence=plan.sequence,
+                coordinator=plan.coordinator,
+                reason=clean(plan.reason),
+                **known,
+            )
+        )
+
+    def _take_status(self, status: SwarmStatus) -> None:
+        now_s = time.time()
+        self._step = max(self._step, status.step) if status.era == self._status_era else status.step
+        self._status_era = status.era
+        foreseen = status.comparison.foreseen_tokens_per_s if status.comparison is not None else None
+        if foreseen != self._foreseen[1]:
+            self._foreseen = (status.era, status.step), foreseen
+        for note in status.plans:
+            self._add_plan(note, now_s - max(0.0, note.seconds_ago), era=status.era)
+        if status.validation_loss is not None and status.validation_step is not None:
+            microbatches = self._spec.training.validation_microbatches
+            self._take_validation((status.era, status.validation_step), status.validation_loss, microbatches, now_s)
+        self._waiting += self._people.take(status, now_s)
+
+    def _take_validation(self, key: Key, loss: float, microbatches: int, at_s: float) -> None:
+        value = perplexity(loss)
+        if key in self._validated or value is None or not 0 <= key[1] <= self._spec.training.steps:
+            return
+        self._validated.add(key)
+        line = ValidationLine(
+            time=_ms(at_s), step=key[1], era=key[0], loss=loss, perplexity=value, microbatches=microbatches
+        )
+        self._waiting.append(line)
+
+    # --- writing ---
+
+    async def _tell(self, steps: Iterable[StepLine]) -> None:
+        """Keep these steps, with wall-clock times."""
+        ahead_s = time.time() - time.monotonic()
+        since, foreseen = self._foreseen
+        await self._keep(
+            tuple(
+                msgspec.structs.replace(
+                    step,
+                    time=_ms(step.time + ahead_s),
+                    foreseen_tokens_per_s=foreseen if (step.era, step.step) > since else None,
+                )
+                for step in steps
+            )
+        )
+
+    async def _keep(self, steps: tuple[StepLine, ...]) -> None:
+        """Write these and all waiting lines in another thread, since a disk may be slow."""
+        async with self._lock:
+            lines, self._waiting = [*self._waiting, *steps], []
+            if not lines:
+                return
+            await asyncio.to_thread(self._write, lines)
+            for trouble in self._troubles:
+                if self._output is not None:
+                    self._output.say(Note(text=trouble))
+            self._troubles.clear()
+        validations = tuple(line for line in lines if isinstance(line, ValidationLine))
+        if self._output is not None and (steps or validations):
+            self._output.say(Recorded(steps=steps, validations=validations))
+
+    def _write(self, lines: list[Line]) -> None:
+        if self._file is None:
+            return
+        self._file.append(lines)
+        told = [line for line in lines if isinstance(line, StepLine | ValidationLine)]
+        if self._events is not None and told:
+            try:
+                self._write_events(told)
+            except OSError as error:
+                self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
+                self._events = None
+        if self._wandb is not None:
+            try:
+                self._wandb.add(told)
+            except Exception as error:  # wandb raises several kinds
+                self._troubles.append(f"Weights & Biases has failed, and gets no more: {error}")
+                self._wandb = None
+
+    def _write_events(self, told: list[StepLine | ValidationLine]) -> None:
+        assert self._events is not None
+        newest = max(line.era for line in told)
+        if newest > self._events_era and self._keeping.folder is not None:
+            self._events.close()
+            self._begin_events(read_record(self._keeping.folder))  # the run went back: earlier events are void
+            return
+        self._events.add(told)
+        if time.monotonic() >= self._flushed_s + FLUSH_S:
+            self._events.flush()
+            self._flushed_s = time.monotonic()
+
+    def _begin_events(self, record: Record) -> None:
+        assert self._keeping.folder is not None
+        self._events_era = record.reached[0]
+        try:
+            self._events = EventsFile(self._keeping.folder)
+            self._events.add(sorted((*record.steps, *record.validations), key=lambda line: line.step))
+            self._events.flush()
+        except OSError as error:
+            self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
+            self._events = None
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.append(self._waiting)
+            self._file.close()
+        if self._events is not None:
+            try:
+                self._events.close()
+            except OSError as error:
+                logger.warning("TensorBoard's file: %s", error)
+        if self._wandb is not None:
+            self._wandb.close()
+
+    # --- the run ---
+
+    def _new_book(self, reached: Key | None) -> Book:
+        return Book(
+            num_experts=self._spec.model.num_experts if self._spec.swarm.expert_slots else 0,
+            lead_steps=self._spec.training.s_max + 1,
+            tokens_per_step=self._spec.tokens_per_step,
+            learning_rate=partial(rate_of, self._spec),
+            reached=reached,
+        )
+
+
+@contextlib.asynccontextmanager
+async def recording(
+    keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
+) -> AsyncIterator[tuple[Recorder | None, Output]]:
+    """Keep the record inside the context; yield (the recorder to run, the output to report to).
+
+    Without a folder and a dashboard there is no recorder, and no peer is asked. Raises: LocalError.
+    """
+    beside = showing.beside(output)
+    if keeping.folder is None and not showing.is_on:
+        yield None, beside
+        return
+    recorder = Recorder(keeping, spec)
+    await asyncio.to_thread(recorder.open)
+    showing.restore(recorder.before)
+    recorder.before = NOTHING
+    try:
+        yield recorder, recorder.beside(beside)
+    finally:
+        await recorder.close()
+
+
+def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
+    """Return the line about the run and the peer that keeps the record."""
+    return StartLine(
+        time=_ms(time.time()),
+        run=keeping.run,
+        name=spec.name,
+        peer=keeping.peer,
+        peer_name=keeping.peer_name,
+        steps=spec.training.steps,
+        tokens_per_step=spec.tokens_per_step,
+        num_parameters=num_trained(spec),
+        num_layers=spec.model.num_layers,
+        optimizer=spec.optimizer.name,
+        version=importlib.metadata.version("shoal"),
+        fields={
+            "width": str(spec.model.dim),
+            **({"adapter": f"{spec.adapter.kind} of rank {spec.adapter.rank}"} if spec.adapter else {}),
+            "context": str(spec.model.context),
+            "stages": str(spec.swarm.stages),
+            "learning rate": f"{spec.optimizer.learning_rate:g}, {spec.optimizer.schedule}",
+            "samples a step": f"{spec.training.microbatches_per_step * spec.training.microbatch_size:,}",
+            "staleness": f"{counted(spec.training.s_max, 'step')} at most",
+        },
+    )
+
+
+class _People:
+    """Detects arrivals, moves and departures of peers in the coordinator's table."""
+
+    def __init__(self) -> None:
+        self.names = Census()
+        self._stages: dict[PeerID, int | None] = {}
+
+    def take(self, status: SwarmStatus, now_s: float) -> list[PeerLine]:
+        _, gone = self.names.take(status, now_s)
+        lines = [self._line(peer, now_s) for peer in status.peers if self._is_news(peer)]
+        self._stages.update((peer.peer, peer.stage) for peer in status.peers)
+        for departure in gone:
+            self._stages.pop(departure.peer, None)
+            lines.append(PeerLine(time=_ms(now_s), peer=departure.peer, name=departure.name, change="left"))
+        return lines
+
+    def _is_news(self, peer: PeerStatus) -> bool:
+        return peer.peer not in self._stages or self._stages[peer.peer] != peer.stage
+
+    def _line(self, peer: PeerStatus, now_s: float) -> PeerLine:
+        return PeerLine(
+            time=_ms(now_s),
+            peer=peer.peer,
+            name=self.names.name_of(peer.peer),
+            device=clean(peer.device, PEER_NAME_CHARS_MAX),
+            change="moved" if peer.peer in self._stages else "joined",
+            stage=peer.stage,
+        )
+
+
+def _num_groups(plan: Plan | None) -> int:
+    """Return how many groups commit a step, expert holders included."""
+    return len(plan.stages) + len(plan.experts) if plan is not None else 0
+
+
+def _members(plan: Plan, group: int) -> tuple[PeerID, ...]:
+    if group >= _num_groups(plan):
+        return ()  # an earlier plan had more groups
+    return tuple(member.peer for member in plan.group_members(group))
+
+
+def _ms(time_s: float) -> float:
+    return round(time_s, 3)

@@ -1,0 +1,63 @@
+"""Notes the run's progress on disk, for commands that look when no peer is up."""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from shoal.deploy.node.node import Node
+from shoal.deploy.record.report import Report, Status
+from shoal.deploy.session.output import Beside, Output
+from shoal.deploy.state.run_folder import RunFolder, SavedStanding
+
+
+class StandingNote:
+    """Writes the note when the peer starts, every 20 s while the run moves, and when the peer ends.
+
+    Args: standing: the initial one.
+    """
+
+    def __init__(self, folder: RunFolder, standing: SavedStanding) -> None:
+        self._folder, self._standing = folder, standing
+        self._write_at_s = 0.0
+        self._write()
+
+    @classmethod
+    def begun(cls, node: Node, folder: Path) -> "StandingNote":
+        run_folder = RunFolder(folder, node.run)
+        before = run_folder.standing()
+        is_host = node.peer_id == node.owner
+        standing = SavedStanding(
+            name=node.spec.name,
+            role="host" if is_host else "volunteer",
+            step=before.step if before is not None else 0,
+            loss=before.loss if before is not None else None,
+            steps=node.spec.training.steps,
+            used_s=time.time(),
+            directory=os.fsencode(os.getcwd()).decode(errors="replace") if is_host else "",
+        )
+        return cls(run_folder, standing)
+
+    def beside(self, output: Output) -> Output:
+        """Return an output that passes its reports to this note as well."""
+        return Beside(hear=self.heard, output=output)
+
+    def heard(self, report: Report) -> None:
+        if not isinstance(report, Status):
+            return
+        status = report.status
+        if status.step > self._standing.step:
+            loss = self._standing.loss if status.loss is None else status.loss
+            self._standing = msgspec.structs.replace(self._standing, step=status.step, loss=loss)
+        if time.monotonic() >= self._write_at_s:
+            self._write()
+
+    def end(self, *, finished: bool) -> None:
+        step = self._standing.steps if finished else self._standing.step
+        self._standing = msgspec.structs.replace(self._standing, step=step, finished=finished)
+        self._write()
+
+    def _write(self) -> None:
+        self._write_at_s = time.monotonic() + 20.0
+        self._folder.keep_standing(msgspec.structs.replace(self._standing, used_s=time.time()))

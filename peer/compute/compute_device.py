@@ -1,0 +1,47 @@
+"""The device that a peer computes on, and how it is used."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.peer.compute.cgroup import free_memory_bytes, total_memory_bytes
+from shoal.peer.compute.known_answers import steps_on
+from shoal.peer.compute.precision import precision_of
+from shoal.protocol.spec import RunSpec
+
+_CPU = torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device."""
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return free_memory_bytes()  # an Apple GPU shares the processor's
+
+
+def total_bytes(device: torch.device) -> int:
+    """Total memory of a device."""
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return total_memory_bytes()
+
+
+def name_of(device: torch.device) -> str:
+    """Return the maker's name of a device, if torch knows it."""
+    if device.type in ("cuda", "xpu"):
+        return str(torch.get_device_module(device).get_device_name(device))
+    return device.type
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """The device of one peer, and how it is used in one run."""
+
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+    steps_on: torch.device = _CPU
+
+    @classmethod
+    def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
+        """Test the device briefly for a run. Raises: ShoalError: this machine cannot take part."""
+        return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

@@ -1,0 +1,248 @@
+"""Measures what this peer can give: arithmetic on the run's own layer shape, memory, and links to other peers."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from shoal.peer.compute.arithmetic import Arithmetic
+from shoal.peer.encoding.vectors import VECTORS, Vectors
+from shoal.peer.model.flop import forward_flop
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import BULK_CHUNK_BYTES, TOGETHER_MAX
+from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk, Probed, ProbeTogether
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
+from shoal.protocol.spec import RunSpec
+
+_REACH_S = 4.0
+"""Timeout of a ping. It is half the time that a first plan waits, so unreachable peers are known before that plan."""
+_QUICK_S = 0.05
+"""Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
+_ROUND_TRIPS_MIN = 1.5
+"""Round trips below which a time may be TCP's slow start, in which half of the data arrives in the last one."""
+FAR_S = 0.002
+"""A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
+_TOGETHER_S = 0.1
+_TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
+"""Limit for one link while several are measured together: the fastest carries it in less time."""
+_TOGETHER_APART_S = 0.5
+"""Minimum time between two probes beside another peer: each sends up to 128 MB."""
+_NOTHING = Probed(arrived=())
+_TRAIN = 4
+"""Frames in the last part, which fast links carry in milliseconds."""
+_TRAIN_TOGETHER = 8
+"""Minimum number of frames to each of several peers: a card takes turns between links, frame by frame."""
+_MARK, _UNANSWERED = -1, -2
+"""Nonces of frames that get no answer. A number of ours could pass for the answer to the other end's own probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProbe:
+    """A measured device. `flop_per_s`: forward of one decoder layer in fp32 at the run's shape, median of a few."""
+
+    device: str
+    flop_per_s: float
+    memory_bytes: int
+
+    def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
+        """Return the advert of a peer with this device. Args: bytes_per_s: of its best link, 0 if none is known."""
+        return Advert(
+            name=name,
+            device=self.device,
+            flop_per_s=self.flop_per_s,
+            memory_bytes=self.memory_bytes,
+            upload_bytes_per_s=bytes_per_s,
+            download_bytes_per_s=bytes_per_s,
+            addresses=addresses,
+            has_data=has_data,
+        )
+
+
+async def probe_device(
+    spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
+) -> DeviceProbe:
+    """Time a few forwards of one decoder layer on `compute`. Args: memory_bytes: to claim; None: what is free now."""
+    forward = arithmetic.probe_job()
+    flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
+    seconds = []
+    for _ in range(6):  # the first one warms up
+        timed = await compute.run("probe", forward, flop=flop)
+        seconds.append(timed.ended_s - timed.started_s)
+    return DeviceProbe(
+        device=arithmetic.device_name,
+        flop_per_s=flop / max(median(seconds[1:]), 1e-9),
+        memory_bytes=arithmetic.free_bytes() if memory_bytes is None else memory_bytes,
+    )
+
+
+class LinkProbe:
+    """Measures round trip and rate towards one peer at a time; answers the probes of others.
+
+    The receiver takes the time, from a small first frame, the mark, to the last frame. So its answer may wait on its
+    own busy line without counting. The sender's transmit time is a lower bound.
+
+    Some frames precede the mark. On an idle link TCP doubles the data in flight with each round trip: without those
+    frames, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    """
+
+    def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
+        self._vectors = vectors
+        self._endpoint = endpoint
+        self._clock = clock
+        self._nonces = itertools.count()
+        self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
+        self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
+        self._rested_s = -math.inf
+        """No request for a probe beside another peer is served before this."""
+        endpoint.on(Ping, self._on_ping)
+        endpoint.on(ProbeTogether, self._on_together)
+        endpoint.on_frame(ProbeChunk, self._on_chunk)
+
+    async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
+        """Send a few pings, then frames with an echo: an eighth of `payload_bytes`; if that was quick, all of them; if
+        that was quick too, several such frames in a row. Raises: Unreachable, Refused, RemoteError."""
+        round_trips = []
+        for _ in range(3):
+            sent_s = self._clock.now_s()
+            await self._endpoint.ask(peer, Ping(), Ping)
+            round_trips.append(self._clock.now_s() - sent_s)
+        eighth, round_trip_s = payload_bytes // 8, min(round_trips)
+        parts = (eighth, eighth, 1), (payload_bytes // 2, payload_bytes, 1), (payload_bytes, payload_bytes, _TRAIN)
+        for ahead, nbytes, times in parts:
+            await self._send(peer, ahead)
+            await self._mark(peer)
+            seconds = max(await self._timed(peer, nbytes, times=times), 1e-6)
+            if seconds >= max(_QUICK_S, _ROUND_TRIPS_MIN * round_trip_s):
+                break
+        return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=times * nbytes / seconds)
+
+    async def _mark(self, peer: PeerID) -> None:
+        await self._endpoint.send(peer, ProbeChunk(nonce=_MARK, echo=False), b"\0", priority=Priority.BULK)
+
+    async def _send(self, peer: PeerID, nbytes: int) -> None:
+        payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
+        meta = ProbeChunk(nonce=_UNANSWERED, echo=False)
+        await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
+
+    async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
+        """Send `times` frames of `nbytes` in a row, after `_mark`. Returns: seconds from the mark to the last frame."""
+        payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
+        nonce = next(self._nonces)
+        echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
+        begun_s = self._clock.now_s()
+        try:
+            async with asyncio.timeout(20.0):
+                for left in reversed(range(times)):
+                    meta = ProbeChunk(nonce=_UNANSWERED if left else nonce, echo=left == 0)
+                    await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
+                left_s = self._clock.now_s() - begun_s
+                took_s = await echo
+        except TimeoutError as error:
+            raise Unreachable(peer, "a probe was not echoed") from error
+        finally:
+            del self._echoes[peer, nonce]
+        # The other peer's figure must be possible. On a busy line of its own the mark may have waited.
+        whole_s = self._clock.now_s() - begun_s
+        return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
+
+    async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
+        """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
+
+        Args: links: as `measure` found them one by one. beside: peers that share our network card; they send as much.
+        Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
+        """
+        ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
+        if not ours.arrived:
+            return 0.0
+        quickest_s = min(seconds for _, seconds in ours.arrived)
+        arrived = [*ours.arrived]
+        for probed in theirs:
+            pairs = zip(ours.arrived, probed.arrived, strict=False)
+            arrived += [(min(max(0, nbytes), most), max(quickest_s, seconds)) for (most, _), (nbytes, seconds) in pairs]
+        return _carried(arrived)
+
+    async def _asked(self, mate: PeerID, links: Sequence[LinkReport]) -> Probed:
+        begun_s = self._clock.now_s()
+        try:
+            # A short call first: the meter takes the quickest for the round trip, and the next one takes long.
+            await self._endpoint.ask(mate, Ping(), Ping)
+            if self._clock.now_s() - begun_s >= FAR_S:
+                return _NOTHING
+            return await self._endpoint.ask(mate, ProbeTogether(links=tuple(links)), Probed)
+        except (Unreachable, Refused, RemoteError):
+            return _NOTHING
+
+    async def _together(self, links: Sequence[LinkReport]) -> Probed:
+        begun_s = self._clock.now_s()
+        together_s = min(_TOGETHER_S, _TOGETHER_BYTES_MAX / max(link.bytes_per_s for link in links))
+        wanted = [max(4096, int(link.bytes_per_s * together_s)) for link in links]
+        frames = [max(_TRAIN_TOGETHER, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
+        sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
+        try:
+            await asyncio.gather(*(self._mark(link.peer) for link in links))
+            marked_s = self._clock.now_s()
+            probes = zip(links, sizes, frames, strict=True)
+            took_s = await asyncio.gather(*(self._timed(link.peer, size, times=times) for link, size, times in probes))
+        except (Unreachable, Refused, RemoteError):
+            return _NOTHING
+        sent = (size * times for size, times in zip(sizes, frames, strict=True))
+        ended_s = (marked_s - begun_s + seconds for seconds in took_s)
+        return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
+
+    async def answers(self, peer: PeerID) -> bool:
+        """True if `peer` can be reached at all, which shows even on busy lines."""
+        try:
+            await self._endpoint.ask(peer, Ping(), Ping, timeout_s=_REACH_S)
+        except (Unreachable, Refused, RemoteError):
+            return False
+        return True
+
+    async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
+        try:
+            return await self.measure(peer)
+        except (Unreachable, Refused, RemoteError):
+            return None
+
+    async def _on_ping(self, source: PeerID, message: Ping) -> Ping:
+        return message
+
+    async def _on_together(self, source: PeerID, message: ProbeTogether) -> Probed:
+        links = [
+            link
+            for link in message.links[:TOGETHER_MAX]
+            if link.peer not in (source, self._endpoint.peer_id) and 1.0 <= link.bytes_per_s < math.inf
+        ]
+        now_s = self._clock.now_s()
+        if not links or now_s < self._rested_s:
+            return _NOTHING
+        self._rested_s = now_s + _TOGETHER_APART_S
+        return await self._together(links)
+
+    async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:
+        if meta.nonce == _MARK:
+            self._marks_s[source] = self._clock.now_s()
+            self._marks_s.move_to_end(source)
+            if len(self._marks_s) > 1024:
+                self._marks_s.popitem(last=False)
+        elif meta.echo:
+            now_s = self._clock.now_s()
+            answer = ProbeChunk(nonce=meta.nonce, echo=False, took_s=now_s - self._marks_s.get(source, now_s))
+            with contextlib.suppress(Unreachable):  # the asker has gone and needs no answer
+                await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
+        elif (echo := self._echoes.get((source, meta.nonce))) is not None and not echo.done():
+            echo.set_result(meta.took_s)
+
+
+def _carried(arrived: Sequence[tuple[int, float]]) -> float:
+    """Return the highest rate of all arrivals up to some time, in bytes/s: slow lines may end long after the card."""
+    best, nbytes = 0.0, 0
+    for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
+        nbytes += more
+        best = max(best, nbytes / max(seconds, 1e-6))
+    return best

@@ -1,0 +1,361 @@
+"""Snapshots on this peer's disk: of the layers that it trains, and copies that other stages asked it to keep.
+
+A stage's state must survive the death of all of its replicas, so every few steps two members write it to their disks
+and each asks a peer outside the group to keep a copy. When a layer has lost its last holder, the coordinator sees from
+the heartbeats (`holdings`) which version is still complete, and the run goes back to it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Final
+
+from shoal.peer.disk import snapshot
+from shoal.peer.disk.past_eras import ERAS_KEPT, PastEras
+from shoal.peer.model.state import LayerState, StageState
+from shoal.protocol.durable import replace_file
+from shoal.protocol.errors import LocalError
+from shoal.protocol.messages import Holding
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock, Disk
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "snapshots"
+KEPT: Final = 2
+"""Newest versions kept of each layer group and era: stages write at slightly different times, so a whole step must
+remain. Once the coordinator has seen all layers of a step on two disks each, earlier ones go (`Archive.thin`)."""
+ABANDONED_SNAPSHOTS: Final = 10
+"""A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
+versions, so no roll-back needs one that is so old."""
+_COMPLAIN_S = 60.0
+
+
+class Archive:
+    """Snapshots of one run on one peer's disk. Args: disk: None keeps nothing."""
+
+    def __init__(
+        self,
+        disk: Disk | None,
+        *,
+        run: str,
+        spec: RunSpec,
+        clock: Clock,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+    ) -> None:
+        self._disk = disk
+        self._run = run
+        self._folder = PurePosixPath(run) / FOLDER
+        self._path = PurePosixPath(run) / "era"
+        self._past = PastEras(disk, PurePosixPath(run) / "past-eras") if disk is not None else None
+        self._spec = spec
+        self._clock = clock
+        self._run_blocking = run_blocking
+        self._writing = asyncio.Lock()
+        """One write at a time: otherwise the first to list the disk might be the last to store its list."""
+        self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
+        self._damaged: set[PurePosixPath] = set()
+        """Found damaged when read; not offered to others."""
+        self._complained_s = -_COMPLAIN_S
+        self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
+        """(era, version) of the last snapshots that this process wrote, of any layers."""
+        self._wanted: dict[int, None] = {}
+        """Versions for which a snapshot was requested, the latest request last."""
+        self.era_begun = -1
+        """The newest era that we may no longer begin: this process has begun it, or knows that it is under way."""
+        self._groups_begun: set[int] = set()
+        self._noted = (-1, 0)
+        """The newest era that this or an earlier process has seen under way, and its version then."""
+        self._saved = 0
+        """Version of the last snapshot that this or an earlier process wrote here; 0: none."""
+        self.unsaved = ""
+        """A sentence that names the steps that the disk did not take, and why; empty: it took the last snapshot."""
+        self._certified: frozenset[tuple[int, int]] = frozenset()
+        """(era, version) that the live plan certifies, of any layers."""
+
+    @property
+    def keeps(self) -> bool:
+        return self._disk is not None
+
+    @property
+    def has_lost_all(self) -> bool:
+        """True if snapshots were written here before, and none of them can be read."""
+        return self._saved > 0 and not self._stored
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """Snapshots here, newest first."""
+        newest = sorted(self._stored.values(), key=lambda stored: (stored.age, stored.path), reverse=True)
+        return tuple(Holding(era=stored.era, version=stored.version, layers=stored.keys) for stored in newest)
+
+    def is_due(self, version: int) -> bool:
+        """True if a snapshot of this version is to be written."""
+        return self._disk is not None and self.is_attested(version)
+
+    def is_attested(self, version: int) -> bool:
+        """True if every member of a group signs its layers at this version, because snapshots of it are written."""
+        if version == 0:
+            return False
+        interval = self._spec.swarm.snapshot_interval_steps
+        by_steps = version == self._spec.training.steps or (interval > 0 and version % interval == 0)
+        return by_steps or version in self._wanted
+
+    def want(self, version: int) -> None:
+        """Write a snapshot of this version too, beside the regular ones."""
+        self._wanted.pop(version, None)
+        self._wanted[version] = None
+        while len(self._wanted) > 16:  # more than one only where coordinators or leavers overlap
+            del self._wanted[next(iter(self._wanted))]
+
+    def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
+        """True if one snapshot here has all these layers."""
+        return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
+
+    def follow(self, plan: Plan) -> None:
+        """Keep what this plan certifies, whatever others have us write."""
+        self._certified = frozenset(entry.age for entry in plan.certified)
+
+    def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Return the (era, version), later than `age`, of snapshots here of exactly these layers."""
+        return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
+
+    async def open(self) -> None:
+        """Read what an earlier process of this peer has left on the disk."""
+        if self._disk is not None:
+            await self._run_blocking(self._look)
+            await self._run_blocking(self._check)
+            await self._run_blocking(self._recall_past)
+            await self._run_blocking(self._recall_era)
+
+    def begin_era(self, era: int, group: int = 0) -> bool:
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
+
+        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning has the same
+        bits every time, and no other peer may have it. With progress, the others have gone on or the state is lost."""
+        if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
+            self._groups_begun.add(group)
+            return True
+        if era <= self.era_begun:
+            return False
+        self.era_begun = era
+        self._groups_begun = {group}
+        return True
+
+    async def note_era(self, era: int, version: int) -> None:
+        """Note that `era` is under way: it has reached `version`, which is past its beginning."""
+        if era > self.era_begun:
+            self.era_begun, self._groups_begun = era, set()
+        disk = self._disk
+        if disk is None or era <= self._noted[0]:
+            return
+        before, self._noted = self._noted, (era, version)
+
+        try:
+            await self._run_blocking(partial(self._write_notes, disk))
+        except OSError as error:
+            self._noted = before  # the next step tries again
+            self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
+
+    async def note_rest(self, era: int, version: int) -> None:
+        """Note that we leave at `version`, which is saved: as far as we know the run went no further."""
+        if self._disk is not None:
+            self._noted = (era, version)
+            await self._run_blocking(partial(self._note_saved, self._disk))
+
+    def version_noted(self, era: int) -> int:
+        """Return the version that `era` has reached at least, as far as this peer remembers; 0: unknown."""
+        return self._noted[1] if era == self._noted[0] else 0
+
+    async def write(self, state: StageState, *, era: int) -> bool:
+        """Write a snapshot. Returns: False: the disk did not take it, which was logged; training goes on without."""
+        disk = self._disk
+        if disk is None:
+            return False
+
+        def write() -> None:
+            path = snapshot.write_snapshot(
+                disk,
+                self._folder / _name(state.layers),
+                run=self._run,
+                era=era,
+                version=state.version,
+                layers=state.layers,
+                spec=self._spec,
+                keep=KEPT,
+                certified=self._certified,
+            )
+            self._damaged.discard(path)
+            self._look()
+            self._saved = state.version
+            self._note_saved(disk)
+            self._note_past()
+            self._remove_abandoned(disk, (era, state.version))
+            if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
+                self._remove(disk, (era, 0))  # too many eras for the disk, whatever other peers have
+                self._look()
+
+        try:
+            async with self._writing:
+                await self._run_blocking(write)
+        except (OSError, LocalError) as error:
+            self._complain(f"no snapshot of version {state.version}: {error}")
+            first = self._saved + 1 if self._saved < state.version else 1  # of an older era
+            steps = f"steps {first} to {state.version} are" if first < state.version else f"step {state.version} is"
+            self.unsaved = f"{steps} not saved on this machine: {error}"
+            return False
+        self.unsaved = ""
+        return True
+
+    def may_thin(self, safe: tuple[int, int]) -> bool:
+        """True if snapshots before `safe` (era, version) can be removed. Do not believe a coordinator that names a
+        snapshot that no plan certifies, or that is newer than all of ours."""
+        ages = self._ages
+        if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
+            return False
+        return any(map(self._is_old(safe), ages))
+
+    async def thin(self, safe: tuple[int, int]) -> None:
+        """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
+        to."""
+        disk = self._disk
+        if disk is None:
+            return
+
+        def thin() -> None:
+            self._remove(disk, safe)
+            self._look()
+
+        try:
+            async with self._writing:
+                await self._run_blocking(thin)
+        except OSError as error:
+            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
+
+    async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
+        """Read those of the layers that undamaged snapshots of (era, version) here have."""
+        found: dict[str, LayerState] = {}
+        disk = self._disk
+        if disk is None:
+            return found
+        for stored in sorted(self._stored.values(), key=lambda stored: stored.path):
+            wanted = tuple(key for key in keys if key in stored.keys and key not in found)
+            if stored.age != (era, version) or not wanted:
+                continue
+
+            def read(path: PurePosixPath = stored.path, wanted: tuple[str, ...] = wanted) -> None:
+                found.update(snapshot.read_layers(disk, path, wanted))
+
+            try:
+                await self._run_blocking(read)
+            except LocalError as error:
+                logger.warning("%s", error)
+                self._damaged.add(stored.path)
+                self._stored.pop(stored.path, None)  # it may have been pruned meanwhile
+        return found
+
+    @property
+    def _ages(self) -> list[tuple[int, int]]:
+        return [stored.age for stored in self._stored.values()]
+
+    def _is_old(self, safe: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
+        kept = self._past.kept(self._ages, self._clock.wall_s()) if self._past is not None else frozenset()
+        return lambda age: age < safe and (age[0] == safe[0] or age[0] not in kept)
+
+    def _remove(self, disk: Disk, safe: tuple[int, int]) -> None:
+        is_old = self._is_old(safe)
+        for name in disk.list(self._folder):
+            snapshot.remove_old(disk, self._folder / name, self._run, is_old)
+
+    def _note_past(self) -> None:
+        if self._past is None:
+            return
+        try:
+            self._past.note(self._ages, self._clock.wall_s())
+        except OSError as error:  # the next snapshot tries again
+            self._complain(f"cannot note that an era has ended: {error.strerror or error}")
+
+    def _write_notes(self, disk: Disk) -> None:
+        era, version = self._noted
+        replace_file(disk, self._path, f"{era} {version} {self._saved}".encode())
+
+    def _note_saved(self, disk: Disk) -> None:
+        try:
+            self._write_notes(disk)
+        except OSError as error:  # the next snapshot tries again
+            self._complain(f"cannot note that version {self._saved} is saved: {error.strerror or error}")
+
+    def _recall_past(self) -> None:
+        assert self._past is not None
+        try:
+            self._past.recall()
+        except OSError as error:
+            self._complain(f"cannot read when eras have ended: {error.strerror or error}")
+
+    def _recall_era(self) -> None:
+        assert self._disk is not None
+        self._saved = max([self._saved, *(version for _, version in self._ages)])
+        with contextlib.suppress(OSError, ValueError):  # absent or torn: as if it had not begun
+            era, version, *saved = (int(word) for word in self._disk.read(self._path).split())
+            self._noted, self.era_begun = (era, version), era
+            self._saved = max([self._saved, *saved])
+
+    def _check(self) -> None:
+        assert self._disk is not None
+
+        def note(damage: snapshot.DamagedSnapshot) -> None:
+            logger.warning("%s", damage)
+            self._damaged.add(damage.path)
+            self._saved = max(self._saved, self._stored[damage.path].version)
+
+        sound = snapshot.without_damaged(self._disk, self._stored.values(), on_damage=note)
+        self._stored = {stored.path: stored for stored in sound}
+
+    def _look(self) -> None:
+        assert self._disk is not None
+        stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
+        try:
+            for name in self._disk.list(self._folder):
+                for found in snapshot.list_snapshots(self._disk, self._folder / name, self._run):
+                    if found.path not in self._damaged:
+                        stored[found.path] = found
+        except (OSError, LocalError) as error:
+            self._complain(f"cannot look through the snapshots: {error}")
+            return
+        self._stored = stored
+
+    def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
+        """Delete layer groups that the last ten snapshots, up to `age`, do not contain; `thin` handles older eras."""
+        if age not in self._written:  # several groups write the same version
+            self._written.append(age)
+        if len(self._written) <= ABANDONED_SNAPSHOTS:
+            return
+        newest: dict[PurePosixPath, tuple[int, int]] = {}
+        past = {path.parent for path, stored in self._stored.items() if stored.era != age[0]}
+        for path, stored in self._stored.items():
+            if path.parent not in past:
+                newest[path.parent] = max(stored.age, newest.get(path.parent, stored.age))
+        abandoned = {folder for folder, written in newest.items() if written < min(self._written)}
+        try:
+            for folder in sorted(abandoned):
+                snapshot.prune(disk, folder, self._run, keep=0)
+        except OSError as error:  # the new snapshot is written all the same
+            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
+            return
+        self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
+
+    def _complain(self, text: str) -> None:
+        """Log at most once a minute: a full disk stays full."""
+        if self._clock.now_s() >= self._complained_s + _COMPLAIN_S:
+            self._complained_s = self._clock.now_s()
+            logger.error("%s", text)
+
+
+def _name(keys: Iterable[str]) -> str:
+    """Return the folder of a group of layers that one stage holds, whichever peer trains it."""
+    ordered = list(keys)
+    return f"{ordered[0]}-{ordered[-1]}"

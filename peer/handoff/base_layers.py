@@ -1,0 +1,248 @@
+"""The frozen base of adapters: its layers on this peer, and how the peer gets missing ones.
+
+The run's spec has a digest of each layer (`initial.digests`), so the giver of a layer need not be trusted. A layer is
+looked for on this peer's disk, in a folder that has the model (its host's, or a volunteer's own copy of it), and then
+with the members of the plan, which pass on what they have. Layers stay on the disk as long as the run does, so each
+travels to a peer once, and every peer that has held a layer can give it. A keeper of a copy of a stage's state gets the
+stage's base too (`copies.py`): a stage that dies comes back whole.
+
+If the head is the embedding (`model.tied`), both layers begin with the same bytes, which come only once to a peer.
+
+Without digests the run's seed makes the base, and nothing travels.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.peer.compute.arithmetic import Arithmetic
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.initial import InitialWeights, bare_layer
+from shoal.peer.handoff.relay import Relay
+from shoal.peer.handoff.server import INITIAL
+from shoal.peer.model.frozen import adapter_of, base_numel
+from shoal.peer.model.state import LayerState
+from shoal.protocol.durable import replace_file
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
+from shoal.protocol.ports import Compute, Disk
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "base"
+"""Folder inside the run's: a file of bytes for each layer."""
+_MADE: Final = ("int8", "nf4")
+"""Formats that take long to make from a folder's weights: the result is kept as if it had been fetched."""
+
+
+class BaseLayers:
+    """The base layers of one peer. Implements `InitialWeights`: it gives them to others.
+
+    Args: disk: keeps layers in the run's folder; None: they stay in memory. pass_on: see `StateServer.pass_on`.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        inbox: ChunkInbox,
+        arithmetic: Arithmetic,
+        disk: Disk | None,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+        pass_on: Callable[[Relay], None],
+    ) -> None:
+        self.model_folder: InitialWeights | None = None
+        """This machine's own copy of the model, which gives layers in the form of `stored_base`."""
+        self._spec = spec
+        self._endpoint = endpoint
+        self._compute = compute
+        self._inbox = inbox
+        self._arithmetic = arithmetic
+        self._disk = disk
+        self._run_blocking = run_blocking
+        self._pass_on = pass_on
+        self._folder = PurePosixPath(endpoint.run) / FOLDER
+        self._in_memory: dict[str, Tensor] = {}
+        self._not_in_folder: set[str] = set()
+        """Layers that the model's folder lacks or has with other bytes."""
+        self._fetching = asyncio.Lock()
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return those of the layers that are here, in the form of `stored_base`."""
+        known = [key for key in keys if key in all_layer_keys(self._spec.model)]
+        return {key: stored for key in known if (stored := await self._here(key)) is not None}
+
+    async def get(
+        self, keys: Sequence[str], holders: Sequence[PeerID], *, group_peers: Collection[PeerID] = ()
+    ) -> Mapping[str, Tensor]:
+        """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
+
+        Args: holders: peers to ask. mates: others that need the same layers now; each gets a part, and passes it on.
+        Raises: Unreachable, Refused, RemoteError: no peer has given some of them.
+        """
+        found = dict(await self.read(keys))
+        if len(found) < len(keys):
+            async with self._fetching:
+                found |= await self.read([key for key in keys if key not in found])
+                for key in keys:
+                    if key not in found:
+                        found |= await self._fetch((key,), holders, group_peers)
+        return {key: found[key] for key in keys}
+
+    async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
+        """Get layers that will be needed, one by one, during training. Skip those that no peer gives."""
+        for key in keys:
+            try:
+                await self.get([key], holders)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no base of %s yet: %s", key, error)
+
+    # --- here ---
+
+    async def _here(self, key: str) -> Tensor | None:
+        if not self._spec.initial.digests:
+            return await self._compute.run_on_host(lambda: self._arithmetic.seed_base(key))
+        if key in self._in_memory:
+            return self._in_memory[key]
+        for look in (self._from_disk, self._from_head, self._from_folder):
+            stored = await look(key)
+            if stored is not None:
+                return stored
+        return None
+
+    async def _from_disk(self, key: str) -> Tensor | None:
+        disk = self._disk
+        if disk is None:
+            return None
+        found: list[bytes] = []
+
+        def read() -> None:
+            if f"{key}.bin" in disk.list(self._folder):
+                found.append(disk.read(self._folder / f"{key}.bin"))
+
+        try:
+            await self._run_blocking(read)
+        except OSError as error:
+            logger.warning("cannot read the base of %s: %s", key, error.strerror or error)
+        if not found or len(found[0]) != 4 * base_numel(self._spec, key):
+            return None
+        stored = torch.frombuffer(bytearray(found[0]), dtype=torch.float32)
+        if await self._is_foreign(key, stored):
+            logger.warning("the base of %s on this disk is damaged: fetching it again", key)
+            return None
+        return stored
+
+    async def _from_head(self, key: str) -> Tensor | None:
+        """Return the embedding, which a tied model's head begins with."""
+        if key != EMBED or not self._spec.model.tied:
+            return None
+        head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)
+        if head is None or await self._is_foreign(EMBED, stored := head[: base_numel(self._spec, EMBED)]):
+            return None
+        await self._keep(EMBED, stored)
+        return stored
+
+    async def _from_folder(self, key: str) -> Tensor | None:
+        if self.model_folder is None or key in self._not_in_folder:
+            return None
+        try:
+            read = await self.model_folder.read([key])
+        except LocalError as error:
+            logger.warning("cannot read the base from its folder: %s", error)
+            read = {}
+        if key in read:
+            if not await self._is_foreign(key, read[key]):
+                if adapter_of(self._spec).base in _MADE:
+                    await self._keep(key, read[key])
+                return read[key]
+            logger.warning(
+                "%s differs between this machine's copy of the model and the run's: asking others for it", key
+            )
+        self._not_in_folder.add(key)
+        return None
+
+    # --- from others ---
+
+    async def _fetch(
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
+    ) -> Mapping[str, Tensor]:
+        """Fetch, compare and keep. If the layers differ from the spec, ask each holder alone."""
+        others = [peer for peer in holders if peer != self._endpoint.peer_id]
+        foreign: tuple[str, ...] = ()
+        for asked in (others, *([peer] for peer in others)):
+            try:
+                found = await self._fetch_from(keys, asked, group_peers if asked is others else ())
+            except (Unreachable, Refused, RemoteError):
+                if asked is others:
+                    raise
+                continue
+            foreign = await self._compute.run_on_host(functools.partial(self._foreign, found))
+            if not foreign:
+                stored = {key: layer.param_N for key, layer in found.items()}
+                for key, values in stored.items():
+                    await self._keep(key, values)
+                return stored
+            logger.warning("these are not the layers of the run's base: %s", ", ".join(foreign))
+        raise Unreachable(self._endpoint.peer_id, f"no peer has the run's own base of {', '.join(foreign)}")
+
+    async def _fetch_from(
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
+    ) -> Mapping[str, LayerState]:
+        vectors = self._arithmetic.vectors
+        fetcher = StateFetcher(
+            self._spec,
+            keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=vectors.host,
+            vectors=vectors,
+        )
+        begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
+        relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
+        if group_peers:
+            self._pass_on(relay)
+        with relay:
+            state = await fetcher.fetch(
+                holders,
+                version=0,
+                stored_era=INITIAL,
+                begins={HEAD: begins[EMBED]} if begins else None,
+                relay=relay,
+                carriers=holders[1:],
+            )
+        return state.layers
+
+    async def _keep(self, key: str, stored: Tensor) -> None:
+        disk = self._disk
+        if disk is None:
+            self._in_memory[key] = stored
+            return
+        payload, path = self._arithmetic.vectors.payload_of(stored), self._folder / f"{key}.bin"
+        try:
+            await self._run_blocking(lambda: replace_file(disk, path, payload))
+        except OSError as error:
+            logger.error("cannot keep the base of %s: %s", key, error.strerror or error)
+            self._in_memory[key] = stored
+
+    # --- comparison with the spec ---
+
+    async def _is_foreign(self, key: str, stored: Tensor) -> bool:
+        layer = bare_layer(stored, self._arithmetic.vectors)
+        return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
+
+    def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
+        digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
+        return tuple(key for key, layer in layers.items() if layer.secure_digest() != digests[key])

@@ -1,0 +1,251 @@
+"""Copies of state on peers outside the group: choosing the keepers, and keeping copies for others."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.disk.attesting import Attesting
+from shoal.peer.encoding.vectors import VECTORS, Vectors
+from shoal.peer.handoff.base_layers import BaseLayers
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.server import FIRST_STEP_S, StateServer
+from shoal.peer.model.state import StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import group_keys
+from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE
+from shoal.protocol.messages import Done, Keep
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock, Compute
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+WRITERS = 2
+"""Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
+
+
+class Copies:
+    """Has copies made of our groups' state, and keeps copies for others.
+
+    Args:
+        attesting: signs what is saved; its archive stores copies.
+        is_leaving: True once this peer takes no more copies.
+        base: only with adapters: a keeper of adapters also keeps their base.
+    """
+
+    def __init__(
+        self,
+        attesting: Attesting,
+        *,
+        endpoint: Endpoint,
+        spec: RunSpec,
+        server: StateServer,
+        inbox: ChunkInbox,
+        compute: Compute,
+        plan: Callable[[], Plan | None],
+        is_leaving: Callable[[], bool],
+        clock: Clock,
+        tasks: Tasks,
+        base: BaseLayers | None = None,
+        vectors: Vectors = VECTORS,
+    ) -> None:
+        self._vectors = vectors
+        self._base = base
+        self._archive = attesting.archive
+        self._attesting = attesting
+        self._endpoint = endpoint
+        self._spec = spec
+        self._server = server
+        self._inbox = inbox
+        self._compute = compute
+        self._plan = plan
+        self._is_leaving = is_leaving
+        self._clock = clock
+        self._tasks = tasks
+        self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._fetched_until_s: dict[PeerID, float] = {}
+        """Member -> when the time spent fetching its copies falls to its share again."""
+        self._is_closed = False
+        self._saving: dict[int, asyncio.Lock] = {}
+        """Group -> lock: a leaving peer may want to write the version that is being written."""
+        self._given: dict[int, list[tuple[PeerID, int]]] = {}
+        """Group -> (keeper, version) of the copies that we last asked for."""
+        endpoint.on(Keep, self._on_keep)
+
+    def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
+        """Save `state`, to which we have stepped as member `rank` of our group, if it is our turn."""
+        if self._archive.is_due(state.version) and rank < WRITERS:
+            # A group of one sees to both copies outside itself.
+            copies = [rank] if num_ready > 1 else list(range(WRITERS))
+            self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
+
+    async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
+        plan = self._plan()
+        await self.save(group, state)
+        if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
+            return  # the next holders fetch it, wait for it, and have copies made of it too
+        if not await self._after_first_step(state.version):
+            return
+        # Each copy under way holds a state in memory, and a further one would slow it down.
+        under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
+        self._given[group] = under_way
+        if not under_way:
+            await self._server.pin(state)
+            self._given[group] += await self._offer(group, state, copies)
+
+    async def _after_first_step(self, version: int) -> bool:
+        """Wait for the first step of a layout, if it begins with `version`: the whole run waits for that step, and a
+        copy would share its lines with it. The disks of the previous holders have that version.
+
+        Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
+        """
+        for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
+            if not self.give_way(version):
+                break
+            await asyncio.sleep(_LOOK_S)
+        return not (self._begins_with(version) and self._goes)
+
+    def give_way(self, version: int) -> bool:
+        """True if copies must wait for the first step of a layout that begins with `version` or later. False once this
+        peer leaves or ends, which would wait for its copies."""
+        return self._begins_with(version) and not self._goes
+
+    def _begins_with(self, version: int) -> bool:
+        plan = self._plan()
+        return plan is not None and plan.not_started and version <= plan.restore_version
+
+    @property
+    def _goes(self) -> bool:
+        return self._is_closed or self._is_leaving()
+
+    def close(self) -> None:
+        """Start no copy that still waits for a step; copies under way end by themselves."""
+        self._is_closed = True
+
+    async def save(self, group: int, state: StageState) -> bool:
+        """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""
+        await self._attesting.sign(state, era=self._endpoint.era)
+        async with self._saving.setdefault(group, asyncio.Lock()):
+            era = self._endpoint.era
+            if self._archive.has(state.layers, era=era, version=state.version):
+                return True
+            return await self._archive.write(state, era=era)
+
+    async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
+        """Have others keep `state` before we go. Returns: the peers that have got it by `until_s`."""
+        await self._server.pin(state)
+        asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)), is_awaited=True)]
+        given: list[PeerID] = []
+        while len(given) < len(asked):
+            given = [peer for peer in asked if self._server.has_given(peer, state.version)]
+            if self._clock.now_s() >= until_s:
+                break
+            await asyncio.sleep(0.05)
+        return given
+
+    async def _offer(
+        self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
+    ) -> list[tuple[PeerID, int]]:
+        """Ask for these copies. Returns: (keeper, version) of each."""
+        plan = self._plan()
+        if plan is None:
+            return []
+        outside = keepers(plan, group)
+        taken: list[tuple[PeerID, int]] = []
+        message = Keep(version=state.version, layers=tuple(state.layers))
+        for copy in copies:
+            # Each writer begins elsewhere, so that one peer gets both copies only if there is no other.
+            for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
+                try:
+                    await self._endpoint.ask(peer, message, Done)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.debug("no copy there: %s", error)
+                else:
+                    taken.append((peer, state.version))
+                    if not is_awaited:
+                        self._server.gives_copy(peer, state.version, state.layers)
+                    break
+        return taken
+
+    async def _on_keep(self, source: PeerID, message: Keep) -> Done:
+        me = self._endpoint.peer_id
+        plan = self._plan()
+        if not self._archive.keeps:
+            raise Refused(me, "keeps nothing on disk")
+        is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
+        if self._is_leaving() and not is_last:
+            raise Refused(me, "is leaving, too")
+        if plan is None or not plan.groups_of(source):
+            raise Refused(me, "does not know the sender as a holder")
+        if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
+            raise RemoteError(source, "asks to keep layers that it does not hold")
+        if (source, message.layers) in self._fetching:
+            raise Refused(me, "still fetches the previous copy")
+        now_s = self._clock.now_s()
+        self._fetched_until_s = {p: at_s for p, at_s in self._fetched_until_s.items() if at_s > now_s}
+        if self._fetched_until_s.get(source, now_s) > now_s + KEEPING_AT_ONCE_S:
+            raise Refused(me, "has spent its time for copies of the sender's state, and keeps no more for now")
+        self._fetching.add((source, message.layers))
+        self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
+        return Done()
+
+    async def _keep(self, source: PeerID, message: Keep) -> None:
+        era, began_s = self._endpoint.era, self._clock.now_s()
+        fetcher = StateFetcher(
+            self._spec,
+            message.layers,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=self._vectors.host,
+            vectors=self._vectors,
+        )
+        try:
+            state = await fetcher.fetch([source], version=message.version)
+            await self._archive.write(state, era=era)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.warning("no copy of version %d: %s", message.version, error)
+        finally:
+            self._fetching.discard((source, message.layers))
+            took_s = max(KEEPING_S_MIN, self._clock.now_s() - began_s)
+            since_s = max(began_s, self._fetched_until_s.get(source, began_s))
+            self._fetched_until_s[source] = since_s + took_s / KEEPING_SHARE
+        if self._base is not None:
+            await self._base.get_ready(message.layers, [source])
+
+
+def moves_on(plan: Plan, group: int) -> bool:
+    """True if the following layout gives every layer of a stage's `group` to a peer that does not hold it now."""
+    if group >= len(plan.stages):
+        return False
+    stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}
+    return all(
+        any(
+            peer not in members
+            for after in plan.next_layout
+            if after.first_layer <= layer < after.last_layer
+            for peer in after.peers
+        )
+        for layer in range(stage.first_layer, stage.last_layer)
+    )
+
+
+def keepers(plan: Plan, group: int) -> list[PeerID]:
+    """Return the keepers of copies of `group`, in the order in which to ask: spares, then the stages after it, once
+    around. Its neighbours come last, since their activations and gradients would wait behind copies for the same peer.
+    An expert's copies may also go to its own stage's members, if they do not hold it.
+
+    The order changes only with the plan, so that new copies replace old ones."""
+    num_stages = len(plan.stages)
+    members = {member.peer for member in plan.group_members(group)}
+    stage = group if group < num_stages else plan.experts[group - num_stages].stage
+    around = [(stage + i) % num_stages for i in range(1, num_stages)]
+    order = [*sorted(around, key=lambda other: abs(other - stage) == 1), stage]
+    later = [plan.stages[other].peers for other in order]
+    return [peer for peer in (*plan.spares, *(peer for peers in later for peer in peers)) if peer not in members]

@@ -1,0 +1,284 @@
+"""How a peer leaves without taking learnt state with it.
+
+If another member with the same layers stays, we drain: our work ends and is committed (`GroupMembership.drain`). If
+none does, we are the last holder, and our layers would be lost to the run until we come back. Then:
+
+    halt   stage 0's leader begins no further step (`Halt`) and names the version at which every stage stops
+    save   at that version every member writes its layers to its disk (`Save`), and we ask others to keep copies of ours
+    stay   if a new plan gives our place to another peer, until it holds our layers
+
+So the disks have a whole snapshot of one version, from which the swarm goes on, whether all of it stops or only we do.
+Uncommitted work is done again. Each part has a time limit, and so has the whole.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from shoal.peer.disk.archive import Archive
+from shoal.peer.handoff.copies import Copies
+from shoal.peer.membership.group_membership import GroupMembership
+from shoal.peer.model.state import StageState
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import SAVES_OF_ONE_MAX
+from shoal.protocol.messages import Halt, Halted, Save, Saved
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+_HALT_SHARE: Final = 0.6
+"""The part of our time that waiting for the halt may take; its second half gives up a step that has begun."""
+_ASK_AGAIN_S: Final = 1.0
+"""Interval at which we ask again for a halt: stage 0 may have a new leader, which knows of none."""
+_SAVE_S: Final = 60.0
+"""Seconds that the write to our own disk may take, whatever our time limit: it is what we stay for."""
+_ANSWER_S: Final = 4.0
+"""Seconds that an answer to `Save` waits for the version; less than the timeout of a call."""
+_PLAN_HEARTBEATS: Final = 2.0
+"""Heartbeats until a plan could name a successor: ours on its way to the coordinator, and the votes."""
+_POLL_S: Final = 0.02
+
+
+class Departure:
+    """The departure of one peer.
+
+    Args:
+        drains: True if a peer has said that it leaves the tenure's group.
+        stays: True if a peer has said that it does not leave.
+        say: tells the person at this machine a sentence.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        spec: RunSpec,
+        archive: Archive,
+        copies: Copies,
+        memberships: Callable[[], Sequence[GroupMembership]],
+        plan: Callable[[], Plan | None],
+        drains: Callable[[PeerID, GroupMembership], bool],
+        stays: Callable[[PeerID], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._endpoint, self._clock, self._spec = endpoint, clock, spec
+        self._archive, self._copies = archive, copies
+        self._memberships, self._plan, self._drains, self._say = memberships, plan, drains, say
+        self._stays = stays
+        self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
+        """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
+        self._answering: Counter[PeerID] = Counter()
+        self._halts_at: int | None = None
+        self.unsaved = ""
+        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has them."""
+        endpoint.on(Save, self._on_save)
+
+    async def run(self, timeout_s: float) -> bool:
+        """Leave all groups. Returns: True if all our work is committed or saved."""
+        until_s = self._clock.now_s() + timeout_s
+        left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._memberships()))
+        return all(left)
+
+    # --- one group ---
+
+    async def _leave(self, membership: GroupMembership, until_s: float) -> bool:
+        began_s = self._clock.now_s()
+        saved = tried = False
+        while (left_s := until_s - self._clock.now_s()) > 0.0:
+            if not self._is_last(membership):
+                if saved:
+                    await self._until_counted_out(until_s)
+                if await membership.drain(left_s, unless=lambda: self._is_last(membership)):
+                    return True
+                if not self._is_last(membership) or (plan := self._plan()) is None:
+                    return saved
+                membership.stay(plan)  # we are the last holder now: take traffic until the halt
+            elif not tried:
+                await self._halt(membership, until_s)
+                if self._is_last(membership):  # else another member that stays has come meanwhile
+                    tried, saved = True, await self._save(membership, until_s)
+            elif not self._may_have_successor(membership, began_s):
+                return saved
+            else:
+                await asyncio.sleep(_POLL_S)
+        return saved
+
+    def _is_last(self, membership: GroupMembership) -> bool:
+        """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
+        group = membership.core.group
+        if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
+            return False
+        if any(not self._drains(mate, membership) for mate in group.full_members):
+            return False  # this one stays; members that are in no plan drain, and are not asked
+        rank, _ = group.standing
+        return rank == 0
+
+    def _may_have_successor(self, membership: GroupMembership, began_s: float) -> bool:
+        """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
+        plan = self._plan()
+        if plan is None:
+            return False
+        group_peers = [peer for peer in membership.core.group.group_peers if not self._drains(peer, membership)]
+        is_early = self._clock.now_s() < began_s + _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s
+        return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
+
+    async def _until_counted_out(self, until_s: float) -> None:
+        """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
+        good-bye would mean to it that they are lost."""
+        until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
+        while self._clock.now_s() < until_s:
+            plan = self._plan()
+            if plan is None or not plan.groups_of(self._endpoint.peer_id):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    # --- halt ---
+
+    async def _halt(self, membership: GroupMembership, until_s: float) -> None:
+        """Ask for a halt, and wait until the group reaches the halt version or the deadline."""
+        began_s = self._clock.now_s()
+        half_s = (until_s - began_s) * _HALT_SHARE / 2
+        heartbeat_s = self._spec.swarm.heartbeat_s
+        answered_s = began_s
+        while (now_s := self._clock.now_s()) < began_s + 2 * half_s and self._is_last(membership):
+            halts_at = await self._ask_for_halt(at_once=now_s >= began_s + half_s)
+            if halts_at is not None:
+                self._halts_at, answered_s = halts_at, now_s
+            elif now_s >= answered_s + _PLAN_HEARTBEATS * heartbeat_s:
+                return  # stage 0 has no leader, so no step begins
+            again_s = self._clock.now_s() + _ASK_AGAIN_S
+            while self._clock.now_s() < again_s and self._is_last(membership):
+                if self._halts_at is not None and membership.version >= self._halts_at:
+                    return
+                await asyncio.sleep(_POLL_S)
+        logger.warning("leaving before the end of the step: version %d", membership.version)
+
+    async def _ask_for_halt(self, *, at_once: bool) -> int | None:
+        """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
+        plan = self._plan()
+        for peer in plan.stages[0].peers if plan is not None else ():
+            try:
+                reply = await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.debug("no halt: %s", error)
+            else:
+                return reply.version
+        return None
+
+    # --- save ---
+
+    async def _save(self, membership: GroupMembership, until_s: float) -> bool:
+        """Save our layers, which no other peer has, then copies. Returns: True if our disk has them."""
+        state = await self._made(membership, until_s)
+        if state is None:
+            self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"
+            return False
+        if state.version == 0:
+            return True  # every peer can make version 0
+        keepers: list[PeerID] = []
+        others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
+        saved = False
+        keys = list(state.layers)
+        layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+        try:
+            async with asyncio.timeout(max(_SAVE_S, until_s - self._clock.now_s())):
+                saved = await self._copies.save(membership.group_id, state)
+            if saved:
+                await self._archive.note_rest(self._endpoint.era, state.version)
+                self._say(f"saved {layers} at step {state.version}: the run can go on from there")
+            keepers = await self._copies.give(membership.group_id, state, until_s=until_s)
+            if keepers:
+                machines = f"{len(keepers)} other machine{'s' if len(keepers) > 1 else ''}"
+                self._say(f"{machines} saved {layers} at step {state.version} too")
+        except TimeoutError:
+            logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
+        finally:
+            await others
+        if not saved and not keepers:
+            self.unsaved = self._archive.unsaved or f"step {state.version} is not saved: the disk is too slow"
+        return saved
+
+    async def _made(self, membership: GroupMembership, until_s: float) -> StageState | None:
+        """Wait for the state after the step that is being made; None: that does not end in time."""
+        until_s = max(self._clock.now_s() + _SAVE_S, until_s)
+        while True:
+            state = membership.state
+            if state is not None or self._clock.now_s() >= until_s:
+                return state
+            await asyncio.sleep(_POLL_S)
+
+    async def _ask_others_to_save(self, version: int, until_s: float) -> None:
+        plan = self._plan()
+        others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
+        await asyncio.gather(*(self._ask_to_save(peer, version, until_s) for peer in others))
+
+    async def _ask_to_save(self, peer: PeerID, version: int, until_s: float) -> None:
+        while (left_s := until_s - self._clock.now_s()) > 0.0:
+            try:
+                timeout_s = min(left_s, _ANSWER_S + 1.0)
+                reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("%s does not save: %s", peer[-8:], error)  # it may have saved and gone
+                return
+            if reply.version >= version:
+                return
+
+    async def _on_save(self, source: PeerID, message: Save) -> Saved:
+        me, plan = self._endpoint.peer_id, self._plan()
+        if plan is None or not plan.groups_of(source):
+            raise Refused(me, "does not know the sender as a holder")
+        if not self._archive.keeps:
+            raise Refused(me, "keeps nothing on disk")
+        memberships = [
+            membership
+            for membership in self._memberships()
+            if membership.is_ready and not membership.core.group.is_learner
+        ]
+        newest = max((membership.version for membership in memberships), default=message.version)
+        if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
+            raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
+        self._count_save(source, message.version, plan)
+        self._archive.want(message.version)
+        self._answering[source] += 1
+        try:
+            return await self._saved_version(message, memberships)
+        finally:
+            self._answering[source] -= 1
+
+    def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
+        """Raises: Refused: the sender does not leave, or has asked for too much."""
+        me = self._endpoint.peer_id
+        if self._stays(source):
+            raise Refused(me, "saves versions only for peers that leave")
+        self._saves = {
+            peer: (since, versions)
+            for peer, (since, versions) in self._saves.items()
+            if plan.has(peer) and peer not in plan.dropped_since(since)
+        }
+        self._answering = +self._answering
+        _, versions = self._saves.setdefault(source, (plan, set()))
+        if len(versions | {version}) > SAVES_OF_ONE_MAX or self._answering[source] >= SAVES_OF_ONE_MAX:
+            raise Refused(
+                me,
+                f"has saved {len(versions)} versions for the sender, and saves no more until the sender has been away",
+            )
+        versions.add(version)
+
+    async def _saved_version(self, message: Save, memberships: Sequence[GroupMembership]) -> Saved:
+        until_s = self._clock.now_s() + _ANSWER_S
+        for membership in memberships:
+            while membership.is_ready and (membership.version < message.version or membership.is_stepping):
+                if self._clock.now_s() >= until_s:
+                    return Saved(version=membership.version)
+                await asyncio.sleep(_POLL_S)
+            state = membership.state
+            if membership.is_ready and state is not None and state.version == message.version:
+                await self._copies.save(membership.group_id, state)
+        return Saved(version=message.version)

@@ -1,0 +1,114 @@
+"""Returning microbatches: a paused replica or a lagging learner sends back those that it does not compute."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.replica.commands import RejectMicrobatch
+from shoal.peer.replica.core import ReplicaCore
+from shoal.peer.replica.events import Event, HandedBack, WorkReturned
+from shoal.protocol import messages
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
+from shoal.protocol.messages import Done
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.2
+
+
+class HandingBack:
+    """Both sides of returning microbatches, at one replica.
+
+    Args:
+        post: gives the replica's core an event; raises `Refused` if it declines.
+        check: (source, microbatch); raises RemoteError if this run has no such microbatch.
+        on_unreachable: called with a peer that does not answer.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        core: ReplicaCore,
+        tasks: Tasks,
+        *,
+        post: Callable[[Event], None],
+        check: Callable[[PeerID, Microbatch], None],
+        on_unreachable: Callable[[PeerID], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._core = core
+        self._stage = core.pipeline.stage
+        self._tasks = tasks
+        self._post = post
+        self._check = check
+        self._on_unreachable = on_unreachable
+        self._gathered: dict[PeerID | None, list[RejectMicrobatch]] = {}
+
+    def install(self) -> None:
+        self._endpoint.on(messages.Reject, self._on_hand_back)
+
+    def close(self) -> None:
+        """Accept no more microbatches: a peer that returns one gets an error instead of an acknowledgement."""
+        self._endpoint.off(self._on_hand_back)
+
+    def soon(self, command: RejectMicrobatch) -> None:
+        """Return a microbatch in one message with all others for the same peer in this turn of the loop."""
+        if command.target not in self._gathered:
+            self._gathered[command.target] = []
+            self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
+        self._gathered[command.target].append(command)
+
+    async def _tell(self, target: PeerID | None) -> None:
+        told = self._gathered.pop(target)
+        items = tuple((c.microbatch.step, c.microbatch.index, c.begun) for c in told)
+        message = messages.Reject(stage=self._stage, items=items)
+        if target is None:
+            await self._tell_leader(message)
+            return
+        for _ in range(20):  # then the sender notices our absence itself, or is gone
+            try:
+                await self._endpoint.ask(target, message, Done)
+            except Unreachable as error:
+                logger.debug("cannot return microbatches yet: %s", error)
+                self._on_unreachable(target)
+            except (Refused, RemoteError) as error:
+                logger.debug("the sender no longer needs the microbatches: %s", error)
+                return
+            else:
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _tell_leader(self, message: messages.Reject) -> None:
+        """Return granted microbatches to the leader, and retry without end: nobody else computes them. If we lead, wait
+        until the pause is over or another member leads."""
+        while True:
+            leader = self._core.group.leader
+            if leader is not None and (leader != self._endpoint.peer_id or not self._core.is_paused):
+                try:
+                    await self._endpoint.ask(leader, message, Done)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.debug("the leader takes no microbatches back: %s", error)
+                else:
+                    return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _on_hand_back(self, source: PeerID, message: messages.Reject) -> Done:
+        if len(message.items) > QUEUED_MICROBATCHES_MAX:
+            raise RemoteError(source, f"returned {len(message.items)} microbatches in one message")
+        microbatches = [(Microbatch(step, index), begun) for step, index, begun in message.items]
+        for microbatch, _ in microbatches:
+            self._check(source, microbatch)
+        for microbatch, begun in microbatches:
+            if message.stage == self._stage + 1:
+                self._post(HandedBack(microbatch, source))
+            elif message.stage == self._stage == 0:
+                self._post(WorkReturned(source, microbatch, begun))
+            else:
+                raise Refused(self._endpoint.peer_id, f"is in stage {self._stage} and sends nothing to {message.stage}")
+        return Done()

@@ -1,0 +1,272 @@
+"""How a replica gets its stage's state: from the run's seed or initial weights, from snapshots, or from its group.
+
+While the group's state comes slowly, the replica may be a light member (`learner.py`).
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from shoal.peer.compute.arithmetic import LayerRuntime
+from shoal.peer.group.catching_up import Answer
+from shoal.peer.group.witnesses import is_witnessed
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.initial import begins_with_weights, first_state, foreign_layers, layers_of
+from shoal.peer.handoff.relay import Relay
+from shoal.peer.handoff.server import INITIAL
+from shoal.peer.membership.learner import Learner
+from shoal.peer.model.state import LayerState, StageState
+from shoal.peer.replica.views import GroupView
+from shoal.protocol.certificate import layers_at
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Compute
+
+logger = logging.getLogger(__name__)
+
+
+async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
+    return {}
+
+
+_RETRY_S = 1.0
+
+
+class Joining:
+    """Gets the state of one replica, of a stage or an expert.
+
+    Args:
+        take_over: make a state ours; the pipeline and the group know it when this returns.
+        begin_era: True if we may begin an era from its beginning.
+        newest: the newest plan; None: the one that `run` was given.
+        carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        inbox: ChunkInbox,
+        runtime: LayerRuntime,
+        group: GroupView,
+        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
+        take_over: Callable[[StageState], Awaitable[None]],
+        begin_era: Callable[[int], bool],
+        newest: Callable[[], Plan] | None = None,
+        carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
+        ahead: Callable[[int, int, Collection[PeerID]], Awaitable[Mapping[str, LayerState]]] = _nothing,
+        pass_on: Callable[[Relay], None] = lambda fetched: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._compute = compute
+        self._inbox = inbox
+        self._runtime = runtime
+        self._group = group
+        self._fetch_mean = fetch_mean
+        self._take_over = take_over
+        self._begin_era = begin_era
+        self._newest = newest
+        self._carried = carried
+        self._ahead = ahead
+        self._pass_on = pass_on
+        self._light: Learner | None = None
+        self._stepped = asyncio.Event()
+        self._progress: FetchProgress | None = None
+
+    @property
+    def progress(self) -> FetchProgress | None:
+        """Progress of the fetch that is under way."""
+        of_light = self._light.progress if self._light is not None else None
+        return self._progress if of_light is None else of_light
+
+    def stepped(self) -> None:
+        """Note that the pipeline has stepped."""
+        self._stepped.set()
+
+    async def run(self, plan: Plan, learner: Learner | None = None) -> None:
+        """Return once we hold the group's state, or what the era of `plan` begins with. Retry until then.
+        Args: light: a light phase that we may pass through if the state comes slowly."""
+        self._light = learner
+        try:
+            await self._acquire(plan)
+        finally:
+            self._progress = self._light = None
+
+    async def _acquire(self, plan: Plan) -> None:
+        if not plan.not_started or not self._begin_era(plan.era):
+            await self._from_group_peers()
+        elif plan.restore_version:
+            await self._from_snapshots(plan)
+        elif begins_with_weights(self._runtime.spec):
+            await self._from_initial_weights(plan)
+        else:
+            await self._from_seed()
+
+    async def _from_seed(self) -> None:
+        runtime = self._runtime
+        timed = await self._compute.run("step", runtime.initial_state, flop=runtime.step_flop)
+        await self._take_over(timed.value)
+
+    async def _from_initial_weights(self, plan: Plan) -> None:
+        runtime = self._runtime
+        while True:
+            layers = await self._initial_layers(plan)
+            if layers is None:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
+            timed = await self._compute.run("step", begin, flop=runtime.step_flop)
+            await self._take_over(timed.value)
+            return
+
+    async def _initial_layers(self, plan: Plan) -> Mapping[str, LayerState] | None:
+        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
+        an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
+        peers = self._to_ask(plan)
+        wanted = layers_of(self._runtime.keys)
+        for holders in (peers, *([peer] for peer in peers)):
+            try:
+                layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no initial weights: %s", error)
+                if holders is peers:
+                    return None
+                continue
+            check = functools.partial(foreign_layers, self._runtime.spec, layers)
+            foreign = (await self._compute.run("step", check, flop=0.0)).value
+            if not foreign:
+                return layers
+            logger.warning("these are not the weights that the run begins with: %s", ", ".join(foreign))
+        return None
+
+    async def _from_snapshots(self, plan: Plan) -> None:
+        """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
+        the rest from peers that carry them or have them on disk, ourselves first. Once the era is under way peers may
+        drop what they carry, so then join the group instead."""
+        keys, version = self._runtime.keys, plan.restore_version
+        carried = self._carried(plan.restore_era, version)
+        missing = tuple(key for key in keys if key not in carried)
+        fetched: Mapping[str, LayerState] = {}
+        ahead = await self._ahead(plan.restore_era, version, self._to_ask(plan)) if missing else {}
+        known = {key: ahead[key] for key in missing if key in ahead}
+        if missing:
+            logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
+        wait_s = 0.1  # the holders of our layers may hear of the layout later than we
+        while True:
+            holders = self._to_ask(plan)
+            try:
+                if missing:
+                    fetched = await self._with_group_peers(missing, holders, plan, known)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
+                newest = self._newest() if self._newest is not None else plan
+                if newest.era == plan.era and not newest.not_started:
+                    await self._from_group_peers()
+                    return
+                await asyncio.sleep(wait_s)
+                wait_s = min(2.0 * wait_s, _RETRY_S)
+                continue
+            layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
+            await self._take_over(StageState(version=version, layers=layers))
+            await self._follow_who_began()
+            return
+
+    async def _follow_who_began(self) -> None:
+        """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
+        Whatever we do not get now comes by our group's rounds."""
+        try:
+            while self._group.holders and not await self._is_current():
+                pass
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("cannot replay yet the steps of members that began before us: %s", error)
+
+    async def _with_group_peers(
+        self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
+    ) -> Mapping[str, LayerState]:
+        """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
+        version, era = plan.restore_version, plan.restore_era
+        relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
+        self._pass_on(relay)
+        with relay:
+            state = await self._fetcher(missing).fetch(
+                holders,
+                version=version,
+                stored_era=era,
+                known=known,
+                expected=layers_at(plan.certified, (era, version)),
+                relay=relay,
+                carriers=holders[1:],
+            )
+        return state.layers
+
+    def _to_ask(self, plan: Plan) -> list[PeerID]:
+        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan, which may have a
+        host or a keeper that was away when `plan` was made."""
+        me = self._endpoint.peer_id
+        newest = self._newest() if self._newest is not None else plan
+        return [me, *(peer for peer in newest.members if peer != me)]
+
+    async def _from_group_peers(self) -> None:
+        """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
+        group, keys = self._group, self._runtime.keys
+        while True:
+            try:
+                learner = self._light if self._runtime.state is None else None  # else we lack steps alone
+                if learner is not None and await learner.begin():
+                    await self._take_over(await learner.run())
+                    return
+                state = await self._fetcher().fetch(
+                    group.holders,
+                    is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, group.voters(group.me)),
+                )
+                if state.version >= self._group.version:
+                    await self._take_over(state)
+                while not await self._is_current():
+                    pass
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no state yet: %s", error)
+                await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
+                continue
+            return
+
+    async def _is_current(self) -> bool:
+        """Replay one commit of the group; True if there is none left."""
+        self._stepped.clear()
+        if not await self._replay_next():
+            return True
+        await self._stepped.wait()
+        return False
+
+    async def _replay_next(self) -> bool:
+        """Get the gradient of the next commit from a holder. Members that join together ask different holders: one
+        alone could not send a step's gradient to many before the next step ends. Returns: False: the holder has not
+        committed it. Raises: Unreachable: every holder is; Refused."""
+        holders = self._group.holders
+        joining = sorted({self._group.me, *self._group.group_peers}.difference(holders))
+        first = joining.index(self._group.me) % len(holders) if holders else 0
+        error = Unreachable(self._endpoint.peer_id, "all other members have gone")
+        for holder in (*holders[first:], *holders[:first]):
+            try:
+                return await self._fetch_mean(holder, self._group.version) == "taken"
+            except Unreachable as unreachable:
+                error = unreachable
+        raise error
+
+    def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
+        runtime = self._runtime
+        fetcher = StateFetcher(
+            runtime.spec,
+            keys or runtime.keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=runtime.device,
+            vectors=runtime.vectors,
+        )
+        self._progress = fetcher.progress
+        return fetcher

@@ -1,0 +1,473 @@
+"""Makes a newcomer with a slow line a *light* member (a learner) of its group, until its state is whole.
+
+A newcomer's first microbatch needs weights and no moments, and bf16 is enough to compute with: a sixth of the state. A
+light member fetches those, takes traffic, and contributes its gradients to rounds, in which it reduces no part of the
+sum. It does not make the group's steps: after each commit it fetches the next weights from members that have stepped.
+
+Meanwhile the state comes, layer by layer. It has the lowest priority on its holders' lines and pauses while weights
+come. A layer that is here steps with the group: its part of the reduced gradient comes by the round that the member
+takes part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights then follow from its
+state and are no longer fetched; and no holder keeps a version of the whole state for a fetch that may take an hour.
+Once all layers are here and match what most holders have signed, the member is a full member from the next commit on.
+If weights and rounds fill its line it stays light; its log says how much is here.
+
+A light member computes only with weights on whose digest most holders agree. A liar among the others can make it learn
+nothing wrong, and the state that it ends with has their signatures.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.peer.base.shortage import is_out_of_memory
+from shoal.peer.compute.arithmetic import LayerRuntime
+from shoal.peer.disk.partial_checkpoint import PartialCheckpoint
+from shoal.peer.group.catching_up import Answer
+from shoal.peer.group.witnesses import is_witnessed
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.handoff.unfinished import Unfinished
+from shoal.peer.model.layout import state_layout
+from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.replica.views import GroupView
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LIGHT_STATE_S
+from shoal.protocol.messages import StateOffer, StateRequest
+from shoal.protocol.ports import Compute
+
+logger = logging.getLogger(__name__)
+
+_SEEN_S = 2.0
+"""Minimum time for measuring how quickly weights come."""
+_SMALL_BYTES = 16 << 20
+"""A smaller state is fetched at once: on most lines that takes no longer than measuring its weights' rate."""
+_RETRY_S = 1.0
+_RETRY_MATES_S = 0.25
+"""Holders may still be stepping, or signing their state, which takes a round trip."""
+_STILL_S = 60.0
+"""A round without a new piece for this long will not end here. On slow lines pieces wait for minutes behind
+activations, but they come from several members."""
+_PATIENCE_S = 300.0
+"""Seconds that a range may take. On its holder's line it waits behind our part of a reduction, for minutes."""
+_LOOK_S = 0.1
+
+_NEVER = 2**62
+
+StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
+
+
+@dataclass(slots=True)
+class _Gathered:
+    version: int
+    layer: LayerState
+    """Held on the host."""
+
+
+class Learner:
+    """The light phase of one tenure.
+
+    Args:
+        means: step -> reduced gradient, of those that are kept.
+        num_pieces: (step) -> pieces that have come of our round of that step; None: there is no such round.
+        take: compute with these weights from now on; the pipeline and the group know it when this returns.
+        join: take part in the group, and take traffic.
+        kept: stores layers of the state between two processes of this peer.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        inbox: ChunkInbox,
+        runtime: LayerRuntime,
+        group: GroupView,
+        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
+        means: Callable[[], Mapping[int, Tensor]],
+        num_pieces: Callable[[int], int | None],
+        step_layer: StepLayer,
+        take: Callable[[RoundedWeights], None],
+        join: Callable[[], None],
+        kept: PartialCheckpoint,
+    ) -> None:
+        self._endpoint = endpoint
+        self._compute = compute
+        self._inbox = inbox
+        self._runtime = runtime
+        self._group = group
+        self._fetch_mean = fetch_mean
+        self._means = means
+        self._num_pieces = num_pieces
+        self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
+        self._step_layer = step_layer
+        self._take = take
+        self._join = join
+        self._kept = kept
+        self._era = -1
+        self._weights: RoundedWeights | None = None
+        self._gathered: dict[str, _Gathered] = {}
+        self._fetching: StateFetcher | None = None
+        self._unfinished: dict[str, Unfinished] = {}
+        """The part of that layer that a failed fetch has brought."""
+        self._progress: FetchProgress | None = None
+        self._is_following = False
+        """Weights are downloading; the state download is paused."""
+        self._is_behind = False
+        self._news = asyncio.Event()
+        self._takes_part = asyncio.Event()
+        """Set once a round that we are in has ended: all later rounds will include us."""
+        self._from = _NEVER
+        """Lowest version that the coming layer of the state may have."""
+
+    # --- what others see ---
+
+    @property
+    def num_layers(self) -> tuple[int, int]:
+        """(Layers with their state here, all layers)."""
+        return len(self._gathered), len(self._sizes)
+
+    @property
+    def progress(self) -> FetchProgress | None:
+        """Progress of the first weights, then of the state. None: neither is being fetched."""
+        if self._progress is not None and self._weights is not None:
+            coming = self._fetching.progress.done if self._fetching is not None else 0
+            here_bytes = sum(map(self._state_bytes, self._gathered))
+            self._progress.done = here_bytes // 4 + coming
+        return self._progress
+
+    # --- what the tenure hears ---
+
+    def behind(self) -> None:
+        """Note that a group member is past our version."""
+        self._is_behind = True
+        self._news.set()
+
+    def reduced(self) -> None:
+        """Note that the reduced gradient of a step has come."""
+        self._news.set()
+
+    def took_part(self) -> None:
+        """Note that a round that we were in has ended."""
+        self._takes_part.set()
+
+    def needs_from(self) -> int:
+        """Return the first step of which some layer, here or coming, may still lack the reduced gradient."""
+        return min((self._from, *(at.version for at in self._gathered.values())))
+
+    # --- the life of a light member ---
+
+    async def begin(self) -> bool:
+        """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
+        Raises: Unreachable, Refused, RemoteError: the weights do not come."""
+        group, keys = self._group, self._runtime.keys
+        if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
+            return False
+        fetcher = self._fetcher(keys)
+        self._progress = fetcher.progress
+        self._progress.what = "weights"
+        fetch = fetcher.fetch(group.holders, stored_era=WEIGHTS, voters=group.voters(group.me))
+        fetching = asyncio.create_task(fetch, name=f"fetch weights of group {group.stage}")
+        try:
+            if await self._is_quick(fetching, fetcher.progress):
+                return False
+            fetched = await fetching
+        finally:
+            self._progress = None
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        self._progress = FetchProgress(total=sum(map(self._state_bytes, keys)) // 4, what="state while training")
+        await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
+        self._join()
+        return True
+
+    async def _is_quick(self, fetching: "asyncio.Task[StageState]", progress: FetchProgress) -> bool:
+        """True if the state would come soon at the rate at which the weights come."""
+        loop, since_s = asyncio.get_running_loop(), None
+        while not fetching.done():
+            await asyncio.wait([fetching], timeout=_LOOK_S)
+            if progress.total and since_s is None:
+                since_s = loop.time()
+            if since_s is not None and progress.done and (fetching.done() or loop.time() >= since_s + _SEEN_S):
+                weights_s = (loop.time() - since_s) * progress.total / progress.done
+                state_s = weights_s * sum(map(self._state_bytes, self._runtime.keys)) / (2.0 * progress.total)
+                logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
+                return state_s < LIGHT_STATE_S
+        return False  # awaiting the failed fetch raises its error
+
+    async def run(self) -> StageState:
+        """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
+        self._era = self._endpoint.era
+        for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
+            logger.info("layer %s of version %d is here from an earlier process", key, version)
+            self._gathered[key] = _Gathered(version, layer)
+            self._news.set()  # it lacks the steps since
+        gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
+        try:
+            while (state := await self._whole()) is None:
+                await self._next()
+            return state
+        finally:
+            gathering.cancel()
+            await asyncio.gather(gathering, return_exceptions=True)
+
+    async def keep(self) -> None:
+        """Store the incomplete state for this peer's next process."""
+        if self._gathered and self._endpoint.era == self._era:
+            timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
+            logger.info("keeping %d layers for the next process", len(timed.value))
+            await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
+
+    async def _next(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+        version = self._group.version
+        await self._step_to(version, self._runtime.keys)  # layers that have come since
+        if all(self._has(key, version) for key in self._runtime.keys):
+            if version in self._means() or self._is_behind:
+                await self._step()
+        elif self._is_behind:
+            await self._follow()
+
+    # --- from one version to the next ---
+
+    async def _follow(self) -> None:
+        """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
+        self._is_following = True
+        if self._fetching is not None:
+            self._fetching.hold_up()
+        try:
+            while True:
+                if await self._is_fetched():
+                    return
+                await asyncio.sleep(_RETRY_MATES_S)
+        finally:
+            self._is_following = False
+            if self._fetching is not None:
+                self._fetching.go_on()
+
+    async def _is_fetched(self) -> bool:
+        runtime, group = self._runtime, self._group
+        missing = tuple(key for key in runtime.keys if not self._has(key, group.version))
+        fetcher = self._fetcher(missing)
+        try:
+            fetched = await fetcher.fetch(
+                group.holders,
+                stored_era=WEIGHTS,
+                voters=group.voters(group.me),
+                at_least=group.version + 1,
+                base=self._weights,
+            )
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("no weights yet: %s", error)
+            return False
+        for step in range(group.version, fetched.version):
+            await self._mean_by_round(step)  # a coming layer may need it, and afterwards we would have left the round
+        params = {key: layer.param_N for key, layer in fetched.layers.items()}
+        stepped = [key for key in runtime.keys if key not in params]
+        await self._step_to(fetched.version, stepped)
+        if not all(self._has(key, fetched.version) for key in stepped):
+            return False  # a layer that was here has been dropped
+        await self._go_to(fetched.version, params)
+        return True
+
+    async def _step(self) -> None:
+        version = self._group.version + 1
+        await self._step_to(version, self._runtime.keys)
+        if all(self._has(key, version) for key in self._runtime.keys):
+            await self._go_to(version, {})
+        else:
+            self._news.set()  # dropped layers are fetched again
+
+    async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
+        """Compute with the weights of `version`. Args: params: of layers without their state here."""
+        gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
+
+        def make() -> dict[str, Tensor]:
+            return {key: params[key] if key in params else vectors.rounded(gathered[key].layer.param_N) for key in keys}
+
+        made = await self._compute.run_on_host(make)
+        self._is_behind = False
+        self._weights = RoundedWeights(version=version, params=made)
+        self._take(self._weights)
+        come = f"{len(gathered)} of {len(keys)} layers of the state are here"
+        logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
+
+    async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
+        """Step these layers to `version`. Drop a layer if its reduced gradient is not available."""
+        oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
+        for step in range(oldest, version):
+            due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]
+            if not due:
+                continue
+            mean_N = await self._mean(step, due)
+            if mean_N is not None:
+                await self._step_due(due, mean_N)
+                continue
+            for key in due:
+                logger.info("layer %s lacks the gradient of step %d: fetching it again", key, step)
+                del self._gathered[key]
+
+    async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
+        """Step the layers `due` in one job: with a job each, every layer would wait for a microbatch's job."""
+        ends = list(itertools.accumulate(self._sizes.values()))
+        parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
+        left = list(due)
+
+        def step() -> None:
+            while left:  # one by one, so that each old state is freed as the new one comes
+                at = self._gathered[left[0]]
+                after = self._step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
+                self._gathered[left[0]] = _Gathered(at.version + 1, after)
+                del left[0]
+
+        flop = self._runtime.step_flop * sum(self._sizes[key] for key in due) / self._runtime.num_parameters
+        while left:
+            try:
+                await self._compute.run("step", step, flop=flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning("no memory to step layer %s: trying again", left[0])
+                await asyncio.sleep(_RETRY_S)
+
+    async def _mean(self, step: int, due: list[str]) -> Tensor | None:
+        """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
+        mean_N = await self._mean_by_round(step)
+        whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
+        if mean_N is not None or whole_bytes > sum(map(self._state_bytes, due)):
+            return mean_N
+        for holder in self._group.holders:
+            try:
+                await self._fetch_mean(holder, step)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no gradient of step %d: %s", step, error)
+            if (mean_N := self._means().get(step)) is not None:
+                return mean_N
+        return None
+
+    async def _mean_by_round(self, step: int) -> Tensor | None:
+        """Wait for the result of our round of a step. None: there is no such round, or it stands still."""
+        loop = asyncio.get_running_loop()
+        before, since_s = -1, loop.time()
+        while step not in self._means():
+            num = self._num_pieces(step)
+            if num != before:
+                before, since_s = num if num is not None else -1, loop.time()
+            if num is None or loop.time() >= since_s + _STILL_S:
+                return None
+            await asyncio.sleep(_LOOK_S)
+        return self._means()[step]
+
+    # --- the state ---
+
+    async def _gather(self) -> None:
+        """Fetch the state layer by layer. Begin only after we took part in a round: the first step after we joined may
+        be made without us, and an earlier layer would lack it."""
+        keys = self._runtime.keys
+        await self._takes_part.wait()
+        while True:
+            missing = next((key for key in keys if key not in self._gathered), None)
+            if missing is None:
+                await asyncio.sleep(_RETRY_S)  # a layer may still be dropped
+                continue
+            try:
+                await self._acquire(missing)
+                self._news.set()
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("layer %s of the state does not come yet: %s", missing, error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _acquire(self, key: str) -> None:
+        """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
+        begun = self._unfinished.get(key)
+        if begun is not None:
+            try:
+                await self._fetch_layer(key, begun)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no more of version %d of layer %s: %s", begun.version, key, error)
+            else:
+                return
+        await self._fetch_layer(key, None)
+
+    async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
+        """Args: begun: the part that has come before. Raises: see `StateFetcher.fetch`."""
+        group, fetcher = self._group, self._fetcher((key,))
+        is_over = self._is_behind or self._is_following  # then the holders are past our version
+        self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
+        if self._is_following:
+            fetcher.hold_up()
+        try:
+            if begun is not None:
+                fetch = fetcher.fetch(group.holders, version=begun.version, begun={key: begun})
+            else:
+                fetch = fetcher.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
+            state = await fetch
+            self._gathered[key] = _Gathered(state.version, state.layers[key])
+            self._unfinished = {}
+        except (Unreachable, Refused, RemoteError):
+            self._unfinished = fetcher.unfinished() or self._unfinished
+            raise
+        finally:
+            self._fetching = None
+            self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
+
+    async def _whole(self) -> StageState | None:
+        """Return the state if all of it is here at the group's version with signed digests. Drop layers that differ."""
+        version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
+        if not all(self._has(key, version) for key in keys):
+            return None
+        digests = await self._signed(version)
+        if digests is None:
+            self._news.set()
+            await asyncio.sleep(_RETRY_MATES_S)
+            return None
+        layers = {key: gathered[key].layer for key in keys}
+        proofs = await self._compute.run_on_host(lambda: {key: layer.secure_digest() for key, layer in layers.items()})
+        differing = [key for key in keys if proofs[key] != digests[key]]
+        for key in differing:
+            logger.warning("layer %s differs from what its holders have signed: fetching it again", key)
+            del gathered[key]
+        if differing:
+            self._news.set()
+            return None
+        device = self._runtime.device
+        return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
+
+    async def _signed(self, version: int) -> Mapping[str, str] | None:
+        """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
+        group, keys = self._group, self._runtime.keys
+        for holder in group.holders:
+            try:
+                offer = await self._endpoint.ask(holder, StateRequest(layers=keys, to_compare=True), StateOffer)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("nothing to compare the state with yet: %s", error)
+                continue
+            if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
+                return dict(offer.digests)
+        return None
+
+    def _has(self, key: str, version: int) -> bool:
+        return key in self._gathered and self._gathered[key].version == version
+
+    def _state_bytes(self, key: str) -> int:
+        return 4 * (2 * self._sizes[key] + moment2_numel(self._runtime.spec, key))
+
+    def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
+        """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
+        runtime = self._runtime
+        return StateFetcher(
+            runtime.spec,
+            keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=runtime.vectors.host,
+            vectors=runtime.vectors,
+            patience_s=_PATIENCE_S,
+        )

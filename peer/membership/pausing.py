@@ -1,0 +1,87 @@
+"""Pauses a peer while its owner uses the device: it stops computing, and others do not wait for its work.
+
+    pause     at once         closed: neighbours and group send nothing new; what has not begun goes back
+    + 0.5 s   no backward     what has no gradient yet goes back too; contributions are still reduced
+    + 10 s    leaving         heartbeats and Hellos say so: the next plan is made without us, and the replica drains
+    resume    as before, or as a newcomer if a plan has been made without us: the swarm may be many steps on
+
+It stays a member of the swarm throughout: it votes, answers, hands its state on and keeps its snapshots. The last
+holder of a stage's state stays in the plan until another peer has it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from shoal.peer.membership.group_membership import GroupMembership
+from shoal.protocol.ports import Clock
+
+BACKWARDS_S: Final = 0.5
+"""Seconds for which returning gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
+HOLDS_PLACE_S: Final = 10.0
+"""A shorter pause costs no plan and no transfer of state."""
+
+
+class Pausing:
+    """The pauses of one peer. Args: on_change: called when our presence has changed."""
+
+    def __init__(
+        self, clock: Clock, *, memberships: Callable[[], Sequence[GroupMembership]], on_change: Callable[[], None]
+    ) -> None:
+        self.is_leaving = False
+        self._memberships = memberships
+        self._on_change = on_change
+        self._clock = clock
+        self._since_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._task is not None
+
+    @property
+    def paused_s(self) -> float | None:
+        """Seconds since the pause began; None: not paused."""
+        return self._clock.now_s() - self._since_s if self.is_paused else None
+
+    def pause(self) -> None:
+        """Pause. Safe to call twice."""
+        if self._task is None:
+            self._since_s = self._clock.now_s()
+            self._task = asyncio.create_task(self._pause(), name="pause")
+
+    def resume(self) -> None:
+        """End the pause. Safe to call twice."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        self._task = None
+        self.is_leaving = False
+        for membership in self._memberships():
+            membership.resume()
+        self._on_change()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def begun(self, membership: GroupMembership) -> None:
+        """Pause a place that a plan has given us during the pause."""
+        if self.is_paused:
+            membership.pause(at_once=True)
+
+    async def _pause(self) -> None:
+        self._apply(at_once=False)
+        await asyncio.sleep(BACKWARDS_S)
+        self._apply(at_once=True)
+        await asyncio.sleep(HOLDS_PLACE_S - BACKWARDS_S)
+        self.is_leaving = True
+        self._on_change()
+        await asyncio.Event().wait()
+
+    def _apply(self, *, at_once: bool) -> None:
+        for membership in self._memberships():
+            membership.pause(at_once=at_once)

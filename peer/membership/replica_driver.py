@@ -1,0 +1,489 @@
+"""The driver of one replica of a stage: it takes microbatches in, has the device compute, and sends the results on.
+
+A microbatch goes through this file as follows; each arrow is a decision of the core (`schedule.py`):
+
+    forward   _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`; at the last stage
+    backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
+
+`peer/membership/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. With experts
+elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from shoal.peer.base.shortage import is_out_of_memory
+from shoal.peer.experts.dispatch import ExpertDispatch
+from shoal.peer.membership.activation_store import ActivationStore
+from shoal.peer.membership.group_membership import GroupMembership, make_commit
+from shoal.peer.membership.handing_back import HandingBack
+from shoal.peer.membership.learner import Learner
+from shoal.peer.model.state import RoundedWeights, StageState
+from shoal.peer.pipeline.expert_call import JobInParts
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.queueing import LinkQueues
+from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.replica.commands import (
+    Command,
+    Count,
+    Forget,
+    RejectMicrobatch,
+    SendActivation,
+    SendGradient,
+)
+from shoal.peer.replica.core import ReplicaCore
+from shoal.peer.replica.events import (
+    Arrived,
+    GradientArrived,
+    JobDone,
+    JobDropped,
+    JobFailed,
+    JobParked,
+    JoinedGroup,
+    Lagging,
+    PeerLost,
+    Stepped,
+    StepReady,
+    VersionSet,
+)
+from shoal.peer.replica.forward_times import ForwardTimes
+from shoal.peer.replica.job import Job, TimelineEntry
+from shoal.peer.replica.microbatch_queue import MicrobatchQueue
+from shoal.peer.replica.schedule import Schedule
+from shoal.peer.replica.work_queue import WorkQueue
+from shoal.peer.services.services import Services
+from shoal.protocol.errors import RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
+from shoal.protocol.messages import Activation, Gradient, PresenceUpdate
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Payload, Priority
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
+"""A broken stream often comes back, and the peer that waits for this gradient holds a place in its window for it."""
+
+
+class Replica(GroupMembership):
+    """Our replica of stage `stage` under `plan`. `first_stage.py` adds what stage 0 does."""
+
+    core: ReplicaCore
+
+    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
+        self.stage = stage
+        self.layers = plan.stages[stage].layers
+        self.experts_placed = bool(plan.experts)
+        arithmetic = services.arithmetic
+        self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
+        core = replica_core(services, plan, stage, incarnation=incarnation)
+        super().__init__(services, core, self.runtime, incarnation=incarnation)
+        self.experts = ExpertDispatch(services, plan, stage, incarnation=incarnation) if plan.experts else None
+        self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
+        self._forward_times = ForwardTimes()
+        self.activations = ActivationStore(
+            self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts
+        )
+        self._wire = ActivationWire(services.spec)
+        self._widest = services.spec.wire.forward[0]
+        self._travel(plan)
+        self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
+        self._mean_gradient_N: Tensor | None = None
+        self._handing_back = HandingBack(
+            self._endpoint,
+            core,
+            self._tasks,
+            post=self.handle,
+            check=self._check,
+            on_unreachable=services.listeners.on_unreachable,
+        )
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Job():
+                self._tasks.spawn(self._run(command), f"job {command}")
+            case SendActivation(microbatch, target, retried):
+                self._tasks.spawn(self._send_activation(microbatch, target, retried), f"activation {microbatch}")
+            case SendGradient(microbatch, target):
+                self._tasks.spawn(self._send_gradient(*self._gradient(command)), f"gradient {microbatch} to {target}")
+            case RejectMicrobatch():
+                self._handing_back.soon(command)
+            case Forget(microbatch):
+                self.activations.forget(microbatch)
+            case Count(counted, retried):
+                if self.activations.settle(counted.microbatch, retried=retried):
+                    super()._perform(command)
+            case _:
+                super()._perform(command)
+
+    # --- receive, forward, send; receive, backward, send ---
+
+    async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
+        pipeline, microbatch = self.core.pipeline, Microbatch(meta.step, meta.index)
+        if not pipeline.takes_from(source):
+            logger.debug("an activation of %s, which is not of the stage before", source[-8:])
+            return
+        if self.state is None and not self.runtime.is_stepping and not self.runtime.is_learner:
+            logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
+            return
+        if not self.is_ready:
+            # We have drained and the group no longer counts us: our gradient would be in no sum. The sender gives it to
+            # another replica as soon as it hears so.
+            logger.debug("an activation of %s after we have drained", source[-8:])
+            return
+        self._check(source, microbatch)
+        self._wire.check_activation(payload, source)
+        if meta.stage != self.stage or pipeline.is_first:
+            logger.debug("an activation for stage %d came to stage %d", meta.stage, self.stage)
+            return
+        if not pipeline.holds(microbatch):
+            if pipeline.num_waiting >= QUEUED_MICROBATCHES_MAX:
+                raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
+            self.activations.of(microbatch).input = payload
+        self.handle(Arrived(microbatch, source, meta.retried, meta.incarnation))
+
+    async def _run(self, job: Job) -> None:
+        microbatch = job.microbatch
+        if microbatch is None:
+            state, digest, skipped = await self._made_step(job, self._optimizer_step())
+            self.handle(JobDone(job))
+            self.stepped(state, digest, skipped)
+            return
+        work, flop = self.activations.job(job, microbatch)
+        if self.experts is None:
+            try:
+                value = await self._with_room(job, work, flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._run_short()
+                self._forward_times.dropped(job)
+                self.handle(JobFailed(job))
+                return
+            self._forward_times.ended(job)
+            self.handle(JobDone(job, self.activations.keep(job, microbatch, value)))
+        else:
+            await self._run_with_experts(self.experts, job, microbatch, JobInParts(work()), flop)
+
+    async def _run_with_experts(
+        self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
+    ) -> None:
+        """Run a job whose experts are elsewhere. While it waits for them, the device does other jobs."""
+        call = await self._on_device(job, parts.go_on, first_flop)
+        passage = self.activations.passage(experts, job, microbatch)
+        if call is not None:
+            self.handle(JobParked(job))
+        while call is not None:
+            output = await experts.exchange(passage, call)
+            if not self.core.pipeline.goes_on(job):
+                self._forward_times.dropped(job)
+                self.handle(JobDropped(job))
+                return
+            part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
+            call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
+        self._forward_times.ended(job)
+        self.handle(JobDone(job, self.activations.keep(job, microbatch, parts.value)))
+
+    async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
+        """Run a job; if memory is short, free caches and run it once more."""
+        try:
+            return await self._on_device(job, work, flop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("no memory for %s: freeing caches, and trying once more", job)
+            self._s.listeners.on_no_memory()
+
+        def again() -> T:
+            self.runtime.make_room()
+            return work()
+
+        return await self._on_device(job, again, flop)
+
+    async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
+        """Make the step; retry until there is memory: no other peer can make it, and a failed try changes nothing."""
+        while True:
+            try:
+                return await self._with_room(job, work, self.runtime.step_flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._run_short()
+            await asyncio.sleep(1.0)
+
+    def _run_short(self) -> None:
+        """Pause for lack of memory: our microbatches go to others, and the next plan gives us less."""
+        self.pause(at_once=True)
+        self._s.listeners.on_shortage(self)
+
+    async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
+        timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
+        self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
+        self._forward_times.ran(job, timed.ended_s - timed.started_s)
+        return timed.value
+
+    async def _send_activation(self, microbatch: Microbatch, target: PeerID, retried: bool) -> None:
+        payloads = self.activations.get(microbatch)
+        if payloads is None or (payload := payloads.output) is None:
+            return  # forgotten before the task began
+        step, index = microbatch.step, microbatch.index
+        meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, retried=retried)
+        once_more = msgspec.structs.replace(meta, retried=True)
+        began_s = self._clock.now_s()
+        try:
+            await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION, again=once_more)
+            waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
+            if self.activations.get(microbatch) is payloads:
+                payloads.waited_s = waited_s
+        except Unreachable as error:
+            logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
+            self.handle(PeerLost(target))
+            self._s.listeners.on_unreachable(target)
+
+    async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
+        microbatch = Microbatch(meta.step, meta.index)
+        self._check(source, microbatch)
+        if not 0.0 <= meta.waited_s < math.inf:
+            raise RemoteError(source, f"says that a microbatch waited {meta.waited_s} s")
+        if not 0.0 <= meta.commit_s < math.inf:
+            raise RemoteError(source, f"says that commits take {meta.commit_s} s")
+        if not microbatch.validates:
+            self._wire.check_gradient(payload, source)
+        if not self.core.pipeline.awaits(microbatch, source):
+            return  # It went to another replica, or is back already: keep what that replica sent.
+        payloads = self.activations.of(microbatch)
+        if not microbatch.validates:
+            payloads.gradient = payload
+        waited_s, payloads.waited_s = meta.waited_s + payloads.waited_s, 0.0
+        self.handle(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
+
+    def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
+        """Return a gradient with its header; a validation microbatch has only a loss."""
+        microbatch, target = command.microbatch, command.target
+        meta = Gradient(
+            stage=self.stage - 1,
+            step=microbatch.step,
+            index=microbatch.index,
+            loss=command.loss,
+            waited_s=command.waited_s + self._gradient_queues.last_waited_s(target),
+            commit_s=command.commit_s,
+        )
+        return target, meta, b"" if microbatch.validates else self.activations.of(microbatch).output or b""
+
+    async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
+        for wait_s in _GRADIENT_RETRIES_S:
+            began_s = self._clock.now_s()
+            try:
+                await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT, again=meta)
+                if payload:
+                    self._gradient_queues.sent(target, self._clock.now_s() - began_s)
+            except Unreachable as error:
+                logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
+                self._s.listeners.on_unreachable(target)
+                await asyncio.sleep(wait_s)
+            else:
+                return
+        # The receiver is gone, and so is every user of this gradient; or it will ask again.
+
+    def _check(self, source: PeerID, microbatch: Microbatch) -> None:
+        """Raises: RemoteError: this run has no such microbatch."""
+        training = self._s.spec.training
+        if not (
+            0 <= microbatch.step <= training.steps
+            and -training.validation_microbatches <= microbatch.index < training.microbatches_per_step
+        ):
+            raise RemoteError(source, f"sent microbatch {microbatch}, which this run does not have")
+
+    # --- the step ---
+
+    def _step(self, step: int, mean_gradient_N: Tensor) -> None:
+        self._mean_gradient_N = mean_gradient_N
+        self.handle(StepReady(step))
+
+    def _optimizer_step(self) -> Callable[[], tuple[StageState, str, int]]:
+        mean_gradient_N, self._mean_gradient_N = self._mean_gradient_N, None
+        assert mean_gradient_N is not None, "a step without a gradient"
+        return lambda: self.runtime.step(mean_gradient_N)
+
+    def _load(self, state: StageState) -> None:
+        self.runtime.load(state)
+        self.handle(VersionSet(state.version))
+        if self.core.is_lagging:
+            self.handle(Lagging(False))  # a full member catches up like all others
+
+    def _make_learner(self) -> Learner | None:
+        """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
+        matrices; and for adapters and placed experts, which have little state beside the weights."""
+        spec = self._s.spec
+        if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
+            return None
+        reductions = self.reductions
+
+        def num_pieces(step: int) -> int | None:
+            reduction = reductions.get(step)
+            return reduction.num_taken if reduction is not None else None
+
+        return Learner(
+            endpoint=self._endpoint,
+            compute=self.compute,
+            inbox=self._s.inbox,
+            runtime=self.runtime,
+            group=self.core.group,
+            fetch_mean=self._catching_up.fetch,
+            means=lambda: reductions.means,
+            num_pieces=num_pieces,
+            step_layer=self._s.arithmetic.step_layer,
+            take=self._take_weights,
+            kept=self._s.between.kept,
+            join=lambda: self.handle(JoinedGroup(self.runtime.remembers, learner=True)),
+        )
+
+    def _take_weights(self, weights: RoundedWeights) -> None:
+        """Compute from now on with these weights alone, of a step that others have made."""
+        self.runtime.load_weights(weights)
+        self.handle(VersionSet(weights.version))
+        self.reductions.reached(weights.version)
+        self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
+        self._look_whether_we_lag()
+
+    def _behind(self) -> None:
+        super()._behind()
+        self._look_whether_we_lag()
+
+    def _look_whether_we_lag(self) -> None:
+        """Stop taking microbatches while our weights are too old: the group's step would wait for our next weights."""
+        lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
+        if lags != self.core.is_lagging:
+            self.handle(Lagging(lags))
+
+    # --- what others see ---
+
+    @property
+    def version(self) -> int:
+        return self.core.pipeline.version
+
+    @property
+    def is_idle(self) -> bool:
+        return self.core.pipeline.is_idle and (self.experts is None or self.experts.is_idle)
+
+    @property
+    def forward_s(self) -> float:
+        """Median seconds of recent forwards, without placed experts (last stage: of loss jobs); 0 before the first."""
+        return self._forward_times.seconds
+
+    @property
+    def expert_loads(self) -> tuple[int, ...]:
+        """Expert loads as a heartbeat reports them; empty if experts are not placed."""
+        loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
+        return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
+
+    def _near(self) -> list[tuple[PeerID, ...]]:
+        plan = self.core.plan
+        stages = plan.stages
+        holders = [entry.peers for entry in plan.experts if entry.stage == self.stage]
+        return [
+            *(stages[i].peers for i in (self.stage - 1, self.stage, self.stage + 1) if 0 <= i < len(stages)),
+            *holders,
+        ]
+
+    def _upstream(self) -> frozenset[PeerID]:
+        return self._s.recent.ending_at(self.layers[0])
+
+    def _whereabouts(self) -> str:
+        return f"; microbatches {self.core.pipeline.whereabouts(self._clock.now_s())}"
+
+    # --- life ---
+
+    def _install(self) -> None:
+        self._endpoint.on_frame(Activation, self._on_activation)
+        self._endpoint.on_frame(Gradient, self._on_gradient)
+        if self.experts:
+            self.experts.install()
+        self._handing_back.install()
+
+    def follow(self, plan: Plan) -> None:
+        self._travel(plan)
+        if self.experts:
+            self.experts.follow(plan)
+        super().follow(plan)
+
+    def _travel(self, plan: Plan) -> None:
+        cuts = dict(enumerate(plan.formats.activations)) if plan.formats else {}
+        self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
+
+    def depart(self, plan: Plan) -> None:
+        """Follow a plan without us as long as we drain: its leader must be able to close our last rounds, and the next
+        stage's holders must take what we still send."""
+        if self.stage < len(plan.stages):
+            self.follow(plan)
+
+    def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
+        self.experts_at(peer, presence)
+        super().peer_state(peer, presence)
+
+    def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None:
+        """Note what a peer, or this one, holds of our layers' experts."""
+        if self.experts:
+            self.experts.heard(peer, presence)
+
+    def peer_silent(self, peer: PeerID) -> None:
+        if self.experts:
+            self.experts.lost(peer)
+        super().peer_silent(peer)
+
+    def peer_died(self, peer: PeerID) -> None:
+        if self.experts:
+            self.experts.lost(peer)
+        super().peer_died(peer)
+
+    async def close(self) -> None:
+        """Drop everything in flight. Wait for the running job: a device cannot be interrupted."""
+        self.retire()
+        self._endpoint.off(self._on_activation, self._on_gradient)
+        self._handing_back.close()
+        await super().close()
+        if self.experts:
+            await self.experts.close()
+
+
+def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
+    """Make the core of a replica of `stage`."""
+    spec, traffic = services.spec, services.traffic
+    pipeline = Schedule(
+        stage=stage,
+        num_stages=len(plan.stages),
+        s_max=spec.training.s_max,
+        synchronous_steps=spec.synchronous_steps,
+        version=0,
+        router=traffic.router(),
+        window=traffic.window(len(plan.stages)) if stage == 0 else None,
+        control=traffic.control(spec) if stage == 0 else None,
+    )
+    group = make_commit(services, stage, incarnation=incarnation, has_loss=pipeline.is_last)
+    queue = MicrobatchQueue(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
+    return ReplicaCore(group, pipeline, queue, plan)
+
+
+def work_queue_of(spec: RunSpec) -> WorkQueue:
+    """Make the book of grants of a run."""
+    training = spec.training
+    return WorkQueue(
+        steps=training.steps,
+        microbatches=training.microbatches_per_step,
+        s_max=training.s_max,
+        synchronous_steps=spec.synchronous_steps,
+        validation_interval=training.validation_interval_steps,
+        validation_microbatches=training.validation_microbatches,
+    )

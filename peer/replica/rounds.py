@@ -1,0 +1,89 @@
+"""Decide which round of each step a member follows, and number the rounds that it opens. Pure.
+
+The highest number wins. But a round with a member that is gone is *dead*: nobody can finish it any more, and a member
+that has finished it shows so by its digest. So any other round replaces a dead one, and the leader opens another.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from shoal.peer.replica.members import MembershipView
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import RoundStart
+from shoal.protocol.wire_format import WireFormat
+
+_ATTEMPTS_PER_PLAN: Final = 1000
+_RANKS: Final = 1000
+_MEMBERSHIPS: Final = 1000
+_PLANS_AHEAD_MAX: Final = 16
+"""A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
+
+
+def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
+    """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
+    under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
+    order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
+    return (order * _RANKS + rank) * _MEMBERSHIPS + incarnation % _MEMBERSHIPS
+
+
+@dataclass(kw_only=True, slots=True)
+class Rounds:
+    """One member's rounds by step, until their results are compared. Args: forms: formats that a round may use."""
+
+    members: MembershipView
+    forms: tuple[WireFormat, ...] = ("fp32",)
+    plan_sequence: int = 0
+    retries: int = 0
+    """Number of rounds voided at our version."""
+    open: dict[int, RoundStart] = field(default_factory=dict)
+
+    def is_sound(self, start: RoundStart) -> bool:
+        """True if an honest leader may have opened this round. One that cannot be reduced would shut out all others."""
+        peers = {member.peer for member in start.members}
+        ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
+        return (
+            0 < len(peers) == len(start.members)
+            and len(start.learners) < len(peers)
+            and peers.issuperset(start.learners)
+            and all(0.0 < member.bandwidth < 1e18 for member in start.members)
+            and start.attempt < ahead
+            and start.form in self.forms
+        )
+
+    def is_dead(self, start: RoundStart) -> bool:
+        """True if a member of the round is gone."""
+        return any(self.members.is_gone(member.peer) for member in start.members)
+
+    def outbids(self, start: RoundStart) -> bool:
+        """True if this round replaces the one that we follow."""
+        known = self.open.get(start.step)
+        return (
+            known is None or start.attempt > known.attempt or (start.attempt != known.attempt and self.is_dead(known))
+        )
+
+    def void(self, step: int) -> None:
+        """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
+        one."""
+        order = self.open.pop(step).attempt // (_RANKS * _MEMBERSHIPS)
+        self.retries = max(self.retries, order - self.plan_sequence * _ATTEMPTS_PER_PLAN) + 1
+
+    def void_if_dead(self, step: int) -> None:
+        start = self.open.get(step)
+        if start is not None and self.is_dead(start):
+            self.void(step)
+
+    def number(self, rank: int, incarnation: int) -> int:
+        """Return the number of the next round that we open."""
+        return attempt(self.plan_sequence, self.retries, rank=rank, incarnation=incarnation)
+
+    @property
+    def named(self) -> set[PeerID]:
+        """The members of all open rounds."""
+        return {member.peer for start in self.open.values() for member in start.members}
+
+    def has_named(self, peer: PeerID, step: int) -> bool:
+        """True if `peer` takes part in the round of `step`."""
+        return step in self.open and any(member.peer == peer for member in self.open[step].members)
+
+    def forget_before(self, step: int) -> None:
+        self.open = {at: start for at, start in self.open.items() if at >= step}

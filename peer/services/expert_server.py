@@ -1,0 +1,201 @@
+"""Receives the tokens for experts: one server a peer, for all experts that it holds.
+
+A request waits until every expert that it names is near enough to its step (t - version <= s_max); then it is computed
+as one job and answered once. No sender is trusted: it must be in a plan, has limited room, and sizes follow from the
+spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
+
+N tokens   D width
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from shoal.peer.base.tasks import Tasks
+from shoal.peer.compute.expert_work import ExpertWork
+from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_wire import TokenWire
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.services.senders import STRANGER, Room, Senders
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import QUEUED_TOKENS_MAX, QUEUED_TOKENS_OF_ONE_MAX, REFUSED_TOKENS_OF_ONE_MAX
+from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
+from shoal.protocol.ports import Compute, Payload, Priority
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    source: PeerID
+    meta: ExpertTokens
+    payload: Payload
+
+    @property
+    def run(self) -> Run:
+        return run_of(self.source, self.meta)
+
+
+def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
+    return Run(Microbatch(meta.step, meta.index), source, meta.incarnation, meta.passage)
+
+
+class ExpertServer:
+    """The requests for all experts of one peer."""
+
+    def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
+        self.senders = Senders(endpoint.peer_id)
+        self._room = Room(QUEUED_TOKENS_MAX, each=QUEUED_TOKENS_OF_ONE_MAX)
+        self._refusals = Room(QUEUED_TOKENS_MAX, each=REFUSED_TOKENS_OF_ONE_MAX)
+        self._endpoint = endpoint
+        self._compute = compute
+        self._s_max = spec.training.s_max
+        self._tasks = tasks
+        self._wire = wire
+        self._works: dict[tuple[int, int], ExpertWork] = {}
+        self._pending: dict[tuple[PeerID, int, int], _Request] = {}
+        self._changed = asyncio.Event()
+        endpoint.on_frame(ExpertTokens, self._on_tokens)
+        endpoint.on(ExpertDone, self._on_done)
+
+    def add(self, work: ExpertWork) -> None:
+        self._works[work.stage, work.expert] = work
+
+    def remove(self, work: ExpertWork) -> None:
+        if self._works.get((work.stage, work.expert)) is work:
+            del self._works[work.stage, work.expert]
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def num_pending(self, work: ExpertWork) -> int:
+        return sum(
+            request.meta.stage == work.stage and any(expert == work.expert for expert, _ in request.meta.counts)
+            for request in self._pending.values()
+        )
+
+    # --- tokens ---
+
+    async def _on_tokens(self, source: PeerID, meta: ExpertTokens, payload: Payload) -> None:
+        self._wire.check_tokens(meta, payload, source)
+        key = (source, meta.incarnation, meta.serial)
+        if key in self._pending:
+            return  # sent again
+        if not self.senders.admits(source):
+            self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
+        elif not self._room.take(source):
+            self._refuse(source, meta, "is overloaded", room_of=source)
+        else:
+            request = self._pending[key] = _Request(source, meta, payload)
+            self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
+
+    async def _serve(self, key: tuple[PeerID, int, int], request: _Request) -> None:
+        payload, refused = self._wire.room(0), ""
+        try:
+            payload = await self._compute_when_admitted(request)
+        except Refused as refusal:
+            refused = refusal.reason
+        finally:
+            del self._pending[key]
+        await self._answer(request.source, request.meta, payload, refused)
+        self._room.leave(request.source)  # only now: a sender that does not read its answers gets no more room
+
+    def _refuse(self, source: PeerID, meta: ExpertTokens, why: str, *, room_of: PeerID) -> None:
+        if self._refusals.take(room_of):  # else the sender asks again
+            self._tasks.spawn(self._say_no(source, meta, why, room_of), "refuse tokens")
+
+    async def _say_no(self, source: PeerID, meta: ExpertTokens, why: str, room_of: PeerID) -> None:
+        await self._answer(source, meta, b"", why)
+        self._refusals.leave(room_of)
+
+    async def _compute_when_admitted(self, request: _Request) -> Payload:
+        """Wait for the versions, then compute. Raises: Refused: an expert is not here (any more)."""
+        meta = request.meta
+        while self._waits(request):
+            await self._changed.wait()
+        works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
+        wanted = [meta.backward and work.upwards.wants(request.run.microbatch) for work in works]
+        flop = sum(w.flop(count, backward=meta.backward) for w, (_, count) in zip(works, meta.counts, strict=True))
+        timed = await self._compute.run(
+            "backward" if meta.backward else "forward", lambda: self._work(request, works, wanted), flop=flop
+        )
+        return timed.value
+
+    def _waits(self, request: _Request) -> bool:
+        """True if the request waits for a version. Raises: Refused: an expert is not here, or far from that version."""
+        meta = request.meta
+        works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
+        self._check_near(works, meta.step)
+        ahead = 0 if meta.index < 0 else self._s_max
+        return any(meta.step - work.version > ahead for work in works)
+
+    def _check_near(self, works: list[ExpertWork], step: int) -> None:
+        """Raises: Refused: an expert is further behind `step` than an honest sender can be ahead.
+
+        A stage at version v has sent step v - 1 through its experts, which were at least at v - 1 - s_max then, and it
+        begins nothing after v + s_max. So the expert was suspended or missed the end of rounds; other holders did not.
+        """
+        if any(step - work.version > 2 * self._s_max + 1 for work in works):
+            raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
+
+    def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
+        """Return the experts' works (for `layer`, if given). Raises: Refused: one is not here, or not ready."""
+        works = [self._works.get((stage, expert)) for expert in experts]
+        held = [work for work in works if work is not None and work.serves]
+        if len(held) < len(experts):
+            raise Refused(self._endpoint.peer_id, f"does not hold all of the experts {experts} of stage {stage}")
+        if layer is not None and any(work.is_paused for work in held):
+            raise Refused(self._endpoint.peer_id, "pauses")
+        if layer is not None and any(layer not in work.runtime.layers for work in held):
+            raise Refused(self._endpoint.peer_id, f"holds no experts of layer {layer} in stage {stage}")
+        return held
+
+    def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
+        """Compute on the device's thread."""
+        meta = request.meta
+        size = len(request.payload) // (2 if meta.backward else 1)
+        tokens = self._wire.part(request.payload, slice(0, size))
+        gradients = self._wire.part(request.payload, slice(size, None))
+        outputs = []
+        spans = self._wire.rows(dict(meta.counts))
+        for work, is_wanted in zip(works, wanted, strict=True):
+            runtime, span = work.runtime, spans[work.expert]
+            x_ND = self._wire.decode(self._wire.part(tokens, span), runtime.device)
+            if meta.backward:
+                grad_ND = self._wire.decode(self._wire.part(gradients, span), runtime.device)
+                y_ND = runtime.backward(request.run, meta.layer, x_ND, grad_ND, wanted=is_wanted)
+            else:
+                y_ND = runtime.forward(request.run.microbatch, meta.layer, x_ND)
+            outputs.append(self._wire.encode(y_ND))
+        return self._wire.joined(outputs)
+
+    async def _answer(self, source: PeerID, meta: ExpertTokens, payload: Payload, refused: str) -> None:
+        output = ExpertOutput(stage=meta.stage, incarnation=meta.incarnation, serial=meta.serial, refused=refused)
+        priority = Priority.GRADIENT if meta.backward else Priority.ACTIVATION
+        try:
+            await self._endpoint.send(source, output, payload, priority=priority)
+        except Unreachable as error:
+            logger.info("cannot return tokens: %s", error)  # the sender asks again if it is still there
+
+    # --- the end of a run ---
+
+    async def _on_done(self, source: PeerID, message: ExpertDone) -> Done:
+        self._wire.check_microbatch(message.step, message.index, source)
+        if message.index < 0:
+            raise RemoteError(source, "reports a validation as a contribution")
+        if not self.senders.admits(source):
+            raise Refused(self._endpoint.peer_id, "does not know the sender as a member of the run")
+        run = run_of(source, message)
+        works = self._held(message.stage, [expert for expert, _ in message.experts])
+        self._check_near(works, message.step)
+        for work, (_, layers) in zip(works, message.experts, strict=True):
+            if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
+                raise Refused(self._endpoint.peer_id, f"lacks layers of microbatch {run.microbatch}")
+        for work in works:
+            work.close_run(run, retried=message.retried)
+        return Done()

@@ -1,0 +1,183 @@
+"""The presence of peers (`PresenceUpdate`): what they say of themselves, in which order, and which of them are
+unreachable.
+
+Plans say where each peer should be; Hellos say where it is. They may overtake each other (a call and the answer to
+another call), so each has a number, and an older one changes nothing. A new incarnation has nothing of what the earlier
+one held.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from shoal.peer.base.outbox import Outbox
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ExpertPlace, PresenceUpdate
+from shoal.protocol.ports import Clock
+
+logger = logging.getLogger(__name__)
+
+_KEY = "hello"
+
+_Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
+
+
+class Neighbours:
+    """The presence updates of one peer, to and from its neighbours.
+
+    Args:
+        own: returns our present Hello; its `count` is filled in here.
+        on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
+        on_silence: a peer cannot be reached; the network or it may be to blame.
+        silence_s: seconds for which a failure to reach a peer counts.
+        knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        clock: Clock,
+        own: Callable[[], PresenceUpdate],
+        on_state: Callable[[PeerID, PresenceUpdate], None],
+        on_reborn: Callable[[PeerID, int], None],
+        on_silence: Callable[[PeerID], None],
+        silence_s: float,
+        knows: Callable[[PeerID], bool],
+    ) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._own = own
+        self._on_state = on_state
+        self._on_reborn = on_reborn
+        self._on_silence = on_silence
+        self._silence_s = silence_s
+        self._knows = knows
+        self._count = 0
+        self._presences: dict[PeerID, PresenceUpdate] = {}
+        self._silent: dict[PeerID, float] = {}
+        self._posted: dict[PeerID, _Where] = {}
+        self._told: dict[PeerID, _Where] = {}  # peer -> the last word that it answered
+        self._outbox = Outbox(endpoint, expect=PresenceUpdate, on_reply=self._on_reply, on_trouble=self.unreachable)
+        endpoint.on(PresenceUpdate, self._on_hello)
+
+    def say(self, audience: Iterable[PeerID]) -> None:
+        """Send our presence: it has changed, or these peers may not know it."""
+        for peer in audience:
+            word = self._next()
+            self._posted[peer] = _where(word)
+            self._outbox.post(peer, _KEY, word)
+
+    def say_news(self, audience: Iterable[PeerID]) -> None:
+        """Send our presence to peers that have not answered to the present one. In a swarm of a thousand places change
+        every few seconds, and a hundred neighbours need not hear each time that ours has not."""
+        now = _where(self._own())
+        self.say(peer for peer in audience if self._told.get(peer) != now)
+
+    def drains(self, peer: PeerID, stage: int | None) -> bool:
+        """True if `peer` is at `stage` and drains, by its last word."""
+        presence = self._presences.get(peer)
+        return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
+
+    def stays(self, peer: PeerID) -> bool:
+        """True if `peer` does not leave, by its last word. It tells its neighbours when that changes."""
+        presence = self._presences.get(peer)
+        return presence is not None and not presence.draining
+
+    def drains_from(self, peer: PeerID, group: int) -> bool:
+        """True if `peer` leaves an expert's group, by its last word; a peer that leaves the run leaves all groups."""
+        presence = self._presences.get(peer)
+        places = presence.experts if presence is not None else ()
+        return presence is not None and any(p.group == group and (p.draining or presence.draining) for p in places)
+
+    def words(self) -> list[tuple[PeerID, PresenceUpdate]]:
+        """Return the last word of each peer, in the order of names."""
+        return sorted(self._presences.items())
+
+    def forget(self, peer: PeerID) -> None:
+        """Forget a peer: no plan names it any more, or its words are of an earlier era."""
+        self._presences.pop(peer, None)
+        self._silent.pop(peer, None)
+        self._told.pop(peer, None)
+        self._posted.pop(peer, None)
+        self._outbox.forget(peer)
+
+    def forget_all(self) -> None:
+        for peer in self._everybody:
+            self.forget(peer)
+
+    def forget_strangers(self) -> None:
+        """Forget the peers that no recent plan names."""
+        for peer in self._everybody:
+            if not self._knows(peer):
+                self.forget(peer)
+
+    @property
+    def _everybody(self) -> set[PeerID]:
+        return set(self._presences) | set(self._silent) | set(self._told)
+
+    @property
+    def silent(self) -> tuple[PeerID, ...]:
+        """Peers that we lately tried to reach in vain."""
+        since_s = self._clock.now_s() - self._silence_s
+        self._silent = {peer: at_s for peer, at_s in self._silent.items() if at_s >= since_s}
+        return tuple(sorted(self._silent))
+
+    def unreachable(self, peer: PeerID) -> None:
+        """Note that a call or a frame to `peer` has failed."""
+        self._silent[peer] = self._clock.now_s()
+        self._on_silence(peer)
+
+    async def flush(self, timeout_s: float) -> None:
+        await self._outbox.flush(timeout_s)
+
+    async def close(self) -> None:
+        await self._outbox.close()
+
+    def _next(self) -> PresenceUpdate:
+        self._count += 1
+        return msgspec.structs.replace(self._own(), count=self._count)
+
+    async def _on_hello(self, source: PeerID, message: PresenceUpdate) -> PresenceUpdate:
+        if not self._knows(source):
+            # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
+            raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
+        self._heard(source, message)
+        return self._next()
+
+    def _on_reply(self, source: PeerID, reply: object) -> None:
+        assert isinstance(reply, PresenceUpdate)
+        if self._outbox.is_empty(source) and (posted := self._posted.pop(source, None)) is not None:
+            self._told[source] = posted
+        self._heard(source, reply)
+
+    def _heard(self, source: PeerID, presence: PresenceUpdate) -> None:
+        self._silent.pop(source, None)
+        before = self._presences.get(source)
+        if before is not None and (presence.incarnation, presence.count) <= (before.incarnation, before.count):
+            return  # overtaken by a later word
+        self._presences[source] = presence
+        if before is not None and presence.incarnation > before.incarnation:
+            logger.info("%s begins anew", source[-8:])
+            self._told.pop(source, None)
+            self._outbox.forget(source)  # a call to the earlier incarnation may be under way
+            self.say([source])  # the new one may have missed the word that was lost with it
+            self._on_reborn(source, presence.incarnation)
+        self._on_state(source, presence)
+
+
+def _where(presence: PresenceUpdate) -> _Where:
+    """Return the part of a PresenceUpdate that others act on."""
+    experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
+    return (
+        presence.incarnation,
+        presence.stage,
+        presence.ready,
+        presence.is_open,
+        presence.learner,
+        presence.draining,
+        experts,
+    )
