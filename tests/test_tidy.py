@@ -66,8 +66,12 @@ HEADLESS = re.compile(
     r"|Through|Around|Into|Once|While|Again)\b"
 )
 """A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
-PLAIN = ("kernels", "protocol", "coordinator", "deploy")
-"""Houses whose docstrings have all been rewritten so that each is understood by itself."""
+LINES_MAX = 89_784
+CONSTANTS_MAX = 1_020
+"""Lines of the product, and numbers that its modules name. Lower these with every commit that makes them fewer;
+a commit that raises one needs a sentence in a `DECISIONS.md`."""
+TWO_MEANINGS: set[str] = set()
+"""Names that public classes of two modules share. None may be added; what is renamed leaves this list."""
 ARGUMENTS_MAX = 12
 """Arguments of a constructor. What needs more owns several things, or a group of its arguments has a name."""
 TOO_WIDE: set[str] = set()
@@ -240,6 +244,56 @@ def import_circles(found: Iterable[Module]) -> Iterator[str]:
             yield f"these modules import each other: {', '.join(circle)}"
 
 
+def folder_circles(found: Iterable[Module]) -> Iterator[str]:
+    """Folders that import each other, a folder and its parent too."""
+    found = list(found)
+    folder = {module.name: module.path.parent.as_posix() for module in found}
+    graph: dict[str, set[str]] = {name: set() for name in folder.values()}
+    for name, needed in graph_of(found, typing=True).items():
+        graph[folder[name]] |= {folder[other] for other in needed} - {folder[name]}
+    for circle in circles(graph):
+        yield f"these folders import each other: {', '.join(circle)}"
+
+
+def public_classes(found: Iterable[Module]) -> Mapping[str, list[str]]:
+    """Name -> the modules that define a class of it."""
+    where: dict[str, list[str]] = {}
+    for module in found:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module.path.as_posix())
+    return where
+
+
+def two_meanings(found: Iterable[Module]) -> Iterator[str]:
+    for name, paths in public_classes(found).items():
+        if len(paths) > 1 and name not in TWO_MEANINGS:
+            yield f"{name} means {len(paths)} things: {', '.join(paths)}"
+
+
+def numbers_of(module: Module) -> Iterator[str]:
+    """The names of a module that stand for a number."""
+    for node in module.tree.body:
+        target = (
+            node.targets[0]
+            if isinstance(node, ast.Assign)
+            else node.target
+            if isinstance(node, ast.AnnAssign)
+            else None
+        )
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if (
+            isinstance(target, ast.Name)
+            and value is not None
+            and all(
+                isinstance(part, ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop)
+                or (isinstance(part, ast.Constant) and type(part.value) in (int, float))
+                for part in ast.walk(value)
+            )
+        ):
+            yield target.id
+
+
 def is_dataclass(node: ast.ClassDef) -> bool:
     decorators = (decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list)
     return any(dotted(decorator).split(".")[-1] == "dataclass" for decorator in decorators)
@@ -302,7 +356,7 @@ def unpickles(module: Module) -> Iterator[str]:
 
 def headless_docstring(module: Module) -> Iterator[str]:
     """A string that stands by itself is a docstring: of a module, a class, a function, a field or a constant."""
-    if module.house not in PLAIN:
+    if module.house not in HOUSES:
         return
     strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Expr))
     for node in strings:
@@ -321,7 +375,7 @@ def test_every_file_keeps(rule: Rule) -> None:
 
 
 HouseRule = Callable[[Iterable[Module]], Iterator[str]]
-HOUSE_RULES: list[HouseRule] = [impure_cores, cores_that_need_actors, import_circles]
+HOUSE_RULES: list[HouseRule] = [impure_cores, cores_that_need_actors, import_circles, folder_circles, two_meanings]
 
 
 @pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)
@@ -336,6 +390,15 @@ def test_what_is_mended_leaves_the_lists() -> None:
     assert wide >= TOO_WIDE, f"no longer too wide: take {sorted(TOO_WIDE - wide)} off the list"
     mended = IN_CIRCLES - set(circles(graph_of(found, typing=True)))
     assert not mended, f"no longer in a circle: take {sorted(mended)} off the list"
+    renamed = TWO_MEANINGS - {name for name, paths in public_classes(found).items() if len(paths) > 1}
+    assert not renamed, f"of one meaning now: take {sorted(renamed)} off the list"
+
+
+def test_the_product_only_shrinks() -> None:
+    found = modules(*HOUSES)
+    lines = sum(module.text.count("\n") for module in found)
+    constants = sum(1 for module in found for _ in numbers_of(module))
+    assert (lines <= LINES_MAX, constants <= CONSTANTS_MAX) == (True, True), f"{lines} lines, {constants} constants"
 
 
 OFFENDERS = [
@@ -410,6 +473,16 @@ HOUSE_OFFENDERS = [
         },
     ),
     (import_circles, {"peer/a.py": "import shoal.peer.b", "peer/b.py": "def f():\n from shoal.peer.a import A"}),
+    (
+        folder_circles,
+        {
+            "peer/x/a.py": "from shoal.peer.b import B",
+            "peer/b.py": "",
+            "peer/c.py": "from shoal.peer.x.d import D",
+            "peer/x/d.py": "",
+        },
+    ),
+    (two_meanings, {"peer/a.py": "class Seat: ...", "deploy/b.py": "class Seat: ..."}),
 ]
 
 
