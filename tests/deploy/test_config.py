@@ -5,8 +5,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from shoal.deploy import cli, config
+from shoal.deploy import cli
 from shoal.deploy.control import control_socket
+from shoal.deploy.manners import config
 from shoal.deploy.manners.config import RecordSettings
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.state import places

@@ -17,7 +17,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from shoal.deploy import cli, service
+from shoal.deploy import cli
+from shoal.deploy.commands import service_unit as service
 from shoal.deploy.manners.config import Settings
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
