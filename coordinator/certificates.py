@@ -148,8 +148,6 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: Holds, a
     at = plan.restore_era, plan.restore_version
     if plan.era == base.era or plan.mandate:
         return ""
-    if plan.restore_version == 0 and newest > (0, 0):
-        return f"era {plan.era} begins anew, though version {newest[1]} is certified: only the owner can order that"
     if plan.restore_version > 0 and not layers_at(plan.certified, at).keys() >= wanted:
         return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which is not certified"
     return ""

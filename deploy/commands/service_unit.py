@@ -18,7 +18,7 @@ from shoal.protocol.errors import LocalError
 
 UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _OWN_VIEW: Final = "# Its own view of the files:"
 """Marks the start of the unit's part that needs a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")

@@ -31,7 +31,7 @@ def roster(make_heartbeat):
 
 
 @pytest.fixture
-def degraded_links():
+def suspects():
     return FailureDetector(me="a", heartbeat_s=1.0)
 
 
