@@ -12,9 +12,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, held_keys
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
-
-Holds = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body of a `state` statement) -> whether the signature is valid."""
+from shoal.protocol.statement import VerifySignature
 
 AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
 """(members of a jury that have signed, the jury) -> whether this certifies a version (`Electorate.are_enough`)."""
@@ -52,7 +50,7 @@ class Certificates:
                 del self._said[keys]
         self._new = tuple(self._proven(plan))
 
-    def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: Holds) -> None:
+    def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
         """Count the attestations of `peer` for the layers that the live plan gives it. Ignore other layers and invalid
         signatures."""
         plan = self._plan
@@ -134,7 +132,7 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
     return [age for age, keys in found.items() if keys >= wanted]
 
 
-def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: Holds, are_enough: AreEnough) -> str:
+def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySignature, are_enough: AreEnough) -> str:
     """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
     missing, or an era that begins at an uncertified version; empty: nothing."""
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
@@ -153,7 +151,9 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: Holds, a
     return ""
 
 
-def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, verify: Holds, are_enough: AreEnough) -> str:
+def _signatures_flaw(
+    entry: Certified, base: Plan, model: ModelSpec, verify: VerifySignature, are_enough: AreEnough
+) -> str:
     groups = range(len(base.stages) + len(base.experts))
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"

@@ -37,7 +37,6 @@ term far above the known ones is believed only from a peer that repeats it, one 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,9 +51,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
-
-Holds = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body of a `vote` statement) -> whether the signature is valid."""
+from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
 """How many plans are remembered, to detect forks: four hours of terms if no peer joins or leaves."""
@@ -112,7 +109,7 @@ class PlanChain:
         holds_order: checks the signature of an exclusion order.
     """
 
-    def __init__(self, run: str, *, owner: PeerID, verify: Holds, verify_order: Holds) -> None:
+    def __init__(self, run: str, *, owner: PeerID, verify: VerifySignature, verify_order: VerifySignature) -> None:
         self.run, self._owner, self._verify = run, owner, verify
         self.exclusions = Exclusions(owner=owner, verify=verify_order, plans=self._recent)
         self.links = ChainLog()
@@ -349,7 +346,7 @@ def _keys_of(plan: Plan) -> frozenset[bytes]:
     return frozenset(keys)
 
 
-def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: Holds) -> str:
+def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: VerifySignature) -> str:
     """Say why the votes in `plan` do not make it the live successor of `base`; empty: they do."""
     proof, electors = plan.proof, base.plan.electors
     if proof is None:

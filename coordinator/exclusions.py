@@ -6,11 +6,12 @@ from contextlib import suppress
 import msgspec
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.exclusion import Exclusion, VerifySignature, exclusion_holds, in_force, open_exclusion
+from shoal.protocol.exclusion import Exclusion, exclusion_holds, in_force, open_exclusion
 from shoal.protocol.identity import PeerID, peer_id_of
 from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
 from shoal.protocol.membership import Excluded, invite_name
 from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.statement import VerifySignature
 
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4

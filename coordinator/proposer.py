@@ -8,7 +8,7 @@ import msgspec
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
 from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import Holds, PlanChain
+from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.judge import APART_MAX
@@ -17,6 +17,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
 from shoal.protocol.quorum import is_quorum
+from shoal.protocol.statement import VerifySignature
 
 PROPOSAL_HEARTBEATS = 5.0
 """How long members may take to answer. After that a new proposal is made, from the then current view."""
@@ -67,7 +68,7 @@ class Proposer:
         chain: PlanChain,
         sign: Callable[[Plan], SignedPlan],
         sign_vote: Callable[[bytes], bytes],
-        verify: Holds,
+        verify: VerifySignature,
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
         certificates: Certificates,

@@ -9,7 +9,7 @@ taken, and the second exclusion of a member of one invite excludes that invite.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -19,10 +19,7 @@ from shoal.protocol.limits import EXCLUDED_KEYS_MAX, EXCLUSION_BYTES_MAX
 from shoal.protocol.membership import Excluded
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.quorum import is_quorum
-from shoal.protocol.statement import sign_statement
-
-VerifySignature = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body) -> True if it is the signer's `exclusion` statement about this run."""
+from shoal.protocol.statement import VerifySignature, sign_statement
 
 
 class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -4,6 +4,7 @@ An envelope proves the sender of a message; a statement proves to a third party 
 time. The signature covers topic and run, so that a statement serves no other purpose or run.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,8 @@ import msgspec
 from shoal.protocol.identity import Identity, PeerID, verify
 
 Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to"]
+VerifySignature = Callable[[PeerID, bytes, bytes], bool]
+"""(signer, signature, body) -> True if it is the signer's statement about this run, of a topic that both sides know."""
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:
