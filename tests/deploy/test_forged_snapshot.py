@@ -44,7 +44,7 @@ def test_three_newcomers_with_a_forged_snapshot_join_and_the_run_goes_on(world: 
         world.until(lambda had=had: len(steps(host)) >= had + 10)
         forger.process.send_signal(signal.SIGINT)
         forger.wait(60)
-    assert len(steps(host)) == len(set(steps(host))), "no step was made twice"
+    assert steps(host) == sorted(set(steps(host))), "no step was made twice"
     assert "back to version" not in host.output
     for command in (host, stays):
         command.process.send_signal(signal.SIGINT)

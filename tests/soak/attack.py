@@ -5,8 +5,9 @@ can be learnt without an invite's key (addresses, peer IDs, the run's id and spe
 libp2p, frames and envelopes; every other attack is that of a member who has been excluded, with its certificate. All
 attacks at once, or with `--only NAME` one alone. One of the six members lies as well while the attack lasts.
 
-Exits with 1 unless the run kept 0.8 of its steps/s, no peer's memory or open files grew by more than 5 %, no process
-ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any case.
+Exits with 1 unless the run kept 0.8 of its steps/s (0.9 with `--insiders 0`), no peer's memory or open files grew by more
+than 5 %, no process ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any
+case.
 """
 
 import argparse
@@ -51,7 +52,8 @@ from shoal.protocol.live.handshake import NONCE_BYTES
 from shoal.protocol.live.transport import _NAME_BYTES
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 
-STEPS_KEPT_MIN = 0.8
+STEPS_KEPT_MIN = 0.9
+STEPS_KEPT_BESIDE_INSIDERS_MIN = 0.8
 GROWTH_MAX = 1.05
 READY_S = 180.0
 PATIENCE_S = 5.0
@@ -79,7 +81,7 @@ class Swarm:
     """Six processes with folders of their own. Args: insiders: so many of them lie while the file `lies` is there."""
 
     def __init__(self, folder: Path, insiders: int) -> None:
-        self.folder, self._insiders = folder, insiders
+        self.folder, self.insiders = folder, insiders
         self.lies = folder / "lies"
         os.environ["LIES_WHILE"] = str(self.lies)
         self.processes: list[PeerProcess] = []
@@ -100,7 +102,7 @@ class Swarm:
         self.wait(lambda: any(event["event"] == "Ready" for event in self.seen["host"]))
         text = next(event["invite"] for event in self.seen["host"] if event["event"] == "Ready")
         for number in range(1, PEERS):
-            self.start(f"guest-{number}", "join", text, lies=number >= PEERS - self._insiders)
+            self.start(f"guest-{number}", "join", text, lies=number >= PEERS - self.insiders)
         self.wait(lambda: self.steps() >= 3)
         return parse_invite(text)
 
@@ -621,7 +623,7 @@ def flaws(swarm: Swarm, peace: Window, war: Window, strangers: Sequence[Stranger
     found += [f"a stranger's plan is obeyed: {event}" for event in swarm.obeyed if event["coordinator"] in theirs]
     found += [f"era {event['era']} was begun" for event in swarm.obeyed if event.get("era")][:1]
     kept = war.steps_per_s / peace.steps_per_s if peace.steps_per_s else 0.0
-    if kept < STEPS_KEPT_MIN:
+    if kept < (STEPS_KEPT_BESIDE_INSIDERS_MIN if swarm.insiders else STEPS_KEPT_MIN):
         found.append(f"only {kept:.2f} of the steps/s are left")
     for name in (process.name for process in swarm.processes):
         parts = [part for part in (name, f"{name}/net") if part in peace.megabytes and part in war.megabytes]
