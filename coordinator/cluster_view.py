@@ -328,13 +328,9 @@ class ClusterView:
     def _refused(self, live: Plan) -> set[PeerID]:
         """Return the members that a stage reports as unsound: a majority of its other members, at least two, and not
         those of one invite alone."""
-        named: dict[PeerID, set[PeerID]] = {}
-        for peer, presence in self.roster.presences.items():
-            for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():
-                named.setdefault(accused, set()).add(peer)
         return {
             accused
-            for accused, accusers in named.items()
+            for accused, accusers in self.roster.accusers().items()
             for stage in live.stages
             if len(said := accusers.intersection(others := [peer for peer in stage.peers if peer != accused])) > 1
             and self.electorate.are_enough(said, others)

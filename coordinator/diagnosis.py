@@ -75,16 +75,11 @@ def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
     """Name the members whose contributions others refuse, a sentence each: "bob sends what is no gradient (NaN,
     infinity) or restarts without end, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude
     bob`)"."""
-    sayers: dict[PeerID, list[str]] = {}
-    for stage in live.stages:
-        for peer in stage.peers:
-            seen = roster.presences.get(peer)
-            for accused in seen.heartbeat.unsound if seen is not None and seen.heartbeat is not None else ():
-                if live.has(accused):
-                    sayers.setdefault(accused, []).append(name_of(peer, roster))
-    sentences = []
+    sentences, accusers = [], roster.accusers()
+    placed = [peer for stage in live.stages for peer in stage.peers]
     for accused in live.members:
-        if said := sayers.get(accused):
+        said = [name_of(peer, roster) for peer in placed if peer in accusers.get(accused, ())]
+        if said:
             say, name = "says" if len(said) == 1 else "say", name_of(accused, roster)
             sentences.append(
                 f"{name} sends what is no gradient (NaN, infinity) or restarts without end, {say} {_joined(said)}: it "

@@ -234,6 +234,14 @@ class Roster:
         """Return the peers that count as alive only because they are expected."""
         return tuple(peer for peer in self.alive(now_s) if self.presences[peer].heartbeat is None)
 
+    def accusers(self) -> dict[PeerID, set[PeerID]]:
+        """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
+        found: dict[PeerID, set[PeerID]] = {}
+        for peer, presence in self.presences.items():
+            for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():
+                found.setdefault(accused, set()).add(peer)
+        return found
+
     def draining(self, peer: PeerID) -> bool:
         """True if `peer` reports that it is leaving."""
         seen = self.presences.get(peer)

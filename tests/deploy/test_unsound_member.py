@@ -53,7 +53,7 @@ async def restarts(liar: Node) -> None:
         if replica is not None and replica.is_ready:
             word = replica.core.group._progress(replica.version)
             word = msgspec.structs.replace(word, incarnation=word.incarnation + number)
-            for peer in replica.core.group.mates:
+            for peer in replica.core.group.group_peers:
                 with contextlib.suppress(Refused, RemoteError, Unreachable):
                     await liar.endpoint.ask(peer, word, Done)
         await asyncio.sleep(AGAIN_S)

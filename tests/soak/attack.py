@@ -5,9 +5,9 @@ can be learnt without an invite's key (addresses, peer IDs, the run's id and spe
 libp2p, frames and envelopes; every other attack is that of a member who has been excluded, with its certificate. All
 attacks at once, or with `--only NAME` one alone. One of the six members lies as well while the attack lasts.
 
-Exits with 1 unless the run kept 0.8 of its steps/s (0.9 with `--insiders 0`), no peer's memory or open files grew by more
-than 5 %, no process ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in any
-case.
+Exits with 1 unless the run kept 0.8 of its steps/s (0.9 with `--insiders 0`), no peer's memory or open files grew by
+more than 5 %, no process ended, and nobody obeyed a plan that names a stranger. What each attack got back is printed in
+any case.
 """
 
 import argparse
