@@ -135,8 +135,7 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySignature, are_enough: AreEnough) -> str:
     """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
     missing, or an era that begins at an uncertified version; empty: nothing."""
-    wanted = frozenset(held_keys(model, placed=bool(base.experts)))
-    newest = max(_whole(base.certified, wanted), default=(0, 0))
+    newest, wanted = newest_whole(base, model)
     if max(_whole(plan.certified, wanted), default=(0, 0)) < newest:
         return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
@@ -149,6 +148,12 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
     if plan.restore_version > 0 and not layers_at(plan.certified, at).keys() >= wanted:
         return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which is not certified"
     return ""
+
+
+def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
+    """Return the newest (era, version) of which `plan` certifies every layer, (0, 0) if none, and these layers."""
+    wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
+    return max(_whole(plan.certified, wanted), default=(0, 0)), wanted
 
 
 def _signatures_flaw(

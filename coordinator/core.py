@@ -45,7 +45,7 @@ from shoal.coordinator.acceptor import (
     answer_standing,
     no_grant,
 )
-from shoal.coordinator.certificates import certified_flaw
+from shoal.coordinator.certificates import certified_flaw, newest_whole
 from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
@@ -79,7 +79,7 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
-from shoal.coordinator.judge import Judge
+from shoal.coordinator.judge import Judge, goes_back
 from shoal.coordinator.leader import Leader
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
@@ -477,7 +477,12 @@ class CoordinationCore:
             commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
             if self.judge.is_waiting(now_s):
                 return [*commands, Reply(message=Refusal(reason="asks members for their standing first"))]
-            flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
+            if self._own is None and goes_back(plan.plan, live):
+                return [*commands, Reply(message=Refusal(reason="has just started, and looks at its disk first"))]
+            newest, layers = newest_whole(live, self._model)
+            flaw = self.judge.flaw(
+                plan, live, event.knows, own=self._own, leaves=self._leaves, newest=newest, layers=layers
+            )
             electorate = self.view.electorate
             flaw = flaw or electorate.flaw(plan.plan, live, now_s, self._name_of)
             flaw = flaw or certified_flaw(

@@ -9,6 +9,7 @@ standing. Their answers count; silence does not.
 | leaves this peer out                          | this peer does not leave                                             |
 | leaves out a member that was heard just now   | the member answers that it stays                                     |
 | discards the state of the live layout         | every stage and every expert has a member that holds its state       |
+| begins before the newest certified version    | its layers are on the disks of those who answer                      |
 | has shares or bandwidths                      | one is two million times another of its stage                        |
 | has many members that this peer has not met   | they are more than all others                                        |
 
@@ -75,7 +76,7 @@ class Judge:
             return ()
         plan = offered.plan
         asks = [peer for peer in _left_out(plan, live, knows) if peer in knows.heard and peer != self._me]
-        if _goes_back(plan, live):
+        if goes_back(plan, live):
             asks += [peer for peer in live.members if peer != self._me and live.groups_of(peer)]
         peers = tuple(dict.fromkeys(asks))[:ASKED_MAX]
         expires_at_s = now_s + ANSWER_HEARTBEATS * self._heartbeat_s
@@ -93,9 +94,24 @@ class Judge:
         """True if an answer may still come."""
         return self._inquiry is not None and bool(self._inquiry.waiting) and now_s < self._inquiry.expires_at_s
 
-    def flaw(self, offered: SignedPlan, live: Plan, knows: Acquaintance, *, own: Heartbeat | None, leaves: bool) -> str:
+    def flaw(
+        self,
+        offered: SignedPlan,
+        live: Plan,
+        knows: Acquaintance,
+        *,
+        own: Heartbeat | None,
+        leaves: bool,
+        newest: tuple[int, int] = (0, 0),
+        layers: frozenset[str] = frozenset(),
+    ) -> str:
         """Say what is wrong with `offered`; empty: nothing that we know of.
-        Args: own: our last heartbeat. leaves: we are about to leave the run.
+
+        Args:
+            own: our last heartbeat.
+            leaves: we are about to leave the run.
+            newest: (era, version) of the newest complete version that `live` certifies.
+            layers: its layers.
         """
         plan, told = offered.plan, self._inquiry.told if self._inquiry is not None else {}
         for peer in _left_out(plan, live, knows):
@@ -104,12 +120,14 @@ class Judge:
             standing = told.get(peer)
             if standing is not None and not standing.leaves and standing.revision == self._revision:
                 return f"it drops {self._name_of(peer)}, which {self._name_of(self._me)} hears"
-        if _goes_back(plan, live):
+        if goes_back(plan, live):
             said: dict[PeerID, Standing | Heartbeat] = {**told}
             if own is not None:
                 said[self._me] = own
             if _held(said, plan, live).issuperset(range(len(live.stages) + len(live.experts))):
                 return f"it goes back to version {plan.restore_version}, and every stage still has its state"
+            if (plan.restore_era, plan.restore_version) < newest and _stored(said, newest) >= layers:
+                return f"it goes back to version {plan.restore_version}, and version {newest[1]} is on the disks"
         for index, stage in enumerate(plan.stages):
             if (apart := _apart(stage.members)) > 2 * APART_MAX:
                 return f"the shares of stage {index} are {apart:.0e} times apart"
@@ -122,7 +140,7 @@ def _left_out(plan: Plan, live: Plan, knows: Acquaintance) -> list[PeerID]:
     return [peer for peer in live.members if not plan.has(peer) and peer not in knows.excluded]
 
 
-def _goes_back(plan: Plan, live: Plan) -> bool:
+def goes_back(plan: Plan, live: Plan) -> bool:
     """True if the plan discards what the live layout has trained, instead of continuing where that layout ends."""
     ended = live.cutover_version > 0 and (plan.restore_era, plan.restore_version) == (live.era, live.cutover_version)
     return plan.era != live.era and not ended
@@ -137,6 +155,12 @@ def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -
     is_reached = plan.restore_era == live.era and plan.restore_version <= version_max
     floor = plan.restore_version if is_reached else 0
     return {group for _, group, version in held if version >= floor}
+
+
+def _stored(said: Mapping[PeerID, Standing | Heartbeat], age: tuple[int, int]) -> frozenset[str]:
+    """Return the layers of the snapshot (era, version) that are on a disk of these peers."""
+    held = (holding for each in said.values() for holding in each.holdings)
+    return frozenset(key for holding in held if (holding.era, holding.version) == age for key in holding.layers)
 
 
 def _held_by(said: Standing | Heartbeat, live: Plan) -> list[tuple[int, int]]:

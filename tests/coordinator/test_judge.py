@@ -10,7 +10,7 @@ from shoal.coordinator import proposer
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
 from shoal.coordinator.judge import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Ping, Standing
+from shoal.protocol.messages import Holding, Ping, Standing
 
 # --- a coordinator that proposes anything, among honest members ---
 
@@ -127,7 +127,7 @@ def standing_of(**says):
 def judged(make_plan, make_heartbeat):
     """judged(groups, told, …): what `a` says of the next plan, after it was told these standings."""
 
-    def go(groups, told=None, *, heard="", excluded="", unmet=(), leaves=False, live=None, own=None, **says):
+    def go(groups, told=None, *, heard="", excluded="", unmet=(), leaves=False, live=None, own=None, kept=None, **says):
         live = live or make_plan(GROUPS, coordinator="c", spares=("e",))
         plan = make_plan(groups, coordinator="c", order=(1, 2), base=live, **says)
         judge = Judge(me="a", heartbeat_s=1.0, revision=0, name_of=str.upper)
@@ -139,7 +139,7 @@ def judged(make_plan, make_heartbeat):
             judge.told(peer, standing)
         assert judge.questions(plan, live.plan, knows, 0.1) == (), "once"
         own = make_heartbeat("a", **(own or {}))
-        return set(asked), judge.flaw(plan, live.plan, knows, own=own, leaves=leaves)
+        return set(asked), judge.flaw(plan, live.plan, knows, own=own, leaves=leaves, **(kept or {}))
 
     return go
 
@@ -191,6 +191,27 @@ def test_a_plan_goes_back_only_where_state_is_lost(judged, says, told, own, is_r
     asked, flaw = judged(GROUPS, told, own=own, spares=("e",), era=1, **says)
     assert asked == {"b", "c", "d"}
     assert flaw.endswith("and every stage still has its state") is is_refused
+
+
+def on_disk(version, *layers):
+    return {"holdings": (Holding(era=0, version=version, layers=layers),)}
+
+
+@pytest.mark.parametrize(
+    ("says", "told", "own", "flaw"),
+    [
+        ({}, {"c": standing_of(**on_disk(35, "y"))}, on_disk(35, "x"), "version 0, and version 35 is on the disks"),
+        ({"restore_version": 28}, {"c": standing_of(**on_disk(35, "x", "y"))}, {}, "version 28, and version 35 is on"),
+        ({"restore_version": 35}, {"c": standing_of(**on_disk(35, "x", "y"))}, {}, ""),
+        ({}, {"c": standing_of(**on_disk(35, "y"))}, {}, ""),  # the disk of x has gone, too
+        ({}, {"c": standing_of(**on_disk(28, "x"))}, on_disk(35, "y"), ""),
+        ({}, {"c": None}, on_disk(35, "y"), ""),
+    ],
+)
+def test_a_plan_begins_at_the_newest_certified_version_while_it_is_on_disks(judged, says, told, own, flaw):
+    kept = {"newest": (0, 35), "layers": frozenset("xy")}
+    found = judged(GROUPS, told, own=own, spares=("e",), era=1, kept=kept, **says)[1]
+    assert (flaw in found) if flaw else found == ""
 
 
 def test_the_end_of_a_layout_is_no_way_back(judged, make_plan):

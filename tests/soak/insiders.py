@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 from coordination import Game, Verdict
 
+from shoal.coordinator.certificates import newest_whole
 from shoal.coordinator.driver import Coordination
 from shoal.protocol.certificate import Attested, layers_at
 from shoal.protocol.exclusion import propose_exclusion
@@ -73,7 +74,10 @@ class InsiderGame(Game):
             return self._lied(beat, port, live) if port.name in self._liars else beat
         version = int(self._world.now_s() / STEP_S)
         saved = version - version % SAVED_EVERY
-        held = (Holding(era=live.plan.era, version=saved, layers=all_layer_keys(self._spec.model)),) if saved else ()
+        # A disk keeps what is certified beside the newest snapshot.
+        ages = {(live.plan.era, saved), newest_whole(live.plan, self._spec.model)[0]}
+        every = all_layer_keys(self._spec.model)
+        held = tuple(Holding(era=era, version=at, layers=every) for era, at in sorted(ages) if at)
         words = (self._word(port, live.plan, beat.stage or 0, saved, ""),) if saved else ()
         beat = msgspec.structs.replace(beat, version=version, holdings=held, attested=words)
         return self._lied(beat, port, live) if port.name in self._liars else beat
