@@ -21,7 +21,8 @@ class Ballot:
     term: int
     owner: PeerID
     expires_at_s: float
-    handed_over: bool = False
+    permit: bytes = b""
+    """The coordinator's, where it has handed the term over."""
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
     """Members that have agreed -> the signature of their vote; no signatures while the term is being requested."""
@@ -38,7 +39,7 @@ class Ballot:
     def message(self) -> TermRequest | PlanOffer:
         base = self.base.link
         if self.plan is None:
-            return TermRequest(term=self.term, live=base, handed_over=self.handed_over)
+            return TermRequest(term=self.term, live=base, permit=self.permit)
         plan = self.plan.envelope
         fits = len(plan) + len(base) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")

@@ -224,12 +224,13 @@ class ClusterView:
         self._inherited = None
         self.experts.rest()
 
-    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> TransferLeadership:
+    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool, permit: bytes = b"") -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits.
         Args: searched: whether a search has found nothing better than the live plan's layout."""
         handover = TransferLeadership(
             plan=live.link,
             roster=adverts(self.roster, now_s),
+            permit=permit,
             era=self.ledger.era,
             version=self.version_max,
             step=self.ledger.step,

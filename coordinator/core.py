@@ -81,6 +81,7 @@ from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.judge import Judge, goes_back
 from shoal.coordinator.leader import Leader
+from shoal.coordinator.leadership_transfer import transfer_body
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
@@ -113,6 +114,8 @@ from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
 
+SignStatement = Callable[[Topic, bytes], bytes]
+"""(topic, body) -> our signature of this statement about this run."""
 VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
 """(topic, signer, signature, body) -> whether this is the signer's valid statement about this run."""
 
@@ -143,8 +146,8 @@ class CoordinationCore:
         chain: possibly restored from disk.
         policy: chooses the next layout; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
-        vouch: signs the body of a vote in our name.
-        holds: checks another peer's signature of a statement about a topic.
+        sign_statement: signs a statement in our name.
+        verify: checks another peer's statement.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class CoordinationCore:
         chain: PlanChain,
         policy: ReplanPolicy,
         sign: Callable[[Plan], SignedPlan],
-        sign_vote: Callable[[bytes], bytes],
+        sign_statement: SignStatement,
         verify: VerifyStatement,
         rng: random.Random,
         now_s: float,
@@ -166,8 +169,10 @@ class CoordinationCore:
         self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
         """The proof that the run is done; empty: none known."""
-        self._rng, self._sign_vote, self._model = rng, sign_vote, spec.model
+        self._rng, self._model = rng, spec.model
+        self._sign_vote = partial(sign_statement, "vote")
         self._verify_end, self._verify_state = partial(verify, "end"), partial(verify, "state")
+        self._verify_transfer = partial(verify, "transfer")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
         """The revision of our spec, and the highest revision that a peer has reported."""
@@ -178,7 +183,7 @@ class CoordinationCore:
             owner=owner,
             chain=chain,
             sign=sign,
-            sign_vote=sign_vote,
+            sign_vote=self._sign_vote,
             verify=partial(verify, "vote"),
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=self.view.experts,
@@ -191,7 +196,14 @@ class CoordinationCore:
         self.doubted = self._watch.doubted  # peers with the least trusted records in the directory
         self.judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
-        self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
+        self._leader = Leader(
+            me=me,
+            owner=owner,
+            swarm=spec.swarm,
+            policy=policy,
+            sign_transfer=partial(sign_statement, "transfer"),
+            now_s=now_s,
+        )
         self._rounds = PlanRounds(
             me=me,
             chain=chain,
@@ -455,7 +467,7 @@ class CoordinationCore:
     def _grant(self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float) -> list[Command]:
         heard_lately = self.is_coordinator or self._watch.heard_lately(now_s)
         commands = self._adopt(base, now_s, source)
-        if heard_lately and not request.handed_over and source != self.me:
+        if heard_lately and source != self.me and not self._may_succeed(source, request.permit, base.plan):
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
@@ -504,13 +516,19 @@ class CoordinationCore:
         live = self.chain.live
         if live is None or live.digest != plan.digest or live.plan.coordinator != source:
             return [*commands, Reply(message=Refusal(reason=f"obeys plan {self.chain.order}, not the sender's"))]
+        if not self._may_succeed(self.me, message.permit, live.plan):
+            return [*commands, Reply(message=Refusal(reason="gets no permit to succeed the sender"))]
         if not self._eligible(live.plan):
             return [*commands, Reply(message=Refusal(reason="does not coordinate"))]
         commands += [Introduce(peers=message.roster), Reply(message=Done())]
         if self._proposer.is_busy:
             return commands  # asked twice, or already a candidate
         self.view.inherit(message)
-        return commands + self._rounds.inherit(live, now_s)
+        return commands + self._rounds.inherit(live, message.permit, now_s)
+
+    def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
+        """True if the coordinator of `plan` has transferred its role to `heir`."""
+        return self._verify_transfer(plan.coordinator, permit, transfer_body(plan.term, heir))
 
     # --- answers from others ---
 

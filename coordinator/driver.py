@@ -195,7 +195,7 @@ class Coordination:
             ),
             policy=ReplanPolicy(ClusterView(endpoint.run, spec, invite_of), allocator, has_lost_all=has_lost_all),
             sign=lambda plan: sign_plan(identity, plan),
-            sign_vote=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
+            sign_statement=lambda topic, body: seals.sign_statement(identity, topic, run=run, body=body),
             verify=verify,
             rng=rng,
             now_s=clock.now_s(),

@@ -169,7 +169,7 @@ class Follower:
             return []
         pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
         coordinator = pre_vote.base.plan.coordinator
-        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, handed_over=False, prevote=True)
+        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, permit=b"", prevote=True)
         left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
         peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
         again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)

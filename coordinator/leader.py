@@ -2,13 +2,13 @@
 term's end. Pure."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Answered, Ask, Command, LogReason, LookUp, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
-from shoal.coordinator.leadership_transfer import LeadershipTransfer
+from shoal.coordinator.leadership_transfer import LeadershipTransfer, transfer_body
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
@@ -38,6 +38,8 @@ fails."""
 class KeepRole:
     """We keep the role for another term."""
 
+    permit: bytes
+
 
 Want = Layout | KeepRole | None
 """The next proposal: a layout, another term of ours, or nothing."""
@@ -46,9 +48,19 @@ Want = Layout | KeepRole | None
 class Leader:
     """The coordinator's leadership term, from its first plan to the heir's."""
 
-    def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        me: PeerID,
+        owner: PeerID,
+        swarm: SwarmSpec,
+        policy: ReplanPolicy,
+        sign_transfer: Callable[[bytes], bytes],
+        now_s: float,
+    ) -> None:
         self._me, self._owner, self._policy = me, owner, policy
         self._heartbeat_s = swarm.heartbeat_s
+        self._sign_transfer = sign_transfer
         self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
         self._transfer = LeadershipTransfer(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self._head_at_s = self._begun_s = now_s
@@ -152,11 +164,12 @@ class Leader:
         if self._transfer.is_due(now_s) and not (stays and self._finds_out(live.plan, now_s)):
             order = self._heirs(live.plan, vouchers, now_s)
             heir = self._transfer.next([peer for peer in order if peer != self._me or stays], now_s)
+            permit = self._sign_transfer(transfer_body(live.plan.term, heir)) if heir is not None else b""
             if heir == self._me:
-                return commands, KeepRole()
+                return commands, KeepRole(permit)
             if heir is not None:
                 commands.append(LogReason(text=f"term {live.plan.term} ends, {heir[-8:]} is next"))
-                commands.append(Ask(peer=heir, message=self._policy.hand_over(live, now_s)))
+                commands.append(Ask(peer=heir, message=self._policy.hand_over(live, now_s, permit=permit)))
         if self._transfer.is_waiting:
             return commands, None
         more, want = self._next_plan(live, alive, now_s, sequence=sequence)

@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from shoal.protocol.identity import PeerID
 
 PATIENCE_HEARTBEATS = 1.25
 """Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
 """Number of our round trips to the heir that are added; the heir's own to the members may be three times as long."""
+
+
+def transfer_body(term: int, heir: PeerID) -> bytes:
+    """Return what the coordinator of `term` signs when it transfers the role to `heir`."""
+    return msgspec.msgpack.encode((term, heir))
 
 
 class LeadershipTransfer:

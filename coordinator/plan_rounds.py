@@ -117,14 +117,14 @@ class PlanRounds:
         match want:
             case Layout():
                 return self._conclude(self._proposer.propose(live, self._policy.foreseen(want, now_s), now_s), now_s)
-            case KeepRole():
-                return self.inherit(live, now_s)
+            case KeepRole(permit):
+                return self.inherit(live, permit, now_s)
             case None:
                 return []
 
-    def inherit(self, live: SignedPlan, now_s: float) -> list[Command]:
+    def inherit(self, live: SignedPlan, permit: bytes, now_s: float) -> list[Command]:
         """Request the next term, which the coordinator has transferred to us."""
-        return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
+        return self._conclude(self._proposer.campaign(live, now_s, permit=permit), now_s)
 
     def succeed(self, agreed: Agreed | None, now_s: float) -> list[Command]:
         """Request the coordinator's term, if a majority would grant it."""
@@ -132,7 +132,7 @@ class PlanRounds:
             return []
         base, term = agreed
         note = LogReason(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
-        return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
+        return [note, *self._conclude(self._proposer.campaign(base, now_s, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
         """Count a member's answer to a request for the term or a vote."""
@@ -182,7 +182,7 @@ class PlanRounds:
                 commands = commands + self._went_live(won.plan, won.voters, now_s)
                 if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:
                     # This finishes a dead coordinator's plan; our own plan follows in the same term.
-                    ask = self._proposer.campaign(won.plan, now_s, handed_over=won.handed_over, term=won.term)
+                    ask = self._proposer.campaign(won.plan, now_s, permit=won.permit, term=won.term)
                     return commands + self._conclude(ask, now_s)
                 return commands
             case GivenUp() as lost:

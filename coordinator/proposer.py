@@ -31,7 +31,7 @@ class PlanAdopted:
     plan: SignedPlan
     voters: tuple[PeerID, ...]
     term: int
-    handed_over: bool
+    permit: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Proposer:
         dropped, self._ballot = self._ballot is not None, None
         return dropped
 
-    def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> Progress:
+    def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> Progress:
         """Request `term`, or the next possible term, and propose the base's layout in it."""
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
         if not self._chain.grant(self._me, term, base).granted:
@@ -108,7 +108,7 @@ class Proposer:
             term=term,
             owner=self._owner,
             expires_at_s=now_s + self._patience_s,
-            handed_over=handed_over,
+            permit=permit,
             agreed=self._own_vote(base),
         )
         if self._chain.accepted is not None:
@@ -142,10 +142,10 @@ class Proposer:
                 return [], None  # such a vote would make the plan's proof invalid
             ballot.agreed[event.peer] = signature
             return self._advance(now_s)
-        if term == ballot.term and ballot.handed_over and ballot.plan is None:
+        if term == ballot.term and ballot.permit and ballot.plan is None:
             # The term was promised to an earlier heir, which has failed; otherwise the coordinator would not have asked
             # us.
-            return self.campaign(ballot.base, now_s, handed_over=True, term=term + 1)
+            return self.campaign(ballot.base, now_s, permit=ballot.permit, term=term + 1)
         if term == ballot.term and ballot.plan is None:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
@@ -264,12 +264,10 @@ class Proposer:
         base = ballot.base.plan
         if ballot.plan is not None:
             self._ballot = None
-            return [], PlanAdopted(
-                plan=ballot.proven(), voters=base.members, term=ballot.term, handed_over=ballot.handed_over
-            )
+            return [], PlanAdopted(plan=ballot.proven(), voters=base.members, term=ballot.term, permit=ballot.permit)
         if (found := ballot.found) is not None:
             return self._offer(found, now_s)
-        how = "hand-over" if ballot.handed_over else "take-over"
+        how = "hand-over" if ballot.permit else "take-over"
         layout = Layout.of(base, f"term {ballot.term}: {how} from {base.coordinator[-8:]}")
         return self._offer(self.make(ballot.base, ballot.term, layout, now_s), now_s)
 

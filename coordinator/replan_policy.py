@@ -283,9 +283,9 @@ class ReplanPolicy:
         may exceed a term, and an heir would start it anew."""
         return self._holders.is_waiting(now_s)
 
-    def hand_over(self, live: SignedPlan, now_s: float) -> TransferLeadership:
+    def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits."""
-        return self.view.hand_over(live, now_s, searched=self._has_searched(live.plan, now_s))
+        return self.view.hand_over(live, now_s, permit=permit, searched=self._has_searched(live.plan, now_s))
 
     # --- inside ---
 

@@ -227,8 +227,9 @@ class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
     term: int
     live: bytes
     """The sender's live plan; a receiver with an older one adopts it first."""
-    handed_over: bool
-    """The coordinator handed the term over, so members that still hear it need not wait for its silence."""
+    permit: bytes
+    """The coordinator's signature that the sender is its successor, so that members that still hear the coordinator
+    need not wait for its silence; empty: none."""
     prevote: bool = False
     """A pre-vote: the receiver says if it would grant the term, and promises nothing. So a peer that only lost its own
     way to the coordinator uses up no term."""
@@ -307,6 +308,8 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
+    permit: bytes = b""
+    """The sender's signature that the receiver is its successor (`TermRequest.permit`)."""
     era: int = 0
     version: int = 0
     """The highest version of this era that the sender has heard of."""

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.protocol.identity import Identity, PeerID, verify
 
-Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to"]
+Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to", "transfer"]
 VerifySignature = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body) -> True if it is the signer's statement about this run, of a topic that both sides know."""
 

@@ -119,7 +119,7 @@ def test_no_promise_is_given_that_nobody_could_outbid(make_plan, chain, first):
     for _ in range(1000):
         assert not chain.grant("b", far, first).granted
         assert not chain.vote("b", far, offer, first).accepted
-        assert not answer_pre_vote(chain, "b", TermRequest(term=far, live=b"", handed_over=True), first).granted
+        assert not answer_pre_vote(chain, "b", TermRequest(term=far, live=b"", permit=b"yes"), first).granted
     assert chain.record().granted_term == 1
     assert chain.grant("c", 2, first).granted
 

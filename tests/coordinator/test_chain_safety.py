@@ -115,7 +115,7 @@ class Bag:
             audience = {*outcome.voters, *outcome.plan.plan.members} - {peer}
             self.under_way += [(peer, other, PlanLive(plan=outcome.plan.link), None) for other in sorted(audience)]
             if outcome.plan.plan.coordinator != peer:
-                again = self.proposers[peer].campaign(outcome.plan, self.now_s, handed_over=False, term=outcome.term)
+                again = self.proposers[peer].campaign(outcome.plan, self.now_s, term=outcome.term)
                 self.carry_out(peer, again)
 
     def obey(self, peer, plan, source) -> None:
@@ -173,7 +173,7 @@ class Bag:
             self.now_s += self.rng.choice([0.0, 6.0])
             self.carry_out(peer, proposer.press(self.now_s))
         elif dice < 0.93 and live is not None and peer in live.plan.members and not proposer.is_busy:
-            self.carry_out(peer, proposer.campaign(live, self.now_s, handed_over=False))
+            self.carry_out(peer, proposer.campaign(live, self.now_s))
         elif dice < 0.99 and live is not None and live.plan.coordinator == peer and not proposer.is_busy:
             members = self.rng.sample(PEERS, self.rng.randint(1, len(PEERS)))
             self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))

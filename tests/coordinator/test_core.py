@@ -76,7 +76,7 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             chain=make_chain(),
             policy=ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator()),
             sign=make_unsigned,
-            sign_vote=lambda body: b"yes",
+            sign_statement=lambda topic, body: b"yes",
             verify=lambda topic, signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
@@ -404,13 +404,13 @@ def test_who_trains_by_another_revision_is_not_counted_in_and_its_end_is_not_our
 
 def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
     core = make_core("b", first)
-    transfer = TransferLeadership(plan=first.link, roster=())
+    transfer = TransferLeadership(plan=first.link, roster=(), permit=b"yes")
     commands = core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0)
     assert said(commands) == Done()
     requests = asks(commands, TermRequest)
     assert sorted(requests) == list("acdef")
     request = requests["a"]
-    assert (request.term, request.handed_over) == (2, True)
+    assert (request.term, request.permit) == (2, b"yes")
     for voter in "ac":
         core.handle(Answered(peer=voter, asked=request, reply=TermGrant(granted=True, term=2)), now_s=60.1)
     commands = core.handle(Answered(peer="d", asked=request, reply=TermGrant(granted=True, term=2)), now_s=60.1)
@@ -429,7 +429,7 @@ def test_the_heir_asks_for_the_term_and_then_for_votes(make_core, first):
 def test_the_heir_lets_the_layout_end_where_it_was_to_end(make_core, make_plan, first):
     live = make_plan(GROUPS, coordinator="a", not_started=False, cutover_version=60, next_layout=first.plan.stages)
     core = make_core("b", live)
-    transfer = TransferLeadership(plan=live.link, roster=(), version=58)
+    transfer = TransferLeadership(plan=live.link, roster=(), permit=b"yes", version=58)
     commands = core.handle(Received(source="a", message=transfer, plan=live), now_s=60.0)
     request = asks(commands, TermRequest)["a"]
     for voter in "acd":
@@ -447,7 +447,9 @@ def test_the_heir_lets_the_layout_end_where_it_was_to_end(make_core, make_plan, 
 
 def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_advert, first):
     core = make_core("b", first)
-    transfer = TransferLeadership(plan=first.link, roster=(("ghost", make_advert("ghost")),), elapsed_s=5.0)
+    transfer = TransferLeadership(
+        plan=first.link, roster=(("ghost", make_advert("ghost")),), permit=b"yes", elapsed_s=5.0
+    )
     core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0)
     other = make_plan(GROUPS, coordinator="c", order=(2, 2), base=first)
     core.handle(Received(source="c", message=PlanLive(plan=other.link), plan=other), now_s=61.0)
@@ -460,7 +462,7 @@ def test_a_will_that_came_to_nothing_is_forgotten(make_core, make_plan, make_adv
 
 def test_only_the_coordinator_hands_over(make_core, first):
     core = make_core("b", first)
-    transfer = TransferLeadership(plan=first.link, roster=())
+    transfer = TransferLeadership(plan=first.link, roster=(), permit=b"yes")
     assert isinstance(said(core.handle(Received(source="c", message=transfer, plan=first), now_s=1.0)), Refusal)
 
 
@@ -468,7 +470,7 @@ def test_the_unwilling_and_the_draining_take_nothing_over(make_core, make_heartb
     for says in ({"draining": True}, {"advert": make_advert("b", willing_to_coordinate=False)}):
         core = make_core("b", first)
         core.handle(Beat(heartbeat=make_heartbeat("b", **says)), now_s=0.0)
-        transfer = TransferLeadership(plan=first.link, roster=())
+        transfer = TransferLeadership(plan=first.link, roster=(), permit=b"yes")
         assert isinstance(said(core.handle(Received(source="a", message=transfer, plan=first), now_s=1.0)), Refusal)
         assert not any(isinstance(command, Ask) for _, command in tick(core, begin_s=1.0, end_s=60.0)), (
             "nor when the coordinator is silent"
@@ -496,7 +498,7 @@ def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_hear
     begun_s, request = next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
     due_s = heard_s[-1] + floor_s + turn * STAGGER_HEARTBEATS
     assert due_s <= begun_s <= due_s + 0.2 * turn + 0.6, "ticks, and round trips of 40 ms"
-    assert (request.term, request.handed_over, request.prevote) == (2, False, True)
+    assert (request.term, request.permit, request.prevote) == (2, b"", True)
     pinged = [at for at, c in happened if isinstance(c, Ask) and c.message == Ping()]
     assert bool(pinged) == (turn < CLOSE_PEERS)
 
@@ -543,7 +545,7 @@ def test_no_term_is_spent_while_the_others_hear_the_coordinator(make_core, make_
 
 def test_being_asked_promises_nothing(make_core, first):
     core = make_core("b", first)
-    question = TermRequest(term=2, live=first.link, handed_over=False, prevote=True)
+    question = TermRequest(term=2, live=first.link, permit=b"", prevote=True)
     reply = said(core.handle(Received(source="c", message=question, base=first), now_s=5.0))
     assert reply == TermGrant(granted=True, term=1)
     assert core.chain.granted_term == 1
@@ -570,7 +572,7 @@ def test_a_term_that_too_many_have_promised_to_another_is_given_up(make_core, ma
 
 def test_an_heir_asks_for_the_next_term_when_another_has_got_this(make_core, first):
     core = make_core("b", first)
-    transfer = TransferLeadership(plan=first.link, roster=())
+    transfer = TransferLeadership(plan=first.link, roster=(), permit=b"yes")
     request = asks(core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 2 to another candidate", term=2)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=60.1)
@@ -582,7 +584,7 @@ def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartb
     core = make_core(me, first)
     core.handle(Answered(peer="a", asked=make_heartbeat(me), reply=ANSWER, took_s=0.04), now_s=0.5)
     assert not asks([c for _, c in tick(core, begin_s=0.5, end_s=0.9)], Ping)
-    question = TermRequest(term=2, live=first.link, handed_over=False, prevote=True)
+    question = TermRequest(term=2, live=first.link, permit=b"", prevote=True)
     assert not said(core.handle(Received(source="c", message=question, base=first), now_s=1.0)).granted
     assert asks([c for _, c in tick(core, begin_s=1.0, end_s=1.2)], Ping)
     for now_s in (1.3, 1.5):
@@ -603,7 +605,7 @@ def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_
     answer = HeartbeatReply(coordinator="a", term=1, is_coordinator=True)
     for now_s in range(1, 11):
         core.handle(Answered(peer="a", asked=make_heartbeat("b"), reply=answer), now_s=float(now_s))
-    request = TermRequest(term=2, live=first.link, handed_over=False)
+    request = TermRequest(term=2, live=first.link, permit=b"")
     early = said(core.handle(Received(source="c", message=request, base=first), now_s=10.9))
     assert not early.granted
     assert core.chain.granted_term == 1
@@ -624,10 +626,18 @@ def test_a_plan_for_which_no_majority_can_have_voted_is_not_finished(make_core, 
     assert asks(commands, PlanOffer)[c].plan != lie.envelope
 
 
-def test_a_handed_over_term_is_granted_though_the_coordinator_lives(make_core, first):
+@pytest.mark.parametrize(("permit", "granted"), [(b"yes", True), (b"", False), (b"forged", False)])
+def test_a_term_that_the_coordinator_hands_over_is_granted_while_it_lives(make_core, first, permit, granted):
     core = make_core("b", first)
-    request = TermRequest(term=2, live=first.link, handed_over=True)
-    assert said(core.handle(Received(source="c", message=request, base=first), now_s=1.0)).granted
+    request = TermRequest(term=2, live=first.link, permit=permit)
+    assert said(core.handle(Received(source="c", message=request, base=first), now_s=1.0)).granted is granted
+
+
+def test_an_heir_without_a_permit_does_not_ask(make_core, first):
+    core = make_core("b", first)
+    transfer = TransferLeadership(plan=first.link, roster=(), permit=b"forged")
+    (reply,) = core.handle(Received(source="a", message=transfer, plan=first), now_s=60.0)
+    assert "no permit" in reply.message.reason
 
 
 def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, make_heartbeat, make_plan, first):
@@ -655,7 +665,7 @@ def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, ma
 
 def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
     core = make_core("b", first)
-    transfer = TransferLeadership(plan=first.link, roster=())
+    transfer = TransferLeadership(plan=first.link, roster=(), permit=b"yes")
     request = asks(core.handle(Received(source="a", message=transfer, plan=first), now_s=1.0), TermRequest)["c"]
     no = TermGrant(granted=False, reason="granted term 7, above 2", term=7)
     commands = core.handle(Answered(peer="c", asked=request, reply=no), now_s=1.1)
@@ -666,7 +676,7 @@ def test_a_candidate_that_is_told_of_a_higher_term_stops(make_core, first):
 
 def test_a_term_that_cannot_be_outbid_stops_nobody(make_core, first):
     core = make_core("b", first)
-    transfer = Received(source="a", message=TransferLeadership(plan=first.link, roster=()), plan=first)
+    transfer = Received(source="a", message=TransferLeadership(plan=first.link, roster=(), permit=b"yes"), plan=first)
     request = asks(core.handle(transfer, now_s=1.0), TermRequest)["c"]
     lie = TermGrant(granted=False, reason="granted another", term=2**64 - 1)
     for _ in range(9):
@@ -691,7 +701,7 @@ def test_a_vote_that_carries_alone_counts_once_it_is_on_disk(make_core, make_pla
     live = make_plan([["a"], ["b"]], coordinator="b", order=(2, 2), base=first)
     core = make_core("a", first)
     core.handle(Received(source="b", message=PlanLive(plan=live.link), plan=live), now_s=0.5)
-    transfer = Received(source="b", message=TransferLeadership(plan=live.link, roster=()), plan=live)
+    transfer = Received(source="b", message=TransferLeadership(plan=live.link, roster=(), permit=b"yes"), plan=live)
     commands = core.handle(transfer, now_s=1.0)
     assert sorted(asks(commands, TermRequest)) == ["a", "b"], "the owner's vote decides between two"
     request = asks(commands, TermRequest)["a"]
@@ -720,7 +730,7 @@ def test_an_owner_to_whom_somebody_reports_a_plan_makes_none(make_core, make_hea
 
 def test_answers_to_what_is_not_asked_any_more_are_ignored(make_core, first):
     core = make_core("b", first)
-    old = TermRequest(term=2, live=first.link, handed_over=True)
+    old = TermRequest(term=2, live=first.link, permit=b"yes")
     assert core.handle(Answered(peer="c", asked=old, reply=TermGrant(granted=True, term=2)), now_s=1.0) == []
 
 

@@ -29,7 +29,7 @@ def policy():
 
 @pytest.fixture
 def leader(policy):
-    return Leader(me="a", owner="a", swarm=SPEC.swarm, policy=policy, now_s=0.0)
+    return Leader(me="a", owner="a", swarm=SPEC.swarm, policy=policy, sign_transfer=lambda body: b"yes", now_s=0.0)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shoal.protocol.sim.disk import SimDisk
 
 VOTE, GRANT = Reply(message=PlanVote(accepted=True)), Reply(message=TermGrant(granted=True))
 OFFER = Ask(peer="b", message=PlanOffer(term=2, plan=b"plan", predecessor=b""))
-REQUEST = Ask(peer="b", message=TermRequest(term=2, live=b"", handed_over=False))
+REQUEST = Ask(peer="b", message=TermRequest(term=2, live=b"", permit=b""))
 REFUSED = Reply(message=Refusal(reason="cannot save its promise on disk"))
 
 

@@ -533,7 +533,7 @@ async def promises(known: Known, victim: PeerID) -> None:
     """A term that is asked for, a plan that is offered, a role that is handed over, a reset, a good-bye."""
     stranger, live = known.stranger, known.live or known.plan(term=2)
     term = 3000 + known.number()
-    await stranger.call("promises", victim, m.TermRequest(term=term, live=live, handed_over=True))
+    await stranger.call("promises", victim, m.TermRequest(term=term, live=live, permit=b"x" * 64))
     offer = m.PlanOffer(term=term, plan=known.plan(term=term), predecessor=live)
     await stranger.call("promises", victim, offer)
     await stranger.call("promises", victim, m.TransferLeadership(plan=live, roster=()))
