@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from peer_processes import deliver_signals
 
 SPEC = """
 name = "small"
@@ -145,8 +146,7 @@ class Command:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=deliver_signals,
             )
 
     @property

@@ -94,7 +94,7 @@ def start_peer(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_deliver_signals,
+            preexec_fn=deliver_signals,
         )
     assert popen.stdin is not None
     popen.stdin.write(given.encode())
@@ -102,7 +102,7 @@ def start_peer(
     return PeerProcess(name=name, popen=popen, output=output, log=log)
 
 
-def _deliver_signals() -> None:
+def deliver_signals() -> None:
     """A shell starts what runs in its background with SIGINT ignored, `nohup` with SIGHUP; children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
