@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from shoal.peer.handoff.server import TRAINED
 from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import Attestation, Done, StateOffer, StateRequest
@@ -47,13 +48,13 @@ def lie(swarm, name, *, ahead, sign=True):
     server, asked = driver.server, []
 
     async def offer(source, message):
-        if message.version >= 0 and (-1, message.version) not in server._pins:
+        if message.version >= 0 and (TRAINED, message.version) not in server._pins:
             raise Refused(endpoint.peer_id, "has not that version")
         state = forged(driver.replica.state, ahead=ahead)
-        asked.append(state.version)
-        made = server._offer(source, (-1, state.version), state.layers.items(), set(message.layers))
+        made = await server._offer(source, (TRAINED, state.version), state.layers, set(message.layers))
         body = state_body(era=0, version=state.version, root=root_of(made.digests))
         signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
+        asked.append(state.version)
         stolen = [(swarm.peer(other).peer_id, signature) for other in HOLDERS]  # nobody else has signed it
         return msgspec.structs.replace(made, signatures=tuple(stolen) if sign else ())
 
