@@ -527,8 +527,11 @@ class CoordinationCore:
         return commands + self._rounds.inherit(live, message.permit, now_s)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
-        """True if the coordinator of `plan` has transferred its role to `heir`."""
-        return self._verify_transfer(plan.coordinator, permit, transfer_body(plan.term, heir))
+        """True if the coordinator of `plan` has transferred its role to `heir`, or that of the plan before: an heir
+        finishes the plan of an earlier heir that has failed."""
+        before = self.chain.links.before_last
+        plans = (plan, before.plan) if before is not None else (plan,)
+        return any(self._verify_transfer(p.coordinator, permit, transfer_body(p.term, heir)) for p in plans)
 
     # --- answers from others ---
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.coordination_events import Unanswered
+from shoal.coordinator.leadership_transfer import transfer_body
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
@@ -28,6 +29,7 @@ from shoal.protocol.messages import (
 from shoal.protocol.plan import sign_plan
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
+from shoal.protocol.statement import sign_statement
 
 
 async def stranger(swarm, name="stranger"):
@@ -155,9 +157,12 @@ def test_addresses_in_a_will_are_dialled_if_it_is_the_coordinators(run_swarm, ma
         transport.introduce = introducing
         for source, ghost in ((liar, "ghost"), (last, "newcomer")):
             roster = ((PeerID(ghost), make_advert(ghost)),)
-            transfer = TransferLeadership(plan=source.coordination.plan.link, roster=roster)
+            plan, endpoint = source.coordination.plan, source.coordination._endpoint
+            body = transfer_body(plan.plan.term, heir.peer_id)
+            permit = sign_statement(endpoint.identity, "transfer", run=endpoint.run, body=body)
+            transfer = TransferLeadership(plan=plan.link, roster=roster, permit=permit)
             with contextlib.suppress(Refused):
-                await source.port.spawn(source.coordination._endpoint.ask(heir.peer_id, transfer, Done))
+                await source.port.spawn(endpoint.ask(heir.peer_id, transfer, Done))
             await asyncio.sleep(1.0)
             assert (ghost in dialled) == (source is last)
 

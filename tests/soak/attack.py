@@ -206,7 +206,7 @@ async def watch(swarm: Swarm, seconds: float) -> Window:
 
 
 def together(windows: Sequence[Window]) -> Window:
-    """Mean speed; memory and files of the last, since both may grow."""
+    """Return the last window with the mean speed of all."""
     return replace(windows[-1], steps_per_s=statistics.mean(window.steps_per_s for window in windows))
 
 
@@ -672,9 +672,14 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> int:
             print(f"peace {calm[-1].steps_per_s:.3f}, attack {attacked[-1].steps_per_s:.3f} steps/s", flush=True)
             if swarm.ended():
                 break
-        # What a peer weighs in peace is taken before the first attack, what it weighs then after the last.
+        # What a peer weighs in peace is taken before the first attack, what it weighs then after the last, when the
+        # strangers have hung up: what they hold open meanwhile is bounded, and is theirs.
+        for stranger in strangers:
+            await stranger.daemon.close()
+        await asyncio.sleep(WARM_UP_S)
+        after = await watch(swarm, WARM_UP_S)
         peace = replace(calm[0], steps_per_s=together(calm).steps_per_s)
-        war = together(attacked)
+        war = replace(after, steps_per_s=together(attacked).steps_per_s)
         told: Counter[str] = sum((stranger.told for stranger in strangers), Counter())
         for line, count in sorted(told.items()):
             print(f"    {line:60} {count:7}")
