@@ -13,7 +13,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -111,13 +111,24 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
     )
 
 
+class Seat(Protocol):
+    """What has begun the membership, and ends it: `StageSeat` or `ExpertSeats`."""
+
+    def renew(self, group: int) -> None:
+        """Begin our membership in `group` anew: its state differs from the group's."""
+        ...
+
+
 class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
     only caller of its core (`handle`). It carries out the core's commands."""
 
-    def __init__(self, services: Services, core: MemberCore, runtime: LayerRuntime, *, incarnation: int) -> None:
-        endpoint, listeners = services.endpoint, services.listeners
+    def __init__(
+        self, services: Services, seat: Seat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
+    ) -> None:
+        endpoint = services.endpoint
         self._s = services
+        self._seat = seat
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
@@ -127,8 +138,8 @@ class GroupMembership(ABC):
         self._held = runtime
         self._closed = False
         self._timer = Timer(services.clock, self._ring)
-        self._tasks = Tasks(listeners.on_failure)
-        self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
+        self._tasks = Tasks(services.failures.add)
+        self._outbox = Outbox(endpoint, on_trouble=services.neighbours.unreachable)
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
         self._light: Learner | None = None
         self._absent = AbsentLight()
@@ -137,34 +148,18 @@ class GroupMembership(ABC):
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
-            stage=self.group_id,
-            size=runtime.num_parameters,
-            vectors=runtime.vectors,
+            core.group,
+            runtime,
             endpoint=endpoint,
             compute=self.compute,
             pieces=self._pieces,
             kept=self.reductions,
-            version=lambda: self.core.group.version,
             wanted_from=self._lacks_from,
             on_mean=self._mean_came,
             on_behind=self._resync,
-            gives_to=core.group.has_place,
         )
         self._tied = self._make_tied()
-        self.joining = Joining(
-            endpoint=endpoint,
-            compute=self.compute,
-            inbox=services.inbox,
-            runtime=runtime,
-            group=core.group,
-            fetch_mean=self._catching_up.fetch,
-            take_over=self._take_over,
-            begin_era=lambda era: listeners.begin_era(era, self.group_id),
-            newest=lambda: self.core.plan,
-            carried=services.between.retained.read,
-            ahead=services.between.ahead.ended,
-            pass_on=services.server.pass_on,
-        )
+        self.joining = Joining(services, core, runtime, self._catching_up, take_over=self._take_over)
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None
 
@@ -209,11 +204,11 @@ class GroupMembership(ABC):
                     counted if held_out == counted.held_out else dataclasses.replace(counted, held_out=held_out)
                 )
             case AnnouncePresence():
-                self._s.listeners.on_change()
+                self._s.neighbours.announce()
             case Report(report):
-                self._s.listeners.on_commit(report)
+                self._s.reports.committed(report)
             case Witness(report):
-                self._s.listeners.on_witness(report)
+                self._s.reports.witnessed(report)
             case AskRepair(step, indices):
                 # Stage 0's leader grants again what our group misses.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
@@ -230,7 +225,7 @@ class GroupMembership(ABC):
         try:
             self.handle(TimerFired())
         except Exception as error:
-            self._s.listeners.on_failure(error)
+            self._s.failures.add(error)
 
     # --- what others see ---
 
@@ -342,10 +337,12 @@ class GroupMembership(ABC):
         self.witnesses.install()
         self.follow(self.core.plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
+        if self._s.life.is_paused:  # a plan has given us the place during the pause
+            self.pause(at_once=True)
 
     def follow(self, plan: Plan) -> None:
         """Follow a plan that leaves our group and its layers unchanged."""
-        self.handle(PlanFollowed(plan, self._s.recent.former(self.group_id), self._upstream()))
+        self.handle(PlanFollowed(plan, self._s.plans.former(self.group_id), self._upstream()))
         if not self.is_stepping:  # else they look when the step has been made
             self.witnesses.look(self.state)
 
@@ -427,13 +424,13 @@ class GroupMembership(ABC):
             await self.joining.run(self.core.plan, self._light)
             self._light = None
         except (OSError, RuntimeError, ValueError) as error:
-            self._s.listeners.on_failure(error)
+            self._s.failures.add(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
         self.handle(JoinedGroup(self._held.remembers))
 
     async def _bring_base(self) -> None:
-        base, held = self._s.between.base, self._held
+        base, held = self._s.layers.base, self._held
         while base is not None:
             members = self.core.plan.members
             try:
@@ -450,7 +447,7 @@ class GroupMembership(ABC):
         digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
         if self.version == state.version:
             self._reached(state, digest, None)
-            self._s.listeners.on_state(self, state)
+            self._s.layers.has_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
         by = self.reductions.reached(state.version)
@@ -461,7 +458,7 @@ class GroupMembership(ABC):
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
-            self._s.listeners.on_resync(self)
+            self._seat.renew(self.group_id)
 
     # --- a commit: say what is there, sum, reduce, step ---
 
@@ -532,7 +529,7 @@ class GroupMembership(ABC):
         self._unsound.add(peer)
         logger.error("%s", why)
         if peer != self.core.group.me:
-            self._s.listeners.on_unsound(peer)
+            self._s.reports.accuse(peer)
 
     def _end(self, reduction: Reduction) -> None:
         if not self.reductions.has_ended(reduction):
@@ -569,13 +566,13 @@ class GroupMembership(ABC):
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
         if set(self.core.group.group_peers) == set(self.core.group.full_members):
-            self._s.server.forget_weights(self.keys)
+            self._s.layers.server.forget_weights(self.keys)
         self.joining.stepped()
-        self._s.listeners.on_state(self, state)
+        self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
         """Keep the gradient of the step to `state` for the peers that replay it."""
-        gradient_log, mean_N = self._s.server.gradient_log, self.reductions.means.get(state.version - 1)
+        gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
         parts, start = dict[str, Tensor](), 0
@@ -650,7 +647,7 @@ class GroupMembership(ABC):
         """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
-        return min(self._s.server.pinned_from(), absent, self._lacks_from())
+        return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
         return 2**62 if self._light is None else self._light.needs_from()

@@ -171,7 +171,7 @@ def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_
             await is_refused(swarm, "stranger", name, presence)
             core = swarm.drivers[name].replica.core.group
             assert swarm.peer("stranger").peer_id not in core.holders
-            assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name]._neighbours.words())
+            assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name].services.neighbours.words())
 
     play(make_swarm, tiny_spec, scene, steps=8)
 

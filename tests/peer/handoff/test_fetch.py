@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
@@ -70,16 +71,15 @@ def holder(world: World, name: str) -> Holder:
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
-    server = StateServer(
-        endpoint=endpoint,
-        compute=peer.compute,
-        clock=peer.clock,
-        current=lambda _: made.trained,
+    inbox = ChunkInbox(endpoint, compute=peer.compute)
+    server = server_of(
+        ports_of(endpoint, peer.compute, peer.clock),
+        Trained(lambda _: made.trained, lambda _: made.steps),
         stored=stored,
         knows=lambda peer: peer not in made.strangers,
-        is_stepping=lambda _: made.steps,
+        inbox=inbox,
     )
-    made = Holder(world, peer, endpoint, ChunkInbox(endpoint, compute=peer.compute), server, None, {}, set())
+    made = Holder(world, peer, endpoint, inbox, server, None, {}, set())
     return made
 
 
