@@ -19,6 +19,7 @@ from shoal.peer.replica.commands import (
 from shoal.peer.replica.events import (
     ClaimArrived,
     ClaimFailed,
+    Event,
     GrantArrived,
     HaltAsked,
     RepairArrived,
@@ -119,7 +120,7 @@ class FirstReplica(Replica):
 
     # --- our own calls ---
 
-    def _perform(self, command: Command) -> None:
+    def _perform(self, command: Command) -> Event | None:
         match command:
             case Answer():
                 self._calls.answer(command)
@@ -140,7 +141,8 @@ class FirstReplica(Replica):
             case ReportValidation(report):
                 self._s.reports.validated(report)
             case _:
-                super()._perform(command)
+                return super()._perform(command)
+        return None
 
     async def _await_grant(self, leader: PeerID, claim: "asyncio.Task[Grant]") -> None:
         try:

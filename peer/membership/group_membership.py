@@ -55,6 +55,7 @@ from shoal.peer.replica.events import (
     DrainEnded,
     Event,
     JoinedGroup,
+    Lagging,
     MemberSilent,
     Paused,
     PeerDied,
@@ -170,15 +171,21 @@ class GroupMembership(ABC):
         if self._closed:
             return
         try:
-            for command in self.core.handle(event, now_s=self._s.clock.now_s()):
-                self._perform(command)
+            self._carry_out(event)
             if self._tied is not None:
                 self._tied.look()
         finally:
             if not self._closed:
                 self._timer.set(self.core.next_timer_s())
 
-    def _perform(self, command: Command) -> None:
+    def _carry_out(self, event: Event) -> None:
+        for command in self.core.handle(event, now_s=self._s.clock.now_s()):
+            if (found := self._perform(command)) is not None:
+                # In its place among the commands: a round may not overtake the word of a gradient that is in its sum.
+                self._carry_out(found)
+
+    def _perform(self, command: Command) -> Event | None:
+        """Carry out a command. Returns: what we find out by it at once, an event of its own."""
         match command:
             case Tell():
                 self._telling.tell(command)
@@ -186,7 +193,7 @@ class GroupMembership(ABC):
                 if self._tied is None or self._tied.may_begin(start):
                     self._begin_round(start)
             case CatchUp(mate, step):
-                self._catch_up(mate, step)
+                return self._catch_up(mate, step)
             case ForgetMember(peer, died):
                 self._outbox.forget(peer)
                 if self._tied is not None:
@@ -198,11 +205,8 @@ class GroupMembership(ABC):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
             case Count(counted):
                 held_out = self._held.contribute(counted.microbatch, held_out=counted.held_out)
-                if held_out is None:
-                    return  # the device has stepped without it, and tells the core so soon
-                self.handle(
-                    counted if held_out == counted.held_out else dataclasses.replace(counted, held_out=held_out)
-                )
+                if held_out is not None:  # else the device has stepped without it, and tells the core so soon
+                    return dataclasses.replace(counted, held_out=held_out)
             case AnnouncePresence():
                 self._s.neighbours.announce()
             case Report(report):
@@ -217,6 +221,7 @@ class GroupMembership(ABC):
                 self._resync(mate)
             case _:
                 raise AssertionError(f"no driver carries out {command}")
+        return None
 
     def _begin_round(self, start: RoundStart) -> None:
         self._tasks.spawn(self._reduce(*self.reductions.begin(start)), f"round {start.step}")
@@ -614,11 +619,11 @@ class GroupMembership(ABC):
         finished = (out for out in reduction.finished() if out.target == peer)
         self._pieces.send(finished, reduction.start, GatherPart)
 
-    def _catch_up(self, mate: PeerID, step: int) -> None:
+    def _catch_up(self, mate: PeerID, step: int) -> Event | None:
         """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
         if self._light is not None:
-            self._behind()
-            return
+            self._light.behind()
+            return self._lagging()
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
         if reduction is not None:
@@ -632,6 +637,7 @@ class GroupMembership(ABC):
             owing = []
         catch_up = self._catching_up.catch_up(mate, step, owing=owing, is_still=is_still)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
+        return None
 
     # --- inside ---
 
@@ -639,9 +645,9 @@ class GroupMembership(ABC):
         """Return what makes us a light member while our state comes; None if this group has no light members."""
         return None
 
-    def _behind(self) -> None:
-        if self._light is not None:
-            self._light.behind()
+    def _lagging(self) -> Lagging | None:
+        """Return an event if a light member has begun to lag, or has caught up."""
+        return None
 
     def _means_wanted_from(self) -> int:
         """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""

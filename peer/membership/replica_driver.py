@@ -42,6 +42,7 @@ from shoal.peer.replica.commands import (
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     Arrived,
+    Event,
     GradientArrived,
     JobDone,
     JobDropped,
@@ -110,7 +111,7 @@ class Replica(GroupMembership):
             on_unreachable=services.neighbours.unreachable,
         )
 
-    def _perform(self, command: Command) -> None:
+    def _perform(self, command: Command) -> Event | None:
         match command:
             case Job():
                 self._tasks.spawn(self._run(command), f"job {command}")
@@ -122,11 +123,11 @@ class Replica(GroupMembership):
                 self._handing_back.soon(command)
             case Forget(microbatch):
                 self.activations.forget(microbatch)
-            case Count(counted, retried):
-                if self.activations.settle(counted.microbatch, retried=retried):
-                    super()._perform(command)
+            case Count(counted, retried) if not self.activations.settle(counted.microbatch, retried=retried):
+                pass  # the group has its gradient already
             case _:
-                super()._perform(command)
+                return super()._perform(command)
+        return None
 
     # --- receive, forward, send; receive, backward, send ---
 
@@ -348,17 +349,13 @@ class Replica(GroupMembership):
         self.handle(VersionSet(weights.version))
         self.reductions.reached(weights.version)
         self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
-        self._look_whether_we_lag()
+        if (lagging := self._lagging()) is not None:
+            self.handle(lagging)
 
-    def _behind(self) -> None:
-        super()._behind()
-        self._look_whether_we_lag()
-
-    def _look_whether_we_lag(self) -> None:
-        """Stop taking microbatches while our weights are too old: the group's step would wait for our next weights."""
+    def _lagging(self) -> Lagging | None:
+        # While our weights are too old we take no microbatches: the group's step would wait for our next weights.
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
-        if lags != self.core.is_lagging:
-            self.handle(Lagging(lags))
+        return Lagging(lags) if lags != self.core.is_lagging else None
 
     # --- what others see ---
 
