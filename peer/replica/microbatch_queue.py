@@ -65,6 +65,7 @@ from shoal.peer.replica.events import (
 )
 from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.router import PeerPace, Turns
+from shoal.peer.replica.views import GroupView
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -93,34 +94,6 @@ _ANSWERS_KEPT = 16
 """Number of recent answers to claims. The quickest did not wait for something to grant."""
 _VALIDATIONS_KEPT = 4
 """Versions back for which the loss of a validation microbatch still counts."""
-
-
-class Group(Protocol):
-    """The part of the stage's group that the supply reads."""
-
-    @property
-    def me(self) -> PeerID: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def leader(self) -> PeerID | None: ...
-
-    @property
-    def is_leader(self) -> bool: ...
-
-    @property
-    def ready_members(self) -> tuple[PeerID, ...]: ...
-
-    @property
-    def open_members(self) -> tuple[PeerID, ...]: ...
-
-    def share_of(self, peer: PeerID) -> float: ...
-
-    def has_place(self, peer: PeerID) -> bool: ...
-
-    def lacks(self, step: int, index: int) -> bool: ...
 
 
 class Demand(Protocol):
@@ -177,7 +150,7 @@ class MicrobatchQueue:
     """One stage-0 replica's view of the grants."""
 
     book: WorkQueue
-    group: Group
+    group: GroupView
     demand: Demand
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
