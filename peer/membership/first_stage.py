@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from shoal.peer.base.outbox import Outbox
-from shoal.peer.membership.group_membership import Seat
+from shoal.peer.membership.group_membership import MemberSeat
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import (
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class FirstReplica(Replica):
     """Our replica of stage 0 under `plan`."""
 
-    def __init__(self, services: Services, seat: Seat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
         super().__init__(services, seat, plan, stage, incarnation=incarnation)

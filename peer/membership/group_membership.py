@@ -112,7 +112,7 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
     )
 
 
-class Seat(Protocol):
+class MemberSeat(Protocol):
     """What has begun the membership, and ends it: `StageSeat` or `ExpertSeats`."""
 
     def renew(self, group: int) -> None:
@@ -125,7 +125,7 @@ class GroupMembership(ABC):
     only caller of its core (`handle`). It carries out the core's commands."""
 
     def __init__(
-        self, services: Services, seat: Seat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
+        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
     ) -> None:
         endpoint = services.endpoint
         self._s = services

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.membership.activation_store import ActivationStore
-from shoal.peer.membership.group_membership import GroupMembership, Seat, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
 from shoal.peer.membership.handing_back import HandingBack
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import RoundedWeights, StageState
@@ -83,7 +83,7 @@ class Replica(GroupMembership):
 
     core: ReplicaCore
 
-    def __init__(self, services: Services, seat: Seat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
         self.experts_placed = bool(plan.experts)
@@ -95,21 +95,14 @@ class Replica(GroupMembership):
         self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()
         self.activations = ActivationStore(
-            self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts
+            self.runtime, core.group, is_last=core.pipeline.is_last, experts=self.experts
         )
         self._wire = ActivationWire(services.spec)
         self._widest = services.spec.wire.forward[0]
         self._travel(plan)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._mean_gradient_N: Tensor | None = None
-        self._handing_back = HandingBack(
-            self._endpoint,
-            core,
-            self._tasks,
-            post=self.handle,
-            check=self._check,
-            on_unreachable=services.neighbours.unreachable,
-        )
+        self._handing_back = HandingBack(services, core, self._tasks, post=self.handle, check=self._check)
 
     def _perform(self, command: Command) -> Event | None:
         match command:

@@ -81,7 +81,7 @@ class StagePart(Part, Protocol):
     def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None: ...
 
 
-class ExpertPart(Part, Protocol):
+class ExpertHolding(Part, Protocol):
     """One expert that the peer holds; `ExpertMembership` documents it."""
 
     @property
@@ -93,7 +93,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
-        self.experts: dict[int, ExpertPart] = {}
+        self.experts: dict[int, ExpertHolding] = {}
         """Group -> our part in it."""
 
     @property
