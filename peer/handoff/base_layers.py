@@ -193,15 +193,7 @@ class BaseLayers:
         self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
     ) -> Mapping[str, LayerState]:
         vectors = self._arithmetic.vectors
-        fetcher = StateFetcher(
-            self._spec,
-            keys,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
-            device=vectors.host,
-            vectors=vectors,
-        )
+        fetcher = StateFetcher(self._spec, keys, self._inbox, device=vectors.host, vectors=vectors)
         begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
         relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
         if group_peers:

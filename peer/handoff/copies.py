@@ -56,7 +56,7 @@ class Copies:
         self._base = base
         self._archive = attesting.archive
         self._attesting = attesting
-        self._endpoint, self._compute, self._clock = ports.endpoint, ports.compute, ports.clock
+        self._endpoint, self._clock = ports.endpoint, ports.clock
         self._spec = spec
         self._server = server
         self._inbox = inbox
@@ -173,15 +173,8 @@ class Copies:
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
         era, began_s = self._endpoint.era, self._clock.now_s()
-        fetcher = StateFetcher(
-            self._spec,
-            message.layers,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
-            device=self._vectors.host,
-            vectors=self._vectors,
-        )
+        vectors = self._vectors
+        fetcher = StateFetcher(self._spec, message.layers, self._inbox, device=vectors.host, vectors=vectors)
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)

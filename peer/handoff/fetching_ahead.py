@@ -349,7 +349,7 @@ class FetchingAhead:
             while todo:
                 start, stop = todo.popleft()
                 wanted = msgspec.structs.replace(request, start=start, stop=stop)
-                await fetch_range(peer, wanted, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=vectors)
+                await fetch_range(peer, wanted, into_N, inbox=self._inbox, vectors=vectors)
                 came(stop - start)
 
         working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two

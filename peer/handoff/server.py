@@ -482,14 +482,7 @@ class StateServer:
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
         if not is_range or not 0 <= message.tensor < GRADIENT:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
-        request = StateChunkRequest(
-            stored_era=message.stored_era,
-            version=message.version,
-            layer=message.layer,
-            tensor=message.tensor,
-            start=message.start,
-            stop=message.stop,
-        )
+        request = msgspec.structs.replace(message, via=None, base=-1)
         if (via, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
             raise Refused(me, "already carries that range, or as many as it may")
         self._carried.add((via, request))
@@ -501,7 +494,6 @@ class StateServer:
                 via,
                 request,
                 into_N,
-                endpoint=self._endpoint,
                 inbox=self._inbox,
                 vectors=self._vectors,
                 first=message.start,

@@ -241,9 +241,7 @@ class Joining:
         fetcher = StateFetcher(
             runtime.spec,
             keys or runtime.keys,
-            endpoint=self._endpoint,
-            inbox=self._layers.inbox,
-            compute=self._compute,
+            self._layers.inbox,
             device=runtime.device,
             vectors=runtime.vectors,
         )

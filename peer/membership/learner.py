@@ -28,9 +28,8 @@ from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.reductions import Reductions
 from shoal.peer.group.witnesses import is_witnessed
-from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS
-from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.model.layout import state_layout
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
@@ -450,9 +449,7 @@ class Learner:
         return StateFetcher(
             runtime.spec,
             keys,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
+            self._inbox,
             device=runtime.vectors.host,
             vectors=runtime.vectors,
             patience_s=_PATIENCE_S,

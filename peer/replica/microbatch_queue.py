@@ -25,7 +25,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal.peer.pipeline.microbatch import Indices, Microbatch, indices_from
 from shoal.peer.replica.commands import (
@@ -63,9 +62,8 @@ from shoal.peer.replica.events import (
     VersionReached,
     WorkReturned,
 )
-from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.router import PeerPace, Turns
-from shoal.peer.replica.views import GroupView
+from shoal.peer.replica.views import GroupView, PipelineView
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -94,22 +92,6 @@ _ANSWERS_KEPT = 16
 """Number of recent answers to claims. The quickest did not wait for something to grant."""
 _VALIDATIONS_KEPT = 4
 """Versions back for which the loss of a validation microbatch still counts."""
-
-
-class Demand(Protocol):
-    """The part of the pipeline that the supply reads."""
-
-    @property
-    def window(self) -> Window | None: ...
-
-    @property
-    def control(self) -> Control | None: ...
-
-    @property
-    def room(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -151,7 +133,7 @@ class MicrobatchQueue:
 
     book: WorkQueue
     group: GroupView
-    demand: Demand
+    demand: PipelineView
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)

@@ -6,7 +6,7 @@ from typing import Protocol
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.agreement import Agreement
 from shoal.peer.replica.attestations import voters
-from shoal.peer.replica.flow import Window
+from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.members import MembershipView
 from shoal.peer.replica.rounds import Rounds
@@ -166,6 +166,10 @@ class PipelineView(Protocol):
     stage: int
     version: int
     window: Window | None
+    control: Control | None
+
+    @property
+    def room(self) -> int: ...
 
     @property
     def is_first(self) -> bool: ...

@@ -134,7 +134,7 @@ class Scene:
         kept = {key: initial_state(self.spec, (key,), torch.device("cpu")).layers[key] for key in self.carries}
         at = plan.restore_era, plan.restore_version
         layers = SimpleNamespace(
-            inbox=None,
+            inbox=SimpleNamespace(endpoint=None, compute=None),
             archive=SimpleNamespace(begin_era=lambda era, group: self.may_begin),
             retained=SimpleNamespace(read=lambda era, version: kept if (era, version) == at else {}),
             ahead=SimpleNamespace(ended=nothing),

@@ -12,11 +12,10 @@ import torch
 from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
-from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
-from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -56,9 +55,7 @@ class Holder:
         return StateFetcher(
             spec,
             keys,
-            endpoint=self.endpoint,
-            inbox=self.inbox,
-            compute=self.peer.compute,
+            self.inbox,
             device=CPU,
             patience_s=patience_s,
         )

@@ -64,9 +64,7 @@ class Node:
         fetcher = StateFetcher(
             spec,
             keys,
-            endpoint=self.endpoint,
-            inbox=self.inbox,
-            compute=self.peer.compute,
+            self.inbox,
             device=CPU,
             vectors=self.vectors,
         )
