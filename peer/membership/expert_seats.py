@@ -24,6 +24,7 @@ class ExpertSeats:
         self._s = services
         self._me = services.endpoint.peer_id
         self._memberships: dict[int, ExpertMembership] = {}
+        services.parts.experts = self._memberships
         self._draining: set[int] = set()
         self._renewing: set[int] = set()
         self._again = False
@@ -108,7 +109,7 @@ class ExpertSeats:
                 self._num_begun += 1
                 incarnation = self._s.endpoint.incarnation + self._num_begun
                 membership = ExpertMembership(self._s, self, plan, group, incarnation=incarnation)
-                self._memberships[group] = self._s.parts.experts[group] = membership
+                self._memberships[group] = membership
                 membership.start()
                 for peer, presence in self._s.neighbours.words():
                     if peer in membership.audience:
@@ -134,7 +135,6 @@ class ExpertSeats:
         membership = self._memberships.pop(group, None)
         if membership is None:
             return
-        self._s.parts.experts.pop(group, None)
         self._draining.discard(group)
         self._s.neighbours.say(membership.audience)  # nothing more will come from us
         await membership.close()

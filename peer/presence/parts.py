@@ -1,6 +1,6 @@
 """The register of this peer's parts in groups: its replica of a stage, and the experts that it holds."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from shoal.peer.compute.arithmetic import DenseRuntime, TrunkRuntime
@@ -73,7 +73,9 @@ class StagePart(Part, Protocol):
 
     stage: int
     layers: tuple[int, int]
-    runtime: DenseRuntime | TrunkRuntime
+
+    @property
+    def runtime(self) -> DenseRuntime | TrunkRuntime: ...
 
     @property
     def is_idle(self) -> bool: ...
@@ -89,11 +91,11 @@ class ExpertHolding(Part, Protocol):
 
 
 class Parts:
-    """The parts of one peer. Those who begin and end them enter them here."""
+    """The parts of one peer. `StageSeat` and `ExpertSeats`, which begin and end them, enter them here."""
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
-        self.experts: dict[int, ExpertHolding] = {}
+        self.experts: Mapping[int, ExpertHolding] = {}
         """Group -> our part in it."""
 
     @property

@@ -98,7 +98,7 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
 
     driver.services.endpoint.ask = noted
     for name in HOLDERS:
-        swarm.drivers[name]._endpoint.send = sends(swarm.drivers[name]._endpoint.send)
+        swarm.drivers[name].services.endpoint.send = sends(swarm.drivers[name].services.endpoint.send)
     swarm.obey(stages or [["e", *HOLDERS]], not_started=False)
     await swarm.until(lambda: driver.replica is not None)
     take = driver.replica._light._take
