@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.encoding.vectors import REDUCED_MAX
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
+from shoal.peer.group.reductions import Reductions
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -58,15 +59,6 @@ class _Fetch:
         return any(start < piece.start + piece.size and piece.start < start + size for piece in self.pieces.values())
 
 
-class KeptGradients(Protocol):
-    """The reduced gradients of the last steps. `Reductions` implements it."""
-
-    means: dict[int, Tensor]
-    """Step -> reduced gradient."""
-    pieces: dict[int, tuple[MeanPiece, ...]]
-    """Step -> the same in few bits, if a round delivered it so."""
-
-
 class CatchingUp:
     """Ask for reduced gradients that this replica misses, and answer such requests of others.
 
@@ -85,7 +77,7 @@ class CatchingUp:
         endpoint: Endpoint,
         compute: Compute,
         pieces: Pieces,
-        kept: KeptGradients,
+        kept: Reductions,
         wanted_from: Callable[[], int],
         on_mean: Callable[[int, Tensor, tuple[MeanPiece, ...]], None],
         on_behind: Callable[[PeerID], None],
