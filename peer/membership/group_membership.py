@@ -377,7 +377,7 @@ class GroupMembership(ABC):
         """End the pause."""
         self.handle(Resumed())
 
-    async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
         """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
         pointless. Returns: True if all of it was done."""
         self.handle(DrainBegun())
