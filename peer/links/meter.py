@@ -58,10 +58,10 @@ _RATE_MAX = 1e12
 
 @dataclass(slots=True)
 class _Link:
-    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))
-    chunks: deque[float] = field(default_factory=lambda: deque(maxlen=32))
-    probes: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+    round_trips: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
+    samples: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=8))
+    chunks: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=32))
+    probes: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=3))
     pending: tuple[float, float] = 0.0, 0.0
     """(Bytes, seconds) since the last sample."""
     is_shared: bool = False
