@@ -151,12 +151,8 @@ class StateServer:
     ) -> None:
         self.gradient_log = GradientLog()
         self._vectors = vectors
-        self._endpoint, self._compute, self._clock, self._meter = (
-            ports.endpoint,
-            ports.compute,
-            ports.clock,
-            ports.meter,
-        )
+        self._endpoint, self._compute = ports.endpoint, ports.compute
+        self._clock, self._meter = ports.clock, ports.meter
         self._plans, self._life, self._parts = plans, life, parts
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}

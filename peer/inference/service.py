@@ -71,12 +71,8 @@ class InferenceService:
 
     def __init__(self, spec: RunSpec, ports: Ports, plans: Plans, parts: Parts, failures: Failures) -> None:
         self._spec, self._wire = spec, InferenceWire(spec)
-        self._endpoint, self._compute, self._clock, self._meter = (
-            ports.endpoint,
-            ports.compute,
-            ports.clock,
-            ports.meter,
-        )
+        self._endpoint, self._compute = ports.endpoint, ports.compute
+        self._clock, self._meter = ports.clock, ports.meter
         self._plans, self._parts, self._tasks = plans, parts, Tasks(failures.add)
         self._sessions = Sessions()
         self._asking: Counter[PeerID] = Counter()
