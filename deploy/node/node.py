@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -24,10 +24,13 @@ from shoal.deploy.state.spec_record import Found, SpecKeeper
 from shoal.peer.compute.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.compute.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.driver import PeerDriver
 from shoal.peer.handoff.initial import InitialWeights
-from shoal.peer.links import LinkMeter, MeteredTransport
+from shoal.peer.links.meter import LinkMeter, MeteredTransport
 from shoal.peer.model.state import StageState
+from shoal.peer.presence.own_word import Claims
+from shoal.peer.presence.ports import Ports, RunBlocking, inline
+from shoal.peer.presence.reports import Watcher
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
@@ -62,13 +65,6 @@ DISPLACED = (
 logger = logging.getLogger(__name__)
 
 _CPU = ComputeDevice()
-
-RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
-
-
-async def _inline(work: Callable[[], object]) -> object:
-    return work()
-
 
 Said = TypeVar("Said")
 
@@ -119,9 +115,9 @@ class NodePorts:
     """The memory to claim (`Claims`); required in virtual worlds."""
     machine: str = ""
     """An equal text for all peers that share this machine's network card; empty: this peer is alone."""
-    run_blocking: RunBlocking = _inline
+    run_blocking: RunBlocking = inline
     """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
-    run_search: RunBlocking = _inline
+    run_search: RunBlocking = inline
     """Runs layout searches: `in_background` in reality, inline in virtual time."""
 
 
@@ -185,16 +181,18 @@ class Node:
         if run.record is not None:
             self._spec_keeper = SpecKeeper(ports.directory, self.endpoint, (spec, run.record), run.owner)
         self.peer = PeerDriver(
-            endpoint=self.endpoint,
-            compute=ports.compute,
-            clock=clock,
+            Ports(
+                endpoint=self.endpoint,
+                compute=ports.compute,
+                clock=clock,
+                meter=self.links,
+                disk=disk,
+                run_blocking=ports.run_blocking,
+            ),
             spec=spec,
             arithmetic=arithmetic or TorchArithmetic.on(ports.device, spec, run.corpus),
             traffic=traffic,
-            disk=disk,
             claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),
-            meter=self.links,
-            run_blocking=ports.run_blocking,
             watcher=Watcher(
                 on_commit=both(self.past.committed, hears.on_commit),
                 on_validation=both(self.past.validated, hears.on_validation),

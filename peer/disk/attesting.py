@@ -5,10 +5,10 @@ restart a peer signs the layers of its place that its own disk has: all others m
 """
 
 import logging
-from collections.abc import Callable
 
 from shoal.peer.disk.archive import Archive
 from shoal.peer.model.state import StageState
+from shoal.peer.presence.reports import Reports
 from shoal.protocol.certificate import Attested, root_of, state_body
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.layers import group_keys
@@ -25,7 +25,7 @@ _Word = tuple[tuple[int, int], tuple[str, ...]]
 
 
 class Attesting:
-    """The signatures of one peer. Args: on_news: called when the coordinator should hear something soon."""
+    """The signatures of one peer."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Attesting:
         endpoint: Endpoint,
         compute: Compute,
         model: ModelSpec,
-        on_news: Callable[[], None],
+        reports: Reports,
     ) -> None:
         self.archive = archive
         self._endpoint = endpoint
         self._compute = compute
         self._model = model
-        self._on_news = on_news
+        self._reports = reports
         self._signed: dict[_Word, Attested | None] = {}
         """(age, layers) -> signature; None: it is being made."""
         self._certified: frozenset[_Word] = frozenset()
@@ -68,7 +68,7 @@ class Attesting:
         ages = sorted(other for other, of in self._signed if of == keys)
         for old in ages[:-_KEPT]:
             del self._signed[old, keys]
-        self._on_news()
+        self._reports.hurry()
 
     async def sign_stored(self, plan: Plan) -> None:
         """Sign the layers of our places that an earlier process of this peer has saved, if no plan certifies them."""

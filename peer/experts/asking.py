@@ -50,7 +50,7 @@ class Asking:
         self._telling: dict[asyncio.Future[None], PeerID] = {}
         self._serials = itertools.count()
         self._patience = Patience()
-        self._tasks = Tasks(services.listeners.on_failure)
+        self._tasks = Tasks(services.failures.add)
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -110,7 +110,7 @@ class Asking:
             return telling.done()
         except Unreachable as error:
             logger.info("cannot settle (%d, %d): %s", message.step, message.index, error)
-            self._s.listeners.on_unreachable(holder)
+            self._s.neighbours.unreachable(holder)
         except (Refused, RemoteError) as error:
             logger.info("cannot settle (%d, %d): %s", message.step, message.index, error)
         finally:
@@ -133,7 +133,7 @@ class Asking:
             await self._s.endpoint.send(asked.holder, meta, payload, priority=priority)
         except Unreachable as error:
             logger.info("tokens of (%d, %d): %s; sending them elsewhere", meta.step, meta.index, error)
-            self._s.listeners.on_unreachable(asked.holder)
+            self._s.neighbours.unreachable(asked.holder)
             asked.give_up()
 
     async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:

@@ -54,7 +54,7 @@ class ExpertDispatch:
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of all places in its PresenceUpdate, open or not."""
-        self._tasks = Tasks(services.listeners.on_failure)
+        self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
         self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)

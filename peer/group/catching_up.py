@@ -11,13 +11,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
-from shoal.peer.encoding.vectors import REDUCED_MAX, Vectors
+from shoal.peer.compute.arithmetic import LayerRuntime
+from shoal.peer.encoding.vectors import REDUCED_MAX
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
+from shoal.peer.group.reductions import Reductions
+from shoal.peer.replica.views import GroupView
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -56,55 +59,34 @@ class _Fetch:
         return any(start < piece.start + piece.size and piece.start < start + size for piece in self.pieces.values())
 
 
-class KeptGradients(Protocol):
-    """The reduced gradients of the last steps. `Reductions` implements it."""
-
-    means: dict[int, Tensor]
-    """Step -> reduced gradient."""
-    pieces: dict[int, tuple[MeanPiece, ...]]
-    """Step -> the same in few bits, if a round delivered it so."""
-
-
 class CatchingUp:
     """Ask for reduced gradients that this replica misses, and answer such requests of others.
 
     Args:
         kept: the reduced gradients that are here.
-        version: returns our version.
         wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
         on_mean: takes (step, whole gradient, its pieces as they travelled) of a step that we have not made.
         on_behind: called when we must fetch the state from `mate`, since we are too far behind it.
-        gives_to: true if a peer is of our group, so that it may ask.
     """
 
     def __init__(
         self,
+        group: GroupView,
+        runtime: LayerRuntime,
         *,
-        stage: int,
-        size: int,
-        vectors: Vectors,
         endpoint: Endpoint,
         compute: Compute,
         pieces: Pieces,
-        kept: KeptGradients,
-        version: Callable[[], int],
+        kept: Reductions,
         wanted_from: Callable[[], int],
         on_mean: Callable[[int, Tensor, tuple[MeanPiece, ...]], None],
         on_behind: Callable[[PeerID], None],
-        gives_to: Callable[[PeerID], bool],
     ) -> None:
-        self._stage = stage
-        self._size = size
-        self._vectors = vectors
-        self._endpoint = endpoint
-        self._compute = compute
-        self._pieces = pieces
-        self._kept = kept
-        self._version = version
-        self._wanted_from = wanted_from
-        self._on_mean = on_mean
-        self._on_behind = on_behind
-        self._gives_to = gives_to
+        self._group, self._stage = group, group.stage
+        self._size, self._vectors = runtime.num_parameters, runtime.vectors
+        self._endpoint, self._compute, self._pieces = endpoint, compute, pieces
+        self._kept, self._wanted_from = kept, wanted_from
+        self._on_mean, self._on_behind = on_mean, on_behind
         self._fetches: dict[int, _Fetch] = {}
 
     def install(self) -> None:
@@ -145,7 +127,7 @@ class CatchingUp:
 
     def _is_lacking(self, step: int) -> bool:
         """True if the step is our next and its gradient is not here. One that is here may still wait for our device."""
-        return step == self._version() and step not in self._kept.means
+        return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
         """Fetch the reduced gradient of `step` from `mate`. Keep it if a part of our state still lacks it on arrival,
@@ -162,7 +144,7 @@ class CatchingUp:
             await self._wait_for(fetch, step)  # the reply and the frames travel separately
         finally:
             del self._fetches[step]
-        if step >= min(self._version(), self._wanted_from()):
+        if step >= min(self._group.version, self._wanted_from()):
             self._on_mean(step, fetch.mean_N, fetch.as_it_came)
         return "taken"
 
@@ -179,9 +161,9 @@ class CatchingUp:
                 raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive")
 
     async def _on_request(self, source: PeerID, message: ReducedRequest) -> Digest:
-        if not self._gives_to(source):
+        if not self._group.has_place(source):
             raise Refused(self._endpoint.peer_id, f"does not know the sender as a member of group {self._stage}")
-        version = self._version()
+        version = self._group.version
         if self._pieces.may_arrive(source, message.step):
             return Digest(stage=self._stage, version=message.step, digest="")
         if message.step < version:

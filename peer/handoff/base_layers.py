@@ -14,7 +14,7 @@ Without digests the run's seed makes the base, and nothing travels.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -26,15 +26,14 @@ from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.handoff.server import INITIAL
+from shoal.peer.handoff.server import INITIAL, StateServer
 from shoal.peer.model.frozen import adapter_of, base_numel
 from shoal.peer.model.state import LayerState
+from shoal.peer.presence.ports import Ports
 from shoal.protocol.durable import replace_file
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
-from shoal.protocol.ports import Compute, Disk
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -48,32 +47,25 @@ _MADE: Final = ("int8", "nf4")
 class BaseLayers:
     """The base layers of one peer. Implements `InitialWeights`: it gives them to others.
 
-    Args: disk: keeps layers in the run's folder; None: they stay in memory. pass_on: see `StateServer.pass_on`.
+    They stay on disk in the run's folder, or without a disk in memory. Args: server: shares what a fetch receives.
     """
 
     def __init__(
         self,
         spec: RunSpec,
+        ports: Ports,
         *,
-        endpoint: Endpoint,
-        compute: Compute,
         inbox: ChunkInbox,
         arithmetic: Arithmetic,
-        disk: Disk | None,
-        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
-        pass_on: Callable[[Relay], None],
+        server: StateServer,
     ) -> None:
         self.model_folder: InitialWeights | None = None
         """This machine's own copy of the model, which gives layers in the form of `stored_base`."""
         self._spec = spec
-        self._endpoint = endpoint
-        self._compute = compute
-        self._inbox = inbox
-        self._arithmetic = arithmetic
-        self._disk = disk
-        self._run_blocking = run_blocking
-        self._pass_on = pass_on
-        self._folder = PurePosixPath(endpoint.run) / FOLDER
+        self._endpoint, self._compute = ports.endpoint, ports.compute
+        self._disk, self._run_blocking = ports.disk, ports.run_blocking
+        self._inbox, self._arithmetic, self._server = inbox, arithmetic, server
+        self._folder = PurePosixPath(ports.endpoint.run) / FOLDER
         self._in_memory: dict[str, Tensor] = {}
         self._not_in_folder: set[str] = set()
         """Layers that the model's folder lacks or has with other bytes."""
@@ -201,19 +193,11 @@ class BaseLayers:
         self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
     ) -> Mapping[str, LayerState]:
         vectors = self._arithmetic.vectors
-        fetcher = StateFetcher(
-            self._spec,
-            keys,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
-            device=vectors.host,
-            vectors=vectors,
-        )
+        fetcher = StateFetcher(self._spec, keys, self._inbox, device=vectors.host, vectors=vectors)
         begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
         relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
         if group_peers:
-            self._pass_on(relay)
+            self._server.pass_on(relay)
         with relay:
             state = await fetcher.fetch(
                 holders,

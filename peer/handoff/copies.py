@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 
+from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.disk.attesting import Attesting
 from shoal.peer.encoding.vectors import VECTORS, Vectors
@@ -13,14 +13,14 @@ from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import FIRST_STEP_S, StateServer
 from shoal.peer.model.state import StageState
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -35,22 +35,19 @@ class Copies:
 
     Args:
         attesting: signs what is saved; its archive stores copies.
-        is_leaving: True once this peer takes no more copies.
         base: only with adapters: a keeper of adapters also keeps their base.
     """
 
     def __init__(
         self,
         attesting: Attesting,
+        ports: Ports,
         *,
-        endpoint: Endpoint,
         spec: RunSpec,
         server: StateServer,
         inbox: ChunkInbox,
-        compute: Compute,
-        plan: Callable[[], Plan | None],
-        is_leaving: Callable[[], bool],
-        clock: Clock,
+        plans: Plans,
+        life: Life,
         tasks: Tasks,
         base: BaseLayers | None = None,
         vectors: Vectors = VECTORS,
@@ -59,24 +56,20 @@ class Copies:
         self._base = base
         self._archive = attesting.archive
         self._attesting = attesting
-        self._endpoint = endpoint
+        self._endpoint, self._clock = ports.endpoint, ports.clock
         self._spec = spec
         self._server = server
         self._inbox = inbox
-        self._compute = compute
-        self._plan = plan
-        self._is_leaving = is_leaving
-        self._clock = clock
+        self._plans, self._life = plans, life
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
         """Member -> when the time spent fetching its copies falls to its share again."""
-        self._is_closed = False
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock: a leaving peer may want to write the version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
         """Group -> (keeper, version) of the copies that we last asked for."""
-        endpoint.on(Keep, self._on_keep)
+        self._endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
         """Save `state`, to which we have stepped as member `rank` of our group, if it is our turn."""
@@ -86,7 +79,7 @@ class Copies:
             self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
     async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
-        plan = self._plan()
+        plan = self._plans.newest
         await self.save(group, state)
         if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
             return  # the next holders fetch it, wait for it, and have copies made of it too
@@ -106,27 +99,10 @@ class Copies:
         Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
         """
         for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
-            if not self.give_way(version):
+            if not self._plans.begins_with(version) or self._life.is_ending:
                 break
             await asyncio.sleep(_LOOK_S)
-        return not (self._begins_with(version) and self._goes)
-
-    def give_way(self, version: int) -> bool:
-        """True if copies must wait for the first step of a layout that begins with `version` or later. False once this
-        peer leaves or ends, which would wait for its copies."""
-        return self._begins_with(version) and not self._goes
-
-    def _begins_with(self, version: int) -> bool:
-        plan = self._plan()
-        return plan is not None and plan.not_started and version <= plan.restore_version
-
-    @property
-    def _goes(self) -> bool:
-        return self._is_closed or self._is_leaving()
-
-    def close(self) -> None:
-        """Start no copy that still waits for a step; copies under way end by themselves."""
-        self._is_closed = True
+        return not (self._plans.begins_with(version) and self._life.is_ending)
 
     async def save(self, group: int, state: StageState) -> bool:
         """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""
@@ -153,7 +129,7 @@ class Copies:
         self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
     ) -> list[tuple[PeerID, int]]:
         """Ask for these copies. Returns: (keeper, version) of each."""
-        plan = self._plan()
+        plan = self._plans.newest
         if plan is None:
             return []
         outside = keepers(plan, group)
@@ -175,11 +151,11 @@ class Copies:
 
     async def _on_keep(self, source: PeerID, message: Keep) -> Done:
         me = self._endpoint.peer_id
-        plan = self._plan()
+        plan = self._plans.newest
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
         is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
-        if self._is_leaving() and not is_last:
+        if self._life.is_draining and not is_last:
             raise Refused(me, "is leaving, too")
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
@@ -197,15 +173,8 @@ class Copies:
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
         era, began_s = self._endpoint.era, self._clock.now_s()
-        fetcher = StateFetcher(
-            self._spec,
-            message.layers,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
-            device=self._vectors.host,
-            vectors=self._vectors,
-        )
+        vectors = self._vectors
+        fetcher = StateFetcher(self._spec, message.layers, self._inbox, device=vectors.host, vectors=vectors)
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,15 +21,12 @@ from shoal.peer.handoff.initial import begun_numel
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, RANGE_TIMEOUT_S, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
-from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.model.layout import state_layout
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.attestations import is_majority
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
-from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -60,6 +57,20 @@ class _Range:
 
 
 @dataclass(slots=True)
+class Unfinished:
+    """What a failed fetch has received of a layer, for a fetch of the same layer at the same version under the same
+    digest. It is not checked against the digest: the fetch that completes the layer does that."""
+
+    version: int
+    digest: str
+    """The layer's, as most holders named it."""
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """Parameters and moments at full length; filled where a range is `here`."""
+    here: set[tuple[int, int]] = field(default_factory=set)
+    """(Tensor, first element) of the ranges that have arrived."""
+
+
+@dataclass(slots=True)
 class FetchProgress:
     """Number of elements that have arrived, of `total` (0 while holders are asked); a repeated layer counts anew."""
 
@@ -76,10 +87,8 @@ class StateFetcher:
         self,
         spec: RunSpec,
         keys: tuple[str, ...],
-        *,
-        endpoint: Endpoint,
         inbox: ChunkInbox,
-        compute: Compute,
+        *,
         device: torch.device,
         vectors: Vectors = VECTORS,
         patience_s: float = RANGE_TIMEOUT_S,
@@ -89,9 +98,7 @@ class StateFetcher:
         self._vectors = vectors
         self._spec = spec
         self._keys = keys
-        self._endpoint = endpoint
-        self._inbox = inbox
-        self._compute = compute
+        self._inbox, self._endpoint, self._compute = inbox, inbox.endpoint, inbox.compute
         self._device = device
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._sources: dict[str, list[PeerID]] = {}
@@ -563,7 +570,6 @@ class StateFetcher:
             peer,
             request,
             into_N,
-            endpoint=self._endpoint,
             inbox=self._inbox,
             vectors=self._vectors,
             before_N=base.params[wanted.key] if base is not None else None,

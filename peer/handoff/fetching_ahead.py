@@ -21,18 +21,19 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
+from shoal.peer.base.failures import Failures
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
 from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.links.probing import LinkProbing
 from shoal.peer.model.layout import state_layout
 from shoal.peer.model.state import LayerState, moment2_numel
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.plan import Plan, Stage
-from shoal.protocol.ports import Clock, Compute
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -137,31 +138,21 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Fetches ahead for one peer.
-
-    Args: on_failure: gets exceptions that only a bug raises. line_bytes_per_s: rate of this peer's line; 0: not known.
-    """
+    """Fetches ahead for one peer."""
 
     def __init__(
         self,
+        ports: Ports,
         *,
-        endpoint: Endpoint,
-        compute: Compute,
-        clock: Clock,
         inbox: ChunkInbox,
         arithmetic: Arithmetic,
         spec: RunSpec,
-        on_failure: Callable[[BaseException], None],
-        line_bytes_per_s: Callable[[], float] = lambda: 0.0,
+        links: LinkProbing,
+        failures: Failures,
     ) -> None:
-        self._endpoint = endpoint
-        self._compute = compute
-        self._clock = clock
-        self._inbox = inbox
-        self._arithmetic = arithmetic
-        self._spec = spec
-        self._on_failure = on_failure
-        self._line_bytes_per_s = line_bytes_per_s
+        self._endpoint, self._compute, self._clock = ports.endpoint, ports.compute, ports.clock
+        self._inbox, self._arithmetic, self._spec = inbox, arithmetic, spec
+        self._links, self._failures = links, failures
         self._preparing: _Preparing | None = None
 
     @property
@@ -200,7 +191,7 @@ class FetchingAhead:
             source.peers = plan.stages[stage].peers
             if source.task is None:
                 source.task = asyncio.create_task(self._get(self._preparing, source), name=f"fetch stage {stage} ahead")
-                source.task.add_done_callback(self._done)
+                source.task.add_done_callback(self._failures.add_from)
 
     def _begun(self, plan: Plan) -> _Preparing:
         me, model = self._endpoint.peer_id, self._spec.model
@@ -223,10 +214,6 @@ class FetchingAhead:
             if keys:
                 ready.sources[index] = _Source(keys, stage.peers, turn)
         return ready
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failure(error)
 
     def drop(self) -> None:
         """Drop all that was fetched."""
@@ -268,8 +255,8 @@ class FetchingAhead:
                     version = await self._fetch(ready, source, coming[0])
                     now_s = self._clock.now_s()
                     source.heard(version, now_s)
-                    line_bytes_per_s = self._line_bytes_per_s()
-                    source.gave(self._state_bytes(coming[0]), now_s - began_s, line_bytes_per_s=line_bytes_per_s)
+                    took_s, line_bytes_per_s = now_s - began_s, self._links.bytes_per_s
+                    source.gave(self._state_bytes(coming[0]), took_s, line_bytes_per_s=line_bytes_per_s)
                 elif here:
                     source.is_full = bool(coming)
                     await self._replay(ready, source, here[0])  # waits until its holder has stepped
@@ -362,7 +349,7 @@ class FetchingAhead:
             while todo:
                 start, stop = todo.popleft()
                 wanted = msgspec.structs.replace(request, start=start, stop=stop)
-                await fetch_range(peer, wanted, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=vectors)
+                await fetch_range(peer, wanted, into_N, inbox=self._inbox, vectors=vectors)
                 came(stop - start)
 
         working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two

@@ -48,8 +48,8 @@ class ChunkInbox:
     """The chunks that this peer's fetches expect; one inbox per peer."""
 
     def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
+        self.endpoint, self.compute = endpoint, compute
         self._vectors = vectors
-        self._compute = compute
         self._expected: dict[_Key, list[_Expected]] = {}
         endpoint.on_frame(StateChunk, self._on_chunk)
 
@@ -113,7 +113,7 @@ class ChunkInbox:
                 at = meta.start - each.first
                 each.into_N[at : at + values_C.numel()] = values_C
 
-        await self._compute.run_on_host(take)
+        await self.compute.run_on_host(take)
         for each in expected:
             each.parts.update(range(meta.start, meta.start + count, part))
             if len(each.parts) == math.ceil(each.size(begin, chunk) / part):
@@ -145,7 +145,7 @@ class ChunkInbox:
                 each.into_N[meta.start : meta.start + size] = self._vectors.changed(before_C, payload)
 
             try:
-                await self._compute.run_on_host(take)
+                await self.compute.run_on_host(take)
             except ValueError as error:
                 raise RemoteError(source, str(error)) from error
             each.event.set()

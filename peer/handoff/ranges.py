@@ -8,7 +8,6 @@ from torch import Tensor
 
 from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, StateChunkRequest
@@ -31,7 +30,6 @@ async def fetch_range(
     request: StateChunkRequest,
     into_N: Tensor,
     *,
-    endpoint: Endpoint,
     inbox: ChunkInbox,
     vectors: Vectors,
     first: int = 0,
@@ -50,7 +48,7 @@ async def fetch_range(
     events = [inbox.expect(*what, start, into_N, first=first, before_N=before_N, base=request.base) for start in starts]
     try:
         async with asyncio.timeout(patience_s):
-            await _ask_until_here(lambda: endpoint.ask(peer, request, Done, timeout_s=patience_s), events)
+            await _ask_until_here(lambda: inbox.endpoint.ask(peer, request, Done, timeout_s=patience_s), events)
     except TimeoutError as error:
         raise Unreachable(peer, "state did not arrive in time") from error
     finally:

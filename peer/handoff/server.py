@@ -15,11 +15,13 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 from torch import Tensor
 
+from shoal.peer.base.plans import Plans
+from shoal.peer.disk.archive import Archive
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.gradient_log import GradientLog
@@ -27,13 +29,16 @@ from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
+from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.parts import Parts
+from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PINNED_BYTES_MAX, PINNED_S_MAX, PINNED_VERSIONS_MAX
 from shoal.protocol.messages import Done, StateChunk, StateChunkRequest, StateOffer, StateRequest
-from shoal.protocol.ports import Clock, Compute, Payload, Priority
+from shoal.protocol.ports import Payload, Priority
 
 logger = logging.getLogger(__name__)
 
@@ -120,59 +125,37 @@ class _Pin:
             self.digests.pop(key, None)
 
 
-async def _no_newcomer(source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-    return None
-
-
 def _num_bytes(layers: Iterable[LayerState]) -> int:
     return sum(4 * tensor.numel() for layer in layers for tensor in layer.tensors)
 
 
 class StateServer:
-    """Serves whatever states this peer holds; one per peer.
+    """Serves whatever states this peer holds; one per peer. Peers that no recent plan has get nothing.
 
     Args:
-        current: returns the trained state that includes these layers; None while there is none here.
-        is_stepping: true while these layers are in an optimizer step, so that they have no state.
-        stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
-        witnessed: (newcomer, layer keys, version or -1) -> what a newcomer of a group that holds these layers may
-            fetch; None: the sender is no newcomer. Raises Refused: nothing yet.
-        knows: true if a recent plan has a place for a peer. Others get nothing.
-        is_busy: true while anything is being sent to any peer.
-        gives_way: true while everybody waits for the first step of a layout, so that copies of this version, no newer
-            than what the layout begins with, leave after it.
-        inbox: receives chunks that are passed on; None: nothing is fetched here for others.
+        archive, retained: have the states of earlier eras and layouts.
+        inbox: receives chunks that are passed on.
     """
 
     def __init__(
         self,
+        ports: Ports,
         *,
-        endpoint: Endpoint,
-        compute: Compute,
-        clock: Clock,
-        current: Callable[[Collection[str]], StageState | None],
-        stored: Callable[[int, int, tuple[str, ...]], Awaitable[dict[str, LayerState]]],
-        knows: Callable[[PeerID], bool],
-        witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
-        is_busy: Callable[[], bool] = lambda: False,
-        gives_way: Callable[[int], bool] = lambda version: False,
-        is_stepping: Callable[[Collection[str]], bool] = lambda keys: False,
-        inbox: ChunkInbox | None = None,
+        plans: Plans,
+        life: Life,
+        parts: Parts,
+        archive: Archive,
+        retained: RetainedLayers,
+        inbox: ChunkInbox,
         vectors: Vectors = VECTORS,
     ) -> None:
         self.gradient_log = GradientLog()
         self._vectors = vectors
-        self._endpoint = endpoint
-        self._compute = compute
-        self._clock = clock
-        self._knows = knows
-        self._witnessed = witnessed
-        self._current = current
-        self._stored = stored
+        self._endpoint, self._compute = ports.endpoint, ports.compute
+        self._clock, self._meter = ports.clock, ports.meter
+        self._plans, self._life, self._parts = plans, life, parts
+        self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
-        self._is_busy = is_busy
-        self._gives_way = gives_way
-        self._is_stepping = is_stepping
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
         """Peer that fetches ahead -> (version, key, state) of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
@@ -193,8 +176,8 @@ class StateServer:
         of a newcomer name a version, and plans may name it late."""
         self.initial: InitialWeights | None = None
         """Set on the host, if its run does not begin from the seed."""
-        endpoint.on(StateRequest, self._on_request)
-        endpoint.on(StateChunkRequest, self._on_chunk_request)
+        self._endpoint.on(StateRequest, self._on_request)
+        self._endpoint.on(StateChunkRequest, self._on_chunk_request)
 
     async def pin(self, state: StageState) -> None:
         """Keep a state that will soon not be the current one, for peers that are about to ask for it."""
@@ -285,7 +268,7 @@ class StateServer:
 
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
         me = self._endpoint.peer_id
-        if not self._knows(source):
+        if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
         if message.stored_era in (TRAINED, WEIGHTS):
             await self._step_over(message.layers)
@@ -299,7 +282,7 @@ class StateServer:
             bare = await self._begun_with(message.layers)
             return await self._offer(source, (INITIAL, 0), bare, wanted)
         if message.stored_era != TRAINED:
-            layers = await self._stored(message.stored_era, message.version, message.layers)
+            layers = await self._stored(message)
             if not layers:
                 raise Refused(me, "has no such snapshot")
             if not self._has_room((message.stored_era, message.version), layers.values()):
@@ -312,9 +295,9 @@ class StateServer:
         pinned = self._pins.get((TRAINED, message.version))
         if pinned is not None and wanted <= pinned.digests.keys():
             return await self._offer(source, (TRAINED, message.version), {}, wanted)
-        state, given = self._current(message.layers), None
+        state, given = self._parts.state_of(message.layers), None
         if state is not None:
-            given = await self._witnessed(source, message.layers, message.version)
+            given = await self._parts.witnessed(source, message.layers, message.version)
         if given is not None:
             key = (TRAINED, given.state.version)
             layers = {name: given.state.layers[name] for name in message.layers}
@@ -329,11 +312,19 @@ class StateServer:
             return await self._offer_pinned(source, message.version, wanted, signed=False)
         return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
 
+    async def _stored(self, message: StateRequest) -> dict[str, LayerState]:
+        """Return those of the layers that we have kept of an earlier layout, or that are in a snapshot here."""
+        era, version = message.stored_era, message.version
+        kept = self._retained.read(era, version)
+        found = {key: kept[key] for key in message.layers if key in kept}
+        missing = tuple(key for key in message.layers if key not in found)
+        return found | (await self._archive.read(era, version, missing) if missing else {})
+
     async def _to_compare(self, source: PeerID, message: StateRequest) -> StateOffer:
         """Return what most holders have signed, for a newcomer that already has the state. Nothing is pinned."""
-        state, given = self._current(message.layers), None
+        state, given = self._parts.state_of(message.layers), None
         if state is not None:
-            given = await self._witnessed(source, message.layers, -1)
+            given = await self._parts.witnessed(source, message.layers, -1)
         if given is None:
             raise Refused(self._endpoint.peer_id, "does not hold that state, or the sender is no newcomer to it")
         said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
@@ -342,7 +333,7 @@ class StateServer:
     async def _step_over(self, keys: Collection[str]) -> None:
         """Wait for a step of these layers to end, but not for a long one."""
         for _ in range(math.ceil(_STEP_WAIT_S / _LOOK_S)):
-            if not self._is_stepping(keys):
+            if not self._parts.is_stepping(keys):
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -357,7 +348,7 @@ class StateServer:
     async def _offer_weights(self, source: PeerID, message: StateRequest) -> StateOffer:
         """Offer trained parameters in bf16. The two newest versions are kept: each is a sixth of the state, and a
         learner that misses one asks for the next."""
-        state, me = self._current(message.layers), self._endpoint.peer_id
+        state, me = self._parts.state_of(message.layers), self._endpoint.peer_id
         pin = self._pins.get((WEIGHTS, message.version))
         if pin is not None and pin.digests.keys() >= set(message.layers):
             return await self._offer(source, (WEIGHTS, message.version), {}, set(message.layers))
@@ -412,7 +403,7 @@ class StateServer:
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
-        state = self._current(message.layers)
+        state = self._parts.state_of(message.layers)
         if state is None:
             raise Refused(me, "does not hold that state")
         key = message.layers[0]
@@ -481,20 +472,13 @@ class StateServer:
         """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
-        if not self._knows(source) or not self._knows(via) or self._inbox is None or is_fetching:
+        if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:
             raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
         if not is_range or not 0 <= message.tensor < GRADIENT:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
-        request = StateChunkRequest(
-            stored_era=message.stored_era,
-            version=message.version,
-            layer=message.layer,
-            tensor=message.tensor,
-            start=message.start,
-            stop=message.stop,
-        )
+        request = msgspec.structs.replace(message, via=None, base=-1)
         if (via, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
             raise Refused(me, "already carries that range, or as many as it may")
         self._carried.add((via, request))
@@ -506,7 +490,6 @@ class StateServer:
                 via,
                 request,
                 into_N,
-                endpoint=self._endpoint,
                 inbox=self._inbox,
                 vectors=self._vectors,
                 first=message.start,
@@ -533,7 +516,7 @@ class StateServer:
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
         """Send the reduced gradient with which a layer stepped to a version, once it has."""
         me = self._endpoint.peer_id
-        if not self._knows(source):
+        if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
         self.gradient_log.wants(source, message.version)
         gradient_N = await self.gradient_log.read(
@@ -552,7 +535,7 @@ class StateServer:
                 continue
             async with self._one_ahead:
                 for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
-                    if not self._is_busy():
+                    if self._meter.is_quiet:
                         break
                     await asyncio.sleep(_LOOK_S)
                 began_s = self._clock.now_s()
@@ -620,7 +603,7 @@ class StateServer:
         Before that step members fetch their layers, and the copy would take a part of our uplink from them.
         """
         for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
-            if not self._gives_way(version):
+            if not self._plans.begins_with(version) or self._life.is_ending:
                 break
             await asyncio.sleep(_FIRST_STEP_LOOK_S)
 

@@ -31,20 +31,22 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.peer.base.failures import Failures
+from shoal.peer.base.plans import Plans
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.inference.sessions import Session, Sessions
 from shoal.peer.inference.wire import InferenceWire
-from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.presence.parts import Parts, StagePart
+from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import INFERENCE_CANDIDATES_MAX, INFERENCES_MAX, INFERENCES_OF_ONE_MAX
 from shoal.protocol.messages import Done, InferenceAnswer, InferenceInput, InferenceOutput, InferenceRequest
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock, Compute, Payload, Priority, Timed
+from shoal.protocol.ports import Payload, Priority, Timed
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -65,28 +67,13 @@ class _Past(Refused):
 
 
 class InferenceService:
-    """One peer's part in inference: as an entry, and as a member of a stage.
+    """One peer's part in inference: as an entry, and as a member of a stage."""
 
-    Args:
-        replica: the peer's current replica, if any.
-        cannot_reach: True if the last tries to reach a peer failed.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        *,
-        endpoint: Endpoint,
-        compute: Compute,
-        clock: Clock,
-        replica: Callable[[], Replica | None],
-        plan: Callable[[], Plan | None],
-        cannot_reach: Callable[[PeerID], bool],
-        tasks: Tasks,
-    ) -> None:
+    def __init__(self, spec: RunSpec, ports: Ports, plans: Plans, parts: Parts, failures: Failures) -> None:
         self._spec, self._wire = spec, InferenceWire(spec)
-        self._endpoint, self._compute, self._clock, self._tasks = endpoint, compute, clock, tasks
-        self._replica, self._plan, self._cannot_reach = replica, plan, cannot_reach
+        self._endpoint, self._compute = ports.endpoint, ports.compute
+        self._clock, self._meter = ports.clock, ports.meter
+        self._plans, self._parts, self._tasks = plans, parts, Tasks(failures.add)
         self._sessions = Sessions()
         self._asking: Counter[PeerID] = Counter()
         self._answers: dict[int, asyncio.Future[InferenceOutput]] = {}
@@ -94,20 +81,21 @@ class InferenceService:
         self._num_waiting = 0
         self._device = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
-        endpoint.on(InferenceRequest, self._on_request)
-        endpoint.on(InferenceOutput, self._on_output)
-        endpoint.on_frame(InferenceInput, self._on_input)
+        self._endpoint.on(InferenceRequest, self._on_request)
+        self._endpoint.on(InferenceOutput, self._on_output)
+        self._endpoint.on_frame(InferenceInput, self._on_input)
 
     def free(self) -> None:
         """Drop all that is kept for clients; their sessions begin anew."""
         self._sessions.clear()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._sessions.clear()
         if self._expiry is not None:
             self._expiry.cancel()
         for answer in self._answers.values():
             answer.cancel()
+        await self._tasks.cancel()
 
     # --- the entry ---
 
@@ -155,7 +143,7 @@ class InferenceService:
         )
 
     async def _on_output(self, source: PeerID, output: InferenceOutput) -> Done:
-        answer, plan = self._answers.get(output.serial), self._plan()
+        answer, plan = self._answers.get(output.serial), self._plans.newest
         if not output.refused and (plan is None or source not in plan.stages[-1].peers):
             raise RemoteError(source, "answered a request, but is not in the last stage")
         if answer is not None and not answer.done():
@@ -177,7 +165,7 @@ class InferenceService:
             version, stage = await self._fixed(meta)
             async with self._device:
                 took_s = await self._pass(meta, payload, version, stage)
-                replica = self._replica()
+                replica = self._parts.stage
                 if replica is not None and not replica.is_idle:
                     await asyncio.sleep(took_s * (1 / SHARE - 1))
         except Refused as refusal:
@@ -187,7 +175,7 @@ class InferenceService:
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
         """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
-        plan = self._plan()
+        plan = self._plans.newest
         if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
         work = functools.partial(self._work, stage, version, meta, payload)
@@ -228,7 +216,7 @@ class InferenceService:
         """Return (version, our stage at that version). Raises: Refused."""
         until_s = self._clock.now_s() + _VERSION_S
         while True:
-            replica, plan, now_s = self._replica(), self._plan(), self._clock.now_s()
+            replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()
             if replica is None or plan is None or replica.stage != meta.stage:
                 raise self._no("the peer now holds another stage")
             if replica.layers[0] != meta.first_layer:
@@ -250,7 +238,7 @@ class InferenceService:
                 raise self._no(f"a peer of stage {meta.stage} has no weights of version {wanted} yet")
             await asyncio.sleep(0.05)
 
-    async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
+    async def _keep(self, replica: StagePart, runtime: StageRuntime) -> tuple[int, FixedStage]:
         """Keep the committed version. It runs in a job, so that no step comes between."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
@@ -299,11 +287,11 @@ class InferenceService:
 
     async def _send(self, meta: InferenceInput, payload: Payload) -> None:
         """Send to the member of `meta.stage` chosen by the request's `way`. Raises: Refused: nobody can be reached."""
-        plan = self._plan()
+        plan = self._plans.newest
         if plan is None or meta.stage >= len(plan.stages):
             raise self._no("there is no plan yet")
         members = sorted(plan.stages[meta.stage].peers, key=lambda peer: _rank(peer, meta))
-        members = [peer for peer in members if not self._cannot_reach(peer)] or members
+        members = [peer for peer in members if not self._meter.cannot_reach(peer)] or members
         try:
             await self._endpoint.send(members[0], meta, payload, priority=Priority.ACTIVATION)
         except Unreachable as error:
@@ -325,7 +313,7 @@ class InferenceService:
 
     def _flop_of(self, meta: InferenceInput) -> float:
         """Return a request's FLOP: its share of a microbatch's forward."""
-        replica = self._replica()
+        replica = self._parts.stage
         training = self._spec.training
         share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
         return 0.0 if replica is None else share * replica.runtime.flop.forward

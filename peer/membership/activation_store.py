@@ -9,6 +9,7 @@ from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.pipeline.expert_passage import Passage
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.job import Job
+from shoal.peer.replica.views import GroupView
 from shoal.protocol.ports import Payload
 
 
@@ -33,7 +34,6 @@ class ActivationStore:
     """The cargo of one replica.
 
     Args:
-        lacks: (step, index) -> True if our group lacks the gradient of that microbatch.
         is_last: the replica is in the last stage, where a validation ends in a loss.
         experts: dispatches tokens to other peers; None: the stage holds its experts.
     """
@@ -41,13 +41,13 @@ class ActivationStore:
     def __init__(
         self,
         runtime: DenseRuntime | TrunkRuntime,
+        group: GroupView,
         *,
-        lacks: Callable[[int, int], bool],
         is_last: bool,
         experts: ExpertDispatch | None,
     ) -> None:
         self._runtime = runtime
-        self._lacks = lacks
+        self._group = group
         self._is_last = is_last
         self._experts = experts
         self._payloads: dict[Microbatch, MicrobatchPayloads] = {}
@@ -69,7 +69,7 @@ class ActivationStore:
             assert gradient is not None, f"a backward of {microbatch} without its gradient"
             return (lambda: runtime.backward(microbatch, gradient)), runtime.flop.backward
         payload, payloads.input = payloads.input, None
-        wanted = microbatch.validates or self._lacks(microbatch.step, microbatch.index)
+        wanted = microbatch.validates or self._group.lacks(microbatch.step, microbatch.index)
         payloads.is_wanted = payloads.is_wanted and wanted
         if job.kind == "validate":
             return (lambda: runtime.validate(microbatch, payload)), runtime.flop.forward

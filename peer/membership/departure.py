@@ -14,21 +14,17 @@ Uncommitted work is done again. Each part has a time limit, and so has the whole
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from shoal.peer.disk.archive import Archive
-from shoal.peer.handoff.copies import Copies
-from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.model.state import StageState
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.presence.parts import Part
+from shoal.peer.services.services import Services
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import SAVES_OF_ONE_MAX
 from shoal.protocol.messages import Halt, Halted, Save, Saved
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock
-from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -46,49 +42,30 @@ _POLL_S: Final = 0.02
 
 
 class Departure:
-    """The departure of one peer.
+    """The departure of one peer."""
 
-    Args:
-        drains: True if a peer has said that it leaves the tenure's group.
-        stays: True if a peer has said that it does not leave.
-        say: tells the person at this machine a sentence.
-    """
-
-    def __init__(
-        self,
-        *,
-        endpoint: Endpoint,
-        clock: Clock,
-        spec: RunSpec,
-        archive: Archive,
-        copies: Copies,
-        memberships: Callable[[], Sequence[GroupMembership]],
-        plan: Callable[[], Plan | None],
-        drains: Callable[[PeerID, GroupMembership], bool],
-        stays: Callable[[PeerID], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self._endpoint, self._clock, self._spec = endpoint, clock, spec
-        self._archive, self._copies = archive, copies
-        self._memberships, self._plan, self._drains, self._say = memberships, plan, drains, say
-        self._stays = stays
+    def __init__(self, services: Services) -> None:
+        self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec
+        self._archive, self._copies = services.layers.archive, services.layers.copies
+        self._plans, self._parts, self._neighbours = services.plans, services.parts, services.neighbours
+        self._reports = services.reports
         self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
         """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
         """A sentence that names the steps lost with us, and why; empty: our disk or another machine has them."""
-        endpoint.on(Save, self._on_save)
+        self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
         """Leave all groups. Returns: True if all our work is committed or saved."""
         until_s = self._clock.now_s() + timeout_s
-        left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._memberships()))
+        left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._parts.all))
         return all(left)
 
     # --- one group ---
 
-    async def _leave(self, membership: GroupMembership, until_s: float) -> bool:
+    async def _leave(self, membership: Part, until_s: float) -> bool:
         began_s = self._clock.now_s()
         saved = tried = False
         while (left_s := until_s - self._clock.now_s()) > 0.0:
@@ -97,7 +74,7 @@ class Departure:
                     await self._until_counted_out(until_s)
                 if await membership.drain(left_s, unless=lambda: self._is_last(membership)):
                     return True
-                if not self._is_last(membership) or (plan := self._plan()) is None:
+                if not self._is_last(membership) or (plan := self._plans.newest) is None:
                     return saved
                 membership.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
@@ -110,22 +87,24 @@ class Departure:
                 await asyncio.sleep(_POLL_S)
         return saved
 
-    def _is_last(self, membership: GroupMembership) -> bool:
+    def _is_last(self, membership: Part) -> bool:
         """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
-        if any(not self._drains(mate, membership) for mate in group.full_members):
+        if any(not self._neighbours.leaves(mate, membership) for mate in group.full_members):
             return False  # this one stays; members that are in no plan drain, and are not asked
         rank, _ = group.standing
         return rank == 0
 
-    def _may_have_successor(self, membership: GroupMembership, began_s: float) -> bool:
+    def _may_have_successor(self, membership: Part, began_s: float) -> bool:
         """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
-        plan = self._plan()
+        plan = self._plans.newest
         if plan is None:
             return False
-        group_peers = [peer for peer in membership.core.group.group_peers if not self._drains(peer, membership)]
+        group_peers = [
+            peer for peer in membership.core.group.group_peers if not self._neighbours.leaves(peer, membership)
+        ]
         is_early = self._clock.now_s() < began_s + _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s
         return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
@@ -134,14 +113,14 @@ class Departure:
         good-bye would mean to it that they are lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         while self._clock.now_s() < until_s:
-            plan = self._plan()
+            plan = self._plans.newest
             if plan is None or not plan.groups_of(self._endpoint.peer_id):
                 return
             await asyncio.sleep(_POLL_S)
 
     # --- halt ---
 
-    async def _halt(self, membership: GroupMembership, until_s: float) -> None:
+    async def _halt(self, membership: Part, until_s: float) -> None:
         """Ask for a halt, and wait until the group reaches the halt version or the deadline."""
         began_s = self._clock.now_s()
         half_s = (until_s - began_s) * _HALT_SHARE / 2
@@ -162,7 +141,7 @@ class Departure:
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
-        plan = self._plan()
+        plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
             try:
                 reply = await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)
@@ -174,7 +153,7 @@ class Departure:
 
     # --- save ---
 
-    async def _save(self, membership: GroupMembership, until_s: float) -> bool:
+    async def _save(self, membership: Part, until_s: float) -> bool:
         """Save our layers, which no other peer has, then copies. Returns: True if our disk has them."""
         state = await self._made(membership, until_s)
         if state is None:
@@ -192,11 +171,11 @@ class Departure:
                 saved = await self._copies.save(membership.group_id, state)
             if saved:
                 await self._archive.note_rest(self._endpoint.era, state.version)
-                self._say(f"saved {layers} at step {state.version}: the run can go on from there")
+                self._reports.say(f"saved {layers} at step {state.version}: the run can go on from there")
             keepers = await self._copies.give(membership.group_id, state, until_s=until_s)
             if keepers:
                 machines = f"{len(keepers)} other machine{'s' if len(keepers) > 1 else ''}"
-                self._say(f"{machines} saved {layers} at step {state.version} too")
+                self._reports.say(f"{machines} saved {layers} at step {state.version} too")
         except TimeoutError:
             logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
         finally:
@@ -205,7 +184,7 @@ class Departure:
             self.unsaved = self._archive.unsaved or f"step {state.version} is not saved: the disk is too slow"
         return saved
 
-    async def _made(self, membership: GroupMembership, until_s: float) -> StageState | None:
+    async def _made(self, membership: Part, until_s: float) -> StageState | None:
         """Wait for the state after the step that is being made; None: that does not end in time."""
         until_s = max(self._clock.now_s() + _SAVE_S, until_s)
         while True:
@@ -215,7 +194,7 @@ class Departure:
             await asyncio.sleep(_POLL_S)
 
     async def _ask_others_to_save(self, version: int, until_s: float) -> None:
-        plan = self._plan()
+        plan = self._plans.newest
         others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
         await asyncio.gather(*(self._ask_to_save(peer, version, until_s) for peer in others))
 
@@ -231,15 +210,13 @@ class Departure:
                 return
 
     async def _on_save(self, source: PeerID, message: Save) -> Saved:
-        me, plan = self._endpoint.peer_id, self._plan()
+        me, plan = self._endpoint.peer_id, self._plans.newest
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
         memberships = [
-            membership
-            for membership in self._memberships()
-            if membership.is_ready and not membership.core.group.is_learner
+            membership for membership in self._parts.all if membership.is_ready and not membership.core.group.is_learner
         ]
         newest = max((membership.version for membership in memberships), default=message.version)
         if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
@@ -255,7 +232,7 @@ class Departure:
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
         """Raises: Refused: the sender does not leave, or has asked for too much."""
         me = self._endpoint.peer_id
-        if self._stays(source):
+        if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")
         self._saves = {
             peer: (since, versions)
@@ -271,7 +248,7 @@ class Departure:
             )
         versions.add(version)
 
-    async def _saved_version(self, message: Save, memberships: Sequence[GroupMembership]) -> Saved:
+    async def _saved_version(self, message: Save, memberships: Sequence[Part]) -> Saved:
         until_s = self._clock.now_s() + _ANSWER_S
         for membership in memberships:
             while membership.is_ready and (membership.version < message.version or membership.is_stepping):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from shoal.peer.compute.expert_work import ExpertWork
-from shoal.peer.membership.group_membership import GroupMembership, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import Contributed
@@ -17,7 +17,7 @@ from shoal.protocol.plan import Plan
 class ExpertMembership(GroupMembership):
     """Our tenure in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
 
-    def __init__(self, services: Services, plan: Plan, group_id: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
         self.stage = unit.stage
         self.layers = plan.stages[unit.stage].layers
@@ -28,7 +28,7 @@ class ExpertMembership(GroupMembership):
             upwards=self,
         )
         group = make_commit(services, group_id, incarnation=incarnation, has_loss=False)
-        super().__init__(services, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
+        super().__init__(services, seat, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
         """True if the group still stands for the same expert and layers in `plan`."""

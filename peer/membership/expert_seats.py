@@ -5,16 +5,11 @@ A drain blocks nothing, unlike a replica's: it takes a microbatch or two, and ot
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.membership.expert_holding import ExpertMembership
-from shoal.peer.membership.group_membership import GroupMembership
-from shoal.peer.services.neighbours import Neighbours
-from shoal.peer.services.services import GroupPart, Services
-from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertPlace
+from shoal.peer.services.services import Services
 from shoal.protocol.plan import Plan, SignedPlan
 
 logger = logging.getLogger(__name__)
@@ -23,62 +18,35 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertSeats:
-    """The expert tenures of one peer.
+    """The expert tenures of one peer."""
 
-    Args:
-        plan: the newest plan.
-        is_leaving: True if this peer must not take new places.
-        on_begun: called with each new tenure.
-        on_change: called when our PresenceUpdate changes.
-    """
-
-    def __init__(
-        self,
-        services: Services,
-        neighbours: Neighbours,
-        *,
-        plan: Callable[[], SignedPlan | None],
-        is_leaving: Callable[[], bool],
-        on_begun: Callable[[GroupMembership], None],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, services: Services) -> None:
         self._s = services
         self._me = services.endpoint.peer_id
-        self._neighbours = neighbours
-        self._plan = plan
-        self._is_leaving = is_leaving
-        self._on_begun, self._on_change = on_begun, on_change
         self._memberships: dict[int, ExpertMembership] = {}
+        services.parts.experts = self._memberships
         self._draining: set[int] = set()
         self._renewing: set[int] = set()
         self._again = False
         self._followed: SignedPlan | None = None
         self._num_begun = 0
         self._transition: asyncio.Task[None] | None = None
-        self._tasks = Tasks(services.listeners.on_failure)
+        self._tasks = Tasks(services.failures.add)
 
     @property
     def memberships(self) -> list[ExpertMembership]:
         return [membership for _, membership in sorted(self._memberships.items())]
-
-    @property
-    def places(self) -> tuple[ExpertPlace, ...]:
-        return tuple(membership.place for membership in self.memberships)
-
-    @property
-    def audience(self) -> list[PeerID]:
-        return list(dict.fromkeys(peer for membership in self.memberships for peer in membership.audience))
 
     # --- plans ---
 
     def follow_soon(self) -> None:
         if self._transition is None or self._transition.done():
             self._transition = asyncio.create_task(self._follow(), name="follow the plan's experts")
-            self._transition.add_done_callback(self._transition_done)
+            self._transition.add_done_callback(self._s.failures.add_from)
 
-    def renew(self, membership: GroupPart) -> None:
-        """Fetch the tenure's state again: it differs from the group's."""
-        self._renewing.add(membership.group_id)
+    def renew(self, group: int) -> None:
+        """Fetch the state of our part in `group` again: it differs from the group's."""
+        self._renewing.add(group)
         self.follow_soon()
 
     async def drop_all(self) -> None:
@@ -93,7 +61,8 @@ class ExpertSeats:
         await self.drop_all()
 
     async def _follow(self) -> None:
-        while (signed := self._plan()) is not None and (signed is not self._followed or self._renewing or self._again):
+        plans, neighbours = self._s.plans, self._s.neighbours
+        while (signed := plans.signed) is not None and (signed is not self._followed or self._renewing or self._again):
             self._s.experts.senders.follow(signed.plan, now_s=self._s.clock.now_s())
             if signed.plan.era != self._s.endpoint.era:
                 self._followed = None
@@ -113,15 +82,15 @@ class ExpertSeats:
                     self._memberships[group].depart(signed.plan)
             self._begin_missing(signed.plan)
             self._recall(before.plan if before is not None else None, signed.plan)
-            self._neighbours.say_news(self.audience)
-            self._on_change()
+            neighbours.say_news(dict.fromkeys(peer for part in self.memberships for peer in part.audience))
+            neighbours.announce()
 
     async def _follow_with(self, group: int, before: SignedPlan | None, plan: Plan, *, renew: bool) -> None:
         membership = self._memberships[group]
         if not membership.is_place_of(plan):
             await self._drop(group)  # the group means another expert now
         elif group not in plan.groups_of(self._me):
-            counted_out = not plan.has(self._me) and not self._is_leaving()
+            counted_out = not plan.has(self._me) and not self._s.life.is_leaving
             if before is None or plan.previous != before.digest or counted_out:
                 await self._drop(group)
                 return
@@ -136,19 +105,19 @@ class ExpertSeats:
 
     def _begin_missing(self, plan: Plan) -> None:
         for group in plan.groups_of(self._me):
-            if group >= len(plan.stages) and group not in self._memberships and not self._is_leaving():
+            if group >= len(plan.stages) and group not in self._memberships and not self._s.life.is_leaving:
                 self._num_begun += 1
                 incarnation = self._s.endpoint.incarnation + self._num_begun
-                membership = self._memberships[group] = ExpertMembership(self._s, plan, group, incarnation=incarnation)
+                membership = ExpertMembership(self._s, self, plan, group, incarnation=incarnation)
+                self._memberships[group] = membership
                 membership.start()
-                self._on_begun(membership)
-                for peer, presence in self._neighbours.words():
+                for peer, presence in self._s.neighbours.words():
                     if peer in membership.audience:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
         """Process again the Hellos that may have come before the plan."""
-        for peer, presence in self._neighbours.words():
+        for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:
                     if peer in membership.audience:
@@ -167,11 +136,7 @@ class ExpertSeats:
         if membership is None:
             return
         self._draining.discard(group)
-        self._neighbours.say(membership.audience)  # nothing more will come from us
+        self._s.neighbours.say(membership.audience)  # nothing more will come from us
         await membership.close()
-        self._s.server.forget(membership.work.runtime.keys)
-        self._on_change()
-
-    def _transition_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._s.listeners.on_failure(error)
+        self._s.layers.server.forget(membership.work.runtime.keys)
+        self._s.neighbours.announce()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from shoal.peer.base.outbox import Outbox
+from shoal.peer.membership.group_membership import MemberSeat
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import (
@@ -18,6 +19,7 @@ from shoal.peer.replica.commands import (
 from shoal.peer.replica.events import (
     ClaimArrived,
     ClaimFailed,
+    Event,
     GrantArrived,
     HaltAsked,
     RepairArrived,
@@ -39,10 +41,10 @@ logger = logging.getLogger(__name__)
 class FirstReplica(Replica):
     """Our replica of stage 0 under `plan`."""
 
-    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        super().__init__(services, plan, stage, incarnation=incarnation)
+        super().__init__(services, seat, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None
@@ -118,7 +120,7 @@ class FirstReplica(Replica):
 
     # --- our own calls ---
 
-    def _perform(self, command: Command) -> None:
+    def _perform(self, command: Command) -> Event | None:
         match command:
             case Answer():
                 self._calls.answer(command)
@@ -137,9 +139,10 @@ class FirstReplica(Replica):
             case TellValidation(leader, result):
                 self._results.post(leader, (result.step, result.index), result)
             case ReportValidation(report):
-                self._s.listeners.on_validation(report)
+                self._s.reports.validated(report)
             case _:
-                super()._perform(command)
+                return super()._perform(command)
+        return None
 
     async def _await_grant(self, leader: PeerID, claim: "asyncio.Task[Grant]") -> None:
         try:

@@ -13,7 +13,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -55,6 +55,7 @@ from shoal.peer.replica.events import (
     DrainEnded,
     Event,
     JoinedGroup,
+    Lagging,
     MemberSilent,
     Paused,
     PeerDied,
@@ -111,13 +112,24 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
     )
 
 
+class MemberSeat(Protocol):
+    """What has begun the membership, and ends it: `StageSeat` or `ExpertSeats`."""
+
+    def renew(self, group: int) -> None:
+        """Begin our membership in `group` anew: its state differs from the group's."""
+        ...
+
+
 class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
     only caller of its core (`handle`). It carries out the core's commands."""
 
-    def __init__(self, services: Services, core: MemberCore, runtime: LayerRuntime, *, incarnation: int) -> None:
-        endpoint, listeners = services.endpoint, services.listeners
+    def __init__(
+        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
+    ) -> None:
+        endpoint = services.endpoint
         self._s = services
+        self._seat = seat
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
@@ -127,8 +139,8 @@ class GroupMembership(ABC):
         self._held = runtime
         self._closed = False
         self._timer = Timer(services.clock, self._ring)
-        self._tasks = Tasks(listeners.on_failure)
-        self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
+        self._tasks = Tasks(services.failures.add)
+        self._outbox = Outbox(endpoint, on_trouble=services.neighbours.unreachable)
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
         self._light: Learner | None = None
         self._absent = AbsentLight()
@@ -137,34 +149,18 @@ class GroupMembership(ABC):
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
-            stage=self.group_id,
-            size=runtime.num_parameters,
-            vectors=runtime.vectors,
+            core.group,
+            runtime,
             endpoint=endpoint,
             compute=self.compute,
             pieces=self._pieces,
             kept=self.reductions,
-            version=lambda: self.core.group.version,
             wanted_from=self._lacks_from,
             on_mean=self._mean_came,
             on_behind=self._resync,
-            gives_to=core.group.has_place,
         )
         self._tied = self._make_tied()
-        self.joining = Joining(
-            endpoint=endpoint,
-            compute=self.compute,
-            inbox=services.inbox,
-            runtime=runtime,
-            group=core.group,
-            fetch_mean=self._catching_up.fetch,
-            take_over=self._take_over,
-            begin_era=lambda era: listeners.begin_era(era, self.group_id),
-            newest=lambda: self.core.plan,
-            carried=services.between.retained.read,
-            ahead=services.between.ahead.ended,
-            pass_on=services.server.pass_on,
-        )
+        self.joining = Joining(services, core, runtime, self._catching_up, take_over=self._take_over)
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None
 
@@ -175,15 +171,21 @@ class GroupMembership(ABC):
         if self._closed:
             return
         try:
-            for command in self.core.handle(event, now_s=self._s.clock.now_s()):
-                self._perform(command)
+            self._carry_out(event)
             if self._tied is not None:
                 self._tied.look()
         finally:
             if not self._closed:
                 self._timer.set(self.core.next_timer_s())
 
-    def _perform(self, command: Command) -> None:
+    def _carry_out(self, event: Event) -> None:
+        for command in self.core.handle(event, now_s=self._s.clock.now_s()):
+            if (found := self._perform(command)) is not None:
+                # In its place among the commands: a round may not overtake the word of a gradient that is in its sum.
+                self._carry_out(found)
+
+    def _perform(self, command: Command) -> Event | None:
+        """Carry out a command. Returns: what we find out by it at once, an event of its own."""
         match command:
             case Tell():
                 self._telling.tell(command)
@@ -191,7 +193,7 @@ class GroupMembership(ABC):
                 if self._tied is None or self._tied.may_begin(start):
                     self._begin_round(start)
             case CatchUp(mate, step):
-                self._catch_up(mate, step)
+                return self._catch_up(mate, step)
             case ForgetMember(peer, died):
                 self._outbox.forget(peer)
                 if self._tied is not None:
@@ -203,17 +205,14 @@ class GroupMembership(ABC):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
             case Count(counted):
                 held_out = self._held.contribute(counted.microbatch, held_out=counted.held_out)
-                if held_out is None:
-                    return  # the device has stepped without it, and tells the core so soon
-                self.handle(
-                    counted if held_out == counted.held_out else dataclasses.replace(counted, held_out=held_out)
-                )
+                if held_out is not None:  # else the device has stepped without it, and tells the core so soon
+                    return dataclasses.replace(counted, held_out=held_out)
             case AnnouncePresence():
-                self._s.listeners.on_change()
+                self._s.neighbours.announce()
             case Report(report):
-                self._s.listeners.on_commit(report)
+                self._s.reports.committed(report)
             case Witness(report):
-                self._s.listeners.on_witness(report)
+                self._s.reports.witnessed(report)
             case AskRepair(step, indices):
                 # Stage 0's leader grants again what our group misses.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
@@ -222,6 +221,7 @@ class GroupMembership(ABC):
                 self._resync(mate)
             case _:
                 raise AssertionError(f"no driver carries out {command}")
+        return None
 
     def _begin_round(self, start: RoundStart) -> None:
         self._tasks.spawn(self._reduce(*self.reductions.begin(start)), f"round {start.step}")
@@ -230,7 +230,7 @@ class GroupMembership(ABC):
         try:
             self.handle(TimerFired())
         except Exception as error:
-            self._s.listeners.on_failure(error)
+            self._s.failures.add(error)
 
     # --- what others see ---
 
@@ -342,10 +342,12 @@ class GroupMembership(ABC):
         self.witnesses.install()
         self.follow(self.core.plan)
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
+        if self._s.life.is_paused:  # a plan has given us the place during the pause
+            self.pause(at_once=True)
 
     def follow(self, plan: Plan) -> None:
         """Follow a plan that leaves our group and its layers unchanged."""
-        self.handle(PlanFollowed(plan, self._s.recent.former(self.group_id), self._upstream()))
+        self.handle(PlanFollowed(plan, self._s.plans.former(self.group_id), self._upstream()))
         if not self.is_stepping:  # else they look when the step has been made
             self.witnesses.look(self.state)
 
@@ -375,7 +377,7 @@ class GroupMembership(ABC):
         """End the pause."""
         self.handle(Resumed())
 
-    async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
         """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
         pointless. Returns: True if all of it was done."""
         self.handle(DrainBegun())
@@ -427,13 +429,13 @@ class GroupMembership(ABC):
             await self.joining.run(self.core.plan, self._light)
             self._light = None
         except (OSError, RuntimeError, ValueError) as error:
-            self._s.listeners.on_failure(error)
+            self._s.failures.add(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
         self.handle(JoinedGroup(self._held.remembers))
 
     async def _bring_base(self) -> None:
-        base, held = self._s.between.base, self._held
+        base, held = self._s.layers.base, self._held
         while base is not None:
             members = self.core.plan.members
             try:
@@ -450,7 +452,7 @@ class GroupMembership(ABC):
         digest = (await self._s.compute.run("step", state.digest, flop=0.0)).value
         if self.version == state.version:
             self._reached(state, digest, None)
-            self._s.listeners.on_state(self, state)
+            self._s.layers.has_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
         by = self.reductions.reached(state.version)
@@ -461,7 +463,7 @@ class GroupMembership(ABC):
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
-            self._s.listeners.on_resync(self)
+            self._seat.renew(self.group_id)
 
     # --- a commit: say what is there, sum, reduce, step ---
 
@@ -532,7 +534,7 @@ class GroupMembership(ABC):
         self._unsound.add(peer)
         logger.error("%s", why)
         if peer != self.core.group.me:
-            self._s.listeners.on_unsound(peer)
+            self._s.reports.accuse(peer)
 
     def _end(self, reduction: Reduction) -> None:
         if not self.reductions.has_ended(reduction):
@@ -569,13 +571,13 @@ class GroupMembership(ABC):
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
         if set(self.core.group.group_peers) == set(self.core.group.full_members):
-            self._s.server.forget_weights(self.keys)
+            self._s.layers.server.forget_weights(self.keys)
         self.joining.stepped()
-        self._s.listeners.on_state(self, state)
+        self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
         """Keep the gradient of the step to `state` for the peers that replay it."""
-        gradient_log, mean_N = self._s.server.gradient_log, self.reductions.means.get(state.version - 1)
+        gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
         parts, start = dict[str, Tensor](), 0
@@ -617,11 +619,11 @@ class GroupMembership(ABC):
         finished = (out for out in reduction.finished() if out.target == peer)
         self._pieces.send(finished, reduction.start, GatherPart)
 
-    def _catch_up(self, mate: PeerID, step: int) -> None:
+    def _catch_up(self, mate: PeerID, step: int) -> Event | None:
         """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
         if self._light is not None:
-            self._behind()
-            return
+            self._light.behind()
+            return self._lagging()
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
         if reduction is not None:
@@ -635,6 +637,7 @@ class GroupMembership(ABC):
             owing = []
         catch_up = self._catching_up.catch_up(mate, step, owing=owing, is_still=is_still)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
+        return None
 
     # --- inside ---
 
@@ -642,15 +645,15 @@ class GroupMembership(ABC):
         """Return what makes us a light member while our state comes; None if this group has no light members."""
         return None
 
-    def _behind(self) -> None:
-        if self._light is not None:
-            self._light.behind()
+    def _lagging(self) -> Lagging | None:
+        """Return an event if a light member has begun to lag, or has caught up."""
+        return None
 
     def _means_wanted_from(self) -> int:
         """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
-        return min(self._s.server.pinned_from(), absent, self._lacks_from())
+        return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
         return 2**62 if self._light is None else self._light.needs_from()

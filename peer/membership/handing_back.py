@@ -10,8 +10,8 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import RejectMicrobatch
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import Event, HandedBack, WorkReturned
+from shoal.peer.services.services import Services
 from shoal.protocol import messages
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
@@ -28,26 +28,23 @@ class HandingBack:
     Args:
         post: gives the replica's core an event; raises `Refused` if it declines.
         check: (source, microbatch); raises RemoteError if this run has no such microbatch.
-        on_unreachable: called with a peer that does not answer.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        services: Services,
         core: ReplicaCore,
         tasks: Tasks,
         *,
         post: Callable[[Event], None],
         check: Callable[[PeerID, Microbatch], None],
-        on_unreachable: Callable[[PeerID], None],
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._neighbours = services.endpoint, services.neighbours
         self._core = core
         self._stage = core.pipeline.stage
         self._tasks = tasks
         self._post = post
         self._check = check
-        self._on_unreachable = on_unreachable
         self._gathered: dict[PeerID | None, list[RejectMicrobatch]] = {}
 
     def install(self) -> None:
@@ -76,7 +73,7 @@ class HandingBack:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:
                 logger.debug("cannot return microbatches yet: %s", error)
-                self._on_unreachable(target)
+                self._neighbours.unreachable(target)
             except (Refused, RemoteError) as error:
                 logger.debug("the sender no longer needs the microbatches: %s", error)
                 return

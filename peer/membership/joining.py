@@ -6,31 +6,26 @@ While the group's state comes slowly, the replica may be a light member (`learne
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from shoal.peer.compute.arithmetic import LayerRuntime
-from shoal.peer.group.catching_up import Answer
+from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
-from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import begins_with_weights, first_state, foreign_layers, layers_of
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import LayerState, StageState
+from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.views import GroupView
+from shoal.peer.services.services import Services
 from shoal.protocol.certificate import layers_at
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Compute
 
 logger = logging.getLogger(__name__)
-
-
-async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
-    return {}
 
 
 _RETRY_S = 1.0
@@ -40,40 +35,25 @@ class Joining:
     """Gets the state of one replica, of a stage or an expert.
 
     Args:
+        core: its `plan` is the newest that the replica follows.
         take_over: make a state ours; the pipeline and the group know it when this returns.
-        begin_era: True if we may begin an era from its beginning.
-        newest: the newest plan; None: the one that `run` was given.
-        carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
     """
 
     def __init__(
         self,
-        *,
-        endpoint: Endpoint,
-        compute: Compute,
-        inbox: ChunkInbox,
+        services: Services,
+        core: MemberCore,
         runtime: LayerRuntime,
-        group: GroupView,
-        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
+        catching_up: CatchingUp,
+        *,
         take_over: Callable[[StageState], Awaitable[None]],
-        begin_era: Callable[[int], bool],
-        newest: Callable[[], Plan] | None = None,
-        carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
-        ahead: Callable[[int, int, Collection[PeerID]], Awaitable[Mapping[str, LayerState]]] = _nothing,
-        pass_on: Callable[[Relay], None] = lambda fetched: None,
     ) -> None:
-        self._endpoint = endpoint
-        self._compute = compute
-        self._inbox = inbox
+        self._endpoint, self._compute, self._layers = services.endpoint, services.compute, services.layers
+        self._core = core
+        self._group: GroupView = core.group
         self._runtime = runtime
-        self._group = group
-        self._fetch_mean = fetch_mean
+        self._catching_up = catching_up
         self._take_over = take_over
-        self._begin_era = begin_era
-        self._newest = newest
-        self._carried = carried
-        self._ahead = ahead
-        self._pass_on = pass_on
         self._light: Learner | None = None
         self._stepped = asyncio.Event()
         self._progress: FetchProgress | None = None
@@ -98,12 +78,12 @@ class Joining:
             self._progress = self._light = None
 
     async def _acquire(self, plan: Plan) -> None:
-        if not plan.not_started or not self._begin_era(plan.era):
+        if not plan.not_started or not self._layers.archive.begin_era(plan.era, self._group.stage):
             await self._from_group_peers()
         elif plan.restore_version:
             await self._from_snapshots(plan)
         elif begins_with_weights(self._runtime.spec):
-            await self._from_initial_weights(plan)
+            await self._from_initial_weights()
         else:
             await self._from_seed()
 
@@ -112,10 +92,10 @@ class Joining:
         timed = await self._compute.run("step", runtime.initial_state, flop=runtime.step_flop)
         await self._take_over(timed.value)
 
-    async def _from_initial_weights(self, plan: Plan) -> None:
+    async def _from_initial_weights(self) -> None:
         runtime = self._runtime
         while True:
-            layers = await self._initial_layers(plan)
+            layers = await self._initial_layers()
             if layers is None:
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -124,10 +104,10 @@ class Joining:
             await self._take_over(timed.value)
             return
 
-    async def _initial_layers(self, plan: Plan) -> Mapping[str, LayerState] | None:
+    async def _initial_layers(self) -> Mapping[str, LayerState] | None:
         """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
         an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
-        peers = self._to_ask(plan)
+        peers = self._to_ask()
         wanted = layers_of(self._runtime.keys)
         for holders in (peers, *([peer] for peer in peers)):
             try:
@@ -149,22 +129,22 @@ class Joining:
         the rest from peers that carry them or have them on disk, ourselves first. Once the era is under way peers may
         drop what they carry, so then join the group instead."""
         keys, version = self._runtime.keys, plan.restore_version
-        carried = self._carried(plan.restore_era, version)
+        carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
         fetched: Mapping[str, LayerState] = {}
-        ahead = await self._ahead(plan.restore_era, version, self._to_ask(plan)) if missing else {}
+        ahead = await self._layers.ahead.ended(plan.restore_era, version, self._to_ask()) if missing else {}
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
         wait_s = 0.1  # the holders of our layers may hear of the layout later than we
         while True:
-            holders = self._to_ask(plan)
+            holders = self._to_ask()
             try:
                 if missing:
                     fetched = await self._with_group_peers(missing, holders, plan, known)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
-                newest = self._newest() if self._newest is not None else plan
+                newest = self._core.plan
                 if newest.era == plan.era and not newest.not_started:
                     await self._from_group_peers()
                     return
@@ -191,7 +171,7 @@ class Joining:
         """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
         version, era = plan.restore_version, plan.restore_era
         relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
-        self._pass_on(relay)
+        self._layers.server.pass_on(relay)
         with relay:
             state = await self._fetcher(missing).fetch(
                 holders,
@@ -204,12 +184,11 @@ class Joining:
             )
         return state.layers
 
-    def _to_ask(self, plan: Plan) -> list[PeerID]:
+    def _to_ask(self) -> list[PeerID]:
         """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan, which may have a
-        host or a keeper that was away when `plan` was made."""
+        host or a keeper that was away when the era began."""
         me = self._endpoint.peer_id
-        newest = self._newest() if self._newest is not None else plan
-        return [me, *(peer for peer in newest.members if peer != me)]
+        return [me, *(peer for peer in self._core.plan.members if peer != me)]
 
     async def _from_group_peers(self) -> None:
         """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
@@ -252,7 +231,7 @@ class Joining:
         error = Unreachable(self._endpoint.peer_id, "all other members have gone")
         for holder in (*holders[first:], *holders[:first]):
             try:
-                return await self._fetch_mean(holder, self._group.version) == "taken"
+                return await self._catching_up.fetch(holder, self._group.version) == "taken"
             except Unreachable as unreachable:
                 error = unreachable
         raise error
@@ -262,9 +241,7 @@ class Joining:
         fetcher = StateFetcher(
             runtime.spec,
             keys or runtime.keys,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
+            self._layers.inbox,
             device=runtime.device,
             vectors=runtime.vectors,
         )

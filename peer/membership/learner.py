@@ -18,28 +18,25 @@ nothing wrong, and the state that it ends with has their signatures.
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.compute.arithmetic import LayerRuntime
-from shoal.peer.disk.partial_checkpoint import PartialCheckpoint
-from shoal.peer.group.catching_up import Answer
+from shoal.peer.group.catching_up import CatchingUp
+from shoal.peer.group.reductions import Reductions
 from shoal.peer.group.witnesses import is_witnessed
-from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
-from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
-from shoal.peer.handoff.unfinished import Unfinished
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
+from shoal.peer.handoff.inbox import WEIGHTS
 from shoal.peer.model.layout import state_layout
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
-from shoal.protocol.endpoint import Endpoint
+from shoal.peer.services.services import Services
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
-from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LIGHT_STATE_S
 from shoal.protocol.messages import StateOffer, StateRequest
-from shoal.protocol.ports import Compute
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,6 @@ _LOOK_S = 0.1
 
 _NEVER = 2**62
 
-StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
-
 
 @dataclass(slots=True)
 class _Gathered:
@@ -73,42 +68,31 @@ class Learner:
     """The light phase of one tenure.
 
     Args:
-        means: step -> reduced gradient, of those that are kept.
-        num_pieces: (step) -> pieces that have come of our round of that step; None: there is no such round.
+        reductions: our rounds, and the reduced gradients that are kept.
+        catching_up: fetches others.
         take: compute with these weights from now on; the pipeline and the group know it when this returns.
         join: take part in the group, and take traffic.
-        kept: stores layers of the state between two processes of this peer.
     """
 
     def __init__(
         self,
-        *,
-        endpoint: Endpoint,
-        compute: Compute,
-        inbox: ChunkInbox,
-        runtime: LayerRuntime,
+        services: Services,
         group: GroupView,
-        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
-        means: Callable[[], Mapping[int, Tensor]],
-        num_pieces: Callable[[int], int | None],
-        step_layer: StepLayer,
+        runtime: LayerRuntime,
+        reductions: Reductions,
+        catching_up: CatchingUp,
+        *,
         take: Callable[[RoundedWeights], None],
         join: Callable[[], None],
-        kept: PartialCheckpoint,
     ) -> None:
-        self._endpoint = endpoint
-        self._compute = compute
-        self._inbox = inbox
+        self._endpoint, self._compute, self._inbox = services.endpoint, services.compute, services.layers.inbox
         self._runtime = runtime
         self._group = group
-        self._fetch_mean = fetch_mean
-        self._means = means
-        self._num_pieces = num_pieces
+        self._reductions, self._catching_up = reductions, catching_up
         self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
-        self._step_layer = step_layer
-        self._take = take
-        self._join = join
-        self._kept = kept
+        self._arithmetic = services.arithmetic
+        self._take, self._join = take, join
+        self._partial = services.layers.partial
         self._era = -1
         self._weights: RoundedWeights | None = None
         self._gathered: dict[str, _Gathered] = {}
@@ -203,7 +187,7 @@ class Learner:
     async def run(self) -> StageState:
         """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
         self._era = self._endpoint.era
-        for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
+        for key, (version, layer) in (await self._partial.take(self._era, self._runtime.keys)).items():
             logger.info("layer %s of version %d is here from an earlier process", key, version)
             self._gathered[key] = _Gathered(version, layer)
             self._news.set()  # it lacks the steps since
@@ -221,7 +205,7 @@ class Learner:
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
             logger.info("keeping %d layers for the next process", len(timed.value))
-            await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
+            await self._partial.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:
         await self._news.wait()
@@ -229,7 +213,7 @@ class Learner:
         version = self._group.version
         await self._step_to(version, self._runtime.keys)  # layers that have come since
         if all(self._has(key, version) for key in self._runtime.keys):
-            if version in self._means() or self._is_behind:
+            if version in self._reductions.means or self._is_behind:
                 await self._step()
         elif self._is_behind:
             await self._follow()
@@ -322,7 +306,7 @@ class Learner:
         def step() -> None:
             while left:  # one by one, so that each old state is freed as the new one comes
                 at = self._gathered[left[0]]
-                after = self._step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
+                after = self._arithmetic.step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
                 self._gathered[left[0]] = _Gathered(at.version + 1, after)
                 del left[0]
 
@@ -344,10 +328,10 @@ class Learner:
             return mean_N
         for holder in self._group.holders:
             try:
-                await self._fetch_mean(holder, step)
+                await self._catching_up.fetch(holder, step)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("no gradient of step %d: %s", step, error)
-            if (mean_N := self._means().get(step)) is not None:
+            if (mean_N := self._reductions.means.get(step)) is not None:
                 return mean_N
         return None
 
@@ -355,14 +339,15 @@ class Learner:
         """Wait for the result of our round of a step. None: there is no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
-        while step not in self._means():
-            num = self._num_pieces(step)
+        while step not in self._reductions.means:
+            reduction = self._reductions.get(step)
+            num = reduction.num_taken if reduction is not None else None
             if num != before:
                 before, since_s = num if num is not None else -1, loop.time()
             if num is None or loop.time() >= since_s + _STILL_S:
                 return None
             await asyncio.sleep(_LOOK_S)
-        return self._means()[step]
+        return self._reductions.means[step]
 
     # --- the state ---
 
@@ -464,9 +449,7 @@ class Learner:
         return StateFetcher(
             runtime.spec,
             keys,
-            endpoint=self._endpoint,
-            inbox=self._inbox,
-            compute=self._compute,
+            self._inbox,
             device=runtime.vectors.host,
             vectors=runtime.vectors,
             patience_s=_PATIENCE_S,

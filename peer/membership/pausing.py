@@ -11,10 +11,11 @@ holder of a stage's state stays in the plan until another peer has it.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
 from typing import Final
 
-from shoal.peer.membership.group_membership import GroupMembership
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.neighbours import Neighbours
+from shoal.peer.presence.parts import Parts
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
@@ -24,21 +25,16 @@ HOLDS_PLACE_S: Final = 10.0
 
 
 class Pausing:
-    """The pauses of one peer. Args: on_change: called when our presence has changed."""
+    """The pauses of one peer."""
 
-    def __init__(
-        self, clock: Clock, *, memberships: Callable[[], Sequence[GroupMembership]], on_change: Callable[[], None]
-    ) -> None:
-        self.is_leaving = False
-        self._memberships = memberships
-        self._on_change = on_change
-        self._clock = clock
+    def __init__(self, clock: Clock, life: Life, parts: Parts, neighbours: Neighbours) -> None:
+        self._clock, self._life, self._parts, self._neighbours = clock, life, parts, neighbours
         self._since_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_paused(self) -> bool:
-        return self._task is not None
+        return self._life.is_paused
 
     @property
     def paused_s(self) -> float | None:
@@ -48,6 +44,7 @@ class Pausing:
     def pause(self) -> None:
         """Pause. Safe to call twice."""
         if self._task is None:
+            self._life.is_paused = True
             self._since_s = self._clock.now_s()
             self._task = asyncio.create_task(self._pause(), name="pause")
 
@@ -57,10 +54,10 @@ class Pausing:
             return
         self._task.cancel()
         self._task = None
-        self.is_leaving = False
-        for membership in self._memberships():
-            membership.resume()
-        self._on_change()
+        self._life.is_paused = self._life.is_away = False
+        for part in self._parts.all:
+            part.resume()
+        self._neighbours.announce()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -68,20 +65,15 @@ class Pausing:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def begun(self, membership: GroupMembership) -> None:
-        """Pause a place that a plan has given us during the pause."""
-        if self.is_paused:
-            membership.pause(at_once=True)
-
     async def _pause(self) -> None:
         self._apply(at_once=False)
         await asyncio.sleep(BACKWARDS_S)
         self._apply(at_once=True)
         await asyncio.sleep(HOLDS_PLACE_S - BACKWARDS_S)
-        self.is_leaving = True
-        self._on_change()
+        self._life.is_away = True
+        self._neighbours.announce()
         await asyncio.Event().wait()
 
     def _apply(self, *, at_once: bool) -> None:
-        for membership in self._memberships():
-            membership.pause(at_once=at_once)
+        for part in self._parts.all:
+            part.pause(at_once=at_once)

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.membership.activation_store import ActivationStore
-from shoal.peer.membership.group_membership import GroupMembership, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
 from shoal.peer.membership.handing_back import HandingBack
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import RoundedWeights, StageState
@@ -42,6 +42,7 @@ from shoal.peer.replica.commands import (
 from shoal.peer.replica.core import ReplicaCore
 from shoal.peer.replica.events import (
     Arrived,
+    Event,
     GradientArrived,
     JobDone,
     JobDropped,
@@ -82,35 +83,28 @@ class Replica(GroupMembership):
 
     core: ReplicaCore
 
-    def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
         self.experts_placed = bool(plan.experts)
         arithmetic = services.arithmetic
         self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
         core = replica_core(services, plan, stage, incarnation=incarnation)
-        super().__init__(services, core, self.runtime, incarnation=incarnation)
+        super().__init__(services, seat, core, self.runtime, incarnation=incarnation)
         self.experts = ExpertDispatch(services, plan, stage, incarnation=incarnation) if plan.experts else None
         self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()
         self.activations = ActivationStore(
-            self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts
+            self.runtime, core.group, is_last=core.pipeline.is_last, experts=self.experts
         )
         self._wire = ActivationWire(services.spec)
         self._widest = services.spec.wire.forward[0]
         self._travel(plan)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._mean_gradient_N: Tensor | None = None
-        self._handing_back = HandingBack(
-            self._endpoint,
-            core,
-            self._tasks,
-            post=self.handle,
-            check=self._check,
-            on_unreachable=services.listeners.on_unreachable,
-        )
+        self._handing_back = HandingBack(services, core, self._tasks, post=self.handle, check=self._check)
 
-    def _perform(self, command: Command) -> None:
+    def _perform(self, command: Command) -> Event | None:
         match command:
             case Job():
                 self._tasks.spawn(self._run(command), f"job {command}")
@@ -122,11 +116,11 @@ class Replica(GroupMembership):
                 self._handing_back.soon(command)
             case Forget(microbatch):
                 self.activations.forget(microbatch)
-            case Count(counted, retried):
-                if self.activations.settle(counted.microbatch, retried=retried):
-                    super()._perform(command)
+            case Count(counted, retried) if not self.activations.settle(counted.microbatch, retried=retried):
+                pass  # the group has its gradient already
             case _:
-                super()._perform(command)
+                return super()._perform(command)
+        return None
 
     # --- receive, forward, send; receive, backward, send ---
 
@@ -204,7 +198,7 @@ class Replica(GroupMembership):
             if not is_out_of_memory(error):
                 raise
             logger.warning("no memory for %s: freeing caches, and trying once more", job)
-            self._s.listeners.on_no_memory()
+            self._s.shortages.free()
 
         def again() -> T:
             self.runtime.make_room()
@@ -226,7 +220,7 @@ class Replica(GroupMembership):
     def _run_short(self) -> None:
         """Pause for lack of memory: our microbatches go to others, and the next plan gives us less."""
         self.pause(at_once=True)
-        self._s.listeners.on_shortage(self)
+        self._s.shortages.add(self)
 
     async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
         timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
@@ -250,7 +244,7 @@ class Replica(GroupMembership):
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
             self.handle(PeerLost(target))
-            self._s.listeners.on_unreachable(target)
+            self._s.neighbours.unreachable(target)
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
         microbatch = Microbatch(meta.step, meta.index)
@@ -291,7 +285,7 @@ class Replica(GroupMembership):
                     self._gradient_queues.sent(target, self._clock.now_s() - began_s)
             except Unreachable as error:
                 logger.warning("gradient (%d, %d): %s", meta.step, meta.index, error)
-                self._s.listeners.on_unreachable(target)
+                self._s.neighbours.unreachable(target)
                 await asyncio.sleep(wait_s)
             else:
                 return
@@ -329,26 +323,18 @@ class Replica(GroupMembership):
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
-        reductions = self.reductions
-
-        def num_pieces(step: int) -> int | None:
-            reduction = reductions.get(step)
-            return reduction.num_taken if reduction is not None else None
-
         return Learner(
-            endpoint=self._endpoint,
-            compute=self.compute,
-            inbox=self._s.inbox,
-            runtime=self.runtime,
-            group=self.core.group,
-            fetch_mean=self._catching_up.fetch,
-            means=lambda: reductions.means,
-            num_pieces=num_pieces,
-            step_layer=self._s.arithmetic.step_layer,
+            self._s,
+            self.core.group,
+            self.runtime,
+            self.reductions,
+            self._catching_up,
             take=self._take_weights,
-            kept=self._s.between.kept,
-            join=lambda: self.handle(JoinedGroup(self.runtime.remembers, learner=True)),
+            join=self._join_as_learner,
         )
+
+    def _join_as_learner(self) -> None:
+        self.handle(JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
         """Compute from now on with these weights alone, of a step that others have made."""
@@ -356,17 +342,13 @@ class Replica(GroupMembership):
         self.handle(VersionSet(weights.version))
         self.reductions.reached(weights.version)
         self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
-        self._look_whether_we_lag()
+        if (lagging := self._lagging()) is not None:
+            self.handle(lagging)
 
-    def _behind(self) -> None:
-        super()._behind()
-        self._look_whether_we_lag()
-
-    def _look_whether_we_lag(self) -> None:
-        """Stop taking microbatches while our weights are too old: the group's step would wait for our next weights."""
+    def _lagging(self) -> Lagging | None:
+        # While our weights are too old we take no microbatches: the group's step would wait for our next weights.
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
-        if lags != self.core.is_lagging:
-            self.handle(Lagging(lags))
+        return Lagging(lags) if lags != self.core.is_lagging else None
 
     # --- what others see ---
 
@@ -399,7 +381,7 @@ class Replica(GroupMembership):
         ]
 
     def _upstream(self) -> frozenset[PeerID]:
-        return self._s.recent.ending_at(self.layers[0])
+        return self._s.plans.ending_at(self.layers[0])
 
     def _whereabouts(self) -> str:
         return f"; microbatches {self.core.pipeline.whereabouts(self._clock.now_s())}"
@@ -460,7 +442,7 @@ class Replica(GroupMembership):
 
 def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
     """Make the core of a replica of `stage`."""
-    spec, traffic = services.spec, services.traffic
+    spec, traffic = services.spec, services.run.traffic
     pipeline = Schedule(
         stage=stage,
         num_stages=len(plan.stages),

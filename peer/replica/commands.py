@@ -33,8 +33,8 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step, or hold it apart if there is room. Report the result as
-    `counted`, with `apart` changed if it came out otherwise."""
+    """Add a microbatch's gradient to the sum of its step, or hold it out if there is room. `counted` is the event of
+    that, with `held_out` changed if it came out otherwise; there is none if the step is over."""
 
     counted: GradientCounted
     retried: bool

@@ -31,8 +31,7 @@ import math
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import indices_from
-from shoal.peer.replica.agreement import UNCOMPARED_MAX, Agreement
-from shoal.peer.replica.attestations import voters
+from shoal.peer.replica.agreement import UNCOMPARED_MAX
 from shoal.peer.replica.commands import Accuse, CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     CommitEvent,
@@ -54,10 +53,8 @@ from shoal.peer.replica.events import (
     WorkGranted,
 )
 from shoal.peer.replica.losses import Losses
-from shoal.peer.replica.members import MembershipView
-from shoal.peer.replica.rounds import Rounds
-from shoal.peer.replica.standstill import standstill
-from shoal.peer.replica.tally import Tallies, round_of
+from shoal.peer.replica.tally import round_of
+from shoal.peer.replica.views import GroupView
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX, RESTARTS_MAX, RESTARTS_PER_S
@@ -67,38 +64,25 @@ from shoal.protocol.wire_format import WireFormat
 
 
 @dataclass(kw_only=True, slots=True)
-class GroupCore:
-    """One replica's view of its stage group.
+class GroupCore(GroupView):
+    """One replica's view of its stage group, and the events that change it.
 
     Args:
-        microbatches: M, per step.
         deadline_s: after this long at a version the leader commits if there is at least `quorum` of M. 0: needs all.
         catch_up_after_s: a member's digest may arrive this long before the end of a round that names us.
         incarnation: of this replica; all it holds dies with it, and the next one has a higher number.
     """
 
-    me: PeerID
-    stage: int
-    steps: int
-    microbatches: int
-    tokens_per_microbatch: int
-    has_loss: bool
     deadline_s: float
     quorum: float
     catch_up_after_s: float = 1.0
-    version: int = 0
     incarnation: int = 0
-    sums: tuple[WireFormat, ...] = ("fp32",)
-    _members: MembershipView = field(init=False)
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
     """A peer just promoted to full member -> the last step whose round may still call it light."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
-    _tallies: Tallies = field(init=False)
-    _rounds: Rounds = field(init=False)
     _behind_at_s: float = field(init=False, default=math.inf)
     _num_asked: int = field(init=False, default=0)
-    _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
     _restarts: Allowance[PeerID] = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
@@ -107,84 +91,10 @@ class GroupCore:
     _form: WireFormat = field(init=False)
 
     def __post_init__(self) -> None:
-        self._members = MembershipView(me=self.me)
-        self._rounds = Rounds(members=self._members, forms=self.sums)
+        GroupView.__post_init__(self)
         self._form = self.sums[0]
-        self._tallies = Tallies(me=self.me, microbatches=self.microbatches)
-        self._agreement = Agreement(
-            me=self.me,
-            stage=self.stage,
-            microbatches=self.microbatches,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            has_loss=self.has_loss,
-        )
         self._losses = Losses(microbatches=self.microbatches, is_first=self.stage == 0)
         self._restarts = Allowance(most=RESTARTS_MAX, per_s=RESTARTS_PER_S)
-
-    # --- members ---
-
-    @property
-    def ready(self) -> bool:
-        return self._members.ready
-
-    @property
-    def group_peers(self) -> tuple[PeerID, ...]:
-        """The other members of the group by the plan, ready or not, in rank order."""
-        return self._members.group_peers
-
-    @property
-    def ready_members(self) -> tuple[PeerID, ...]:
-        return self._members.ready_members
-
-    @property
-    def full_members(self) -> tuple[PeerID, ...]:
-        """The ready others that hold the state, not weights alone."""
-        return self._members.full_members
-
-    @property
-    def is_learner(self) -> bool:
-        """True while we take part with weights alone."""
-        return self._members.is_learner
-
-    @property
-    def _whole(self) -> set[PeerID]:
-        """All members that say they hold the state, including us if we do."""
-        return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
-
-    @property
-    def open_members(self) -> tuple[PeerID, ...]:
-        """The ready others that take traffic."""
-        return self._members.open_members
-
-    @property
-    def draining(self) -> tuple[PeerID, ...]:
-        """Ready peers that are no longer in the plan: they drain."""
-        return self._members.draining
-
-    @property
-    def holders(self) -> tuple[PeerID, ...]:
-        """The other holders of the stage's state; draining ones come last."""
-        learners = self._members.learners
-        return (*self.full_members, *(peer for peer in self.draining if peer not in learners))
-
-    @property
-    def leader(self) -> PeerID | None:
-        """The first ready and open member by rank that holds the state; if all drain, the first that holds it."""
-        return self._members.leader
-
-    @property
-    def standing(self) -> tuple[int, int]:
-        """(Our rank, counted from 0, among the members that hold the state; their number)."""
-        return self._members.standing
-
-    @property
-    def is_leader(self) -> bool:
-        """True if we are the leader and every member that could name another has named us."""
-        return self._members.is_leader
-
-    def share_of(self, peer: PeerID) -> float:
-        """Return the peer's share of the traffic among the ready members, in [0, 1]."""
-        return self._members.share_of(peer)
 
     # --- events ---
 
@@ -325,10 +235,6 @@ class GroupCore:
             commands = self._try_round(now_s)
         return commands if peer in self.group_peers else [*commands, ForgetMember(peer)]
 
-    def lacks(self, step: int, index: int) -> bool:
-        """True if no member here has contributed the microbatch, as far as we know."""
-        return step >= self.version and not self._tallies.is_held(step, index)
-
     def _contribute(self, event: GradientCounted, now_s: float) -> list[CommitCommand]:
         step, index = event.microbatch.step, event.microbatch.index
         if step < self.version or not self._tallies.add(
@@ -460,55 +366,15 @@ class GroupCore:
     def _has_ended(self) -> bool:
         return 0 < self._cutover_version <= self.version
 
-    def has_place(self, peer: PeerID) -> bool:
-        """True for ourselves, the members by the plan, and draining peers."""
-        return peer == self.me or self._members.is_near(peer)
-
-    def is_gone(self, peer: PeerID) -> bool:
-        """True if nothing more will come from the peer: it died, is unreachable and not ready, or has left."""
-        return self._members.is_gone(peer)
-
     def _is_near(self, peer: PeerID) -> bool:
         return self._members.is_near(peer)
 
-    def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
-        """Return the voters for a state that `newcomer` fetches: more than half of them must have signed it."""
-        members = self._members
-        leaving = tuple(peer for peer in self.draining if peer not in members.learners)
-        if self.ready and not members.in_plan and not members.is_learner:
-            leaving = (*leaving, self.me)
-        return voters(members.planned, newcomer, reported_empty=members.reported_empty, draining=leaving)
-
-    def has_round(self, step: int) -> bool:
-        """True if a round of `step` is open."""
-        return step in self._rounds.open
-
-    def are_past(self, step: int) -> bool:
-        """True if all others are ready and past `step`: its gradient helps no peer."""
-        is_whole = len(self.ready_members) == len(self.group_peers)
-        return is_whole and self._agreement.are_past(step, (*self.group_peers, *self.draining))
-
-    def most_are_past(self, version: int) -> bool:
-        """True if more than half of the members that hold the state say that they are past `version`."""
-        return 2 * self._agreement.num_past(version, self.full_members) > len(self.full_members)
-
-    def waits_for(self) -> str:
-        """Return what keeps us at this version, for the log."""
-        missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
-        return standstill(self._members, self._rounds.open.get(self.version), missing)
-
-    @property
-    def owes(self) -> bool:
-        """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
-        alone = not self.is_learner and self._agreement.is_alone_at(self.version, self.full_members)
-        return alone or self._tallies.has_own or self.me in self._rounds.named
-
-    @property
-    def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of rounds with results that are not compared yet."""
-        return tuple(sorted(self._rounds.named - {self.me}))
-
     # --- inside ---
+
+    @property
+    def _whole(self) -> set[PeerID]:
+        """All members that say they hold the state, including us if we do."""
+        return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
         self._count += 1

@@ -117,11 +117,6 @@ class MembershipView:
         mate = self._known.get(peer)
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
-    def share_of(self, peer: PeerID) -> float:
-        """Return the peer's part of the traffic among the ready members, in [0, 1]."""
-        shares = {member.peer: member.share for member in self.planned if member.peer in self.ranked}
-        return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
-
     def incarnation(self, peer: PeerID) -> int:
         """The latest known; -1: none."""
         mate = self._known.get(peer)

@@ -25,7 +25,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal.peer.pipeline.microbatch import Indices, Microbatch, indices_from
 from shoal.peer.replica.commands import (
@@ -63,8 +62,8 @@ from shoal.peer.replica.events import (
     VersionReached,
     WorkReturned,
 )
-from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.router import PeerPace, Turns
+from shoal.peer.replica.views import GroupView, PipelineView
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -93,50 +92,6 @@ _ANSWERS_KEPT = 16
 """Number of recent answers to claims. The quickest did not wait for something to grant."""
 _VALIDATIONS_KEPT = 4
 """Versions back for which the loss of a validation microbatch still counts."""
-
-
-class Group(Protocol):
-    """The part of the stage's group that the supply reads."""
-
-    @property
-    def me(self) -> PeerID: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def leader(self) -> PeerID | None: ...
-
-    @property
-    def is_leader(self) -> bool: ...
-
-    @property
-    def ready_members(self) -> tuple[PeerID, ...]: ...
-
-    @property
-    def open_members(self) -> tuple[PeerID, ...]: ...
-
-    def share_of(self, peer: PeerID) -> float: ...
-
-    def has_place(self, peer: PeerID) -> bool: ...
-
-    def lacks(self, step: int, index: int) -> bool: ...
-
-
-class Demand(Protocol):
-    """The part of the pipeline that the supply reads."""
-
-    @property
-    def window(self) -> Window | None: ...
-
-    @property
-    def control(self) -> Control | None: ...
-
-    @property
-    def room(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -177,8 +132,8 @@ class MicrobatchQueue:
     """One stage-0 replica's view of the grants."""
 
     book: WorkQueue
-    group: Group
-    demand: Demand
+    group: GroupView
+    demand: PipelineView
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)

@@ -27,14 +27,18 @@ from torch import Tensor
 
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.compute.arithmetic import TorchArithmetic
-from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.driver import PeerDriver
 from shoal.peer.encoding.vectors import Vectors
+from shoal.peer.links.meter import LinkMeter
 from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.model.state import LayerState, StageState
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.presence.own_word import Claims
+from shoal.peer.presence.ports import Ports
+from shoal.peer.presence.reports import Watcher
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.layers import stage_layer_keys
@@ -247,12 +251,14 @@ async def measure(spec: RunSpec) -> tuple[list[float], float]:
         computes.append(compute)
         drivers.append(
             PeerDriver(
-                endpoint=Endpoint(identity, transport, run=name, gate=OpenGate()),
-                compute=compute,
-                clock=clock,
+                Ports(
+                    endpoint=Endpoint(identity, transport, run=name, gate=OpenGate()),
+                    compute=compute,
+                    clock=clock,
+                    meter=LinkMeter(clock),
+                ),
                 spec=spec,
                 arithmetic=Arithmetic(spec, digests, is_hollow=number > 0),
-                disk=None,
                 claims=Claims(memory_bytes=1 << 34),
                 watcher=Watcher(on_commit=on_commit),
             )

@@ -27,7 +27,11 @@ import torch
 import shoal.protocol
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.compute.arithmetic import TorchArithmetic
-from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.driver import PeerDriver
+from shoal.peer.links.meter import LinkMeter
+from shoal.peer.presence.own_word import Claims
+from shoal.peer.presence.ports import Ports
+from shoal.peer.presence.reports import Watcher
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import CommitReport
@@ -156,12 +160,14 @@ async def walk(steps: int) -> tuple[Profile, list[float]]:
 
     async def make(peer: SimPeer) -> PeerDriver:
         driver = PeerDriver(
-            endpoint=Endpoint(peer.identity, peer.transport, run=run_name, gate=OpenGate()),
-            compute=peer.compute,
-            clock=peer.clock,
+            Ports(
+                endpoint=Endpoint(peer.identity, peer.transport, run=run_name, gate=OpenGate()),
+                compute=peer.compute,
+                clock=peer.clock,
+                meter=LinkMeter(peer.clock),
+            ),
             spec=spec,
             arithmetic=TorchArithmetic(spec, tiny_corpus(), torch.device("cpu")),
-            disk=None,
             claims=Claims(memory_bytes=1 << 30),
             watcher=Watcher(on_commit=on_commit),
         )

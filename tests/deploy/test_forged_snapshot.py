@@ -18,7 +18,7 @@ honest = PeerDriver.heartbeat
 
 def forged(self):
     said = honest(self)
-    held = Holding(era=said.era, version=4800, layers=all_layer_keys(self._spec.model))
+    held = Holding(era=said.era, version=4800, layers=all_layer_keys(self.services.spec.model))
     return msgspec.structs.replace(said, holdings=(held, *said.holdings))
 
 PeerDriver.heartbeat = forged

@@ -87,7 +87,7 @@ def test_an_expert_without_a_holder_sends_the_run_back_to_its_snapshots():
     async def main(swarm):
         await swarm.until(lambda: len(swarm.steps) > 5)
         node = next(iter(swarm.nodes.values()))
-        plan = node.peer._plan.plan
+        plan = node.peer.services.plans.newest
         alone = next(entry.peers[0] for entry in plan.experts if len(entry.peers) == 1)
         assert len(plan.stages[plan.stage_of(alone)].members) > 1, "the stage itself lives on"
         name = next(name for name, peer in swarm.world.peers.items() if peer.peer_id == alone)

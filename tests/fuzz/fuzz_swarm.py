@@ -247,7 +247,7 @@ def _known(swarm: SimSwarm, rng: random.Random) -> Known:
         "era": [newest.era],
         "revision": [0],
         "stored_era": [-1, newest.era],
-        "incarnation": [node.peer._incarnation for node in nodes],
+        "incarnation": [node.peer.services.life.incarnation for node in nodes],
         "plan": envelopes,
         "live": [*envelopes, b""],
         "accepted": [*envelopes, b""],

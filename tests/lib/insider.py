@@ -53,7 +53,7 @@ def _heartbeat(self: PeerDriver) -> Heartbeat:
     said = _honest_heartbeat(self)
     if not _lies_now():
         return said
-    forged = Holding(era=said.era, version=FORGED, layers=all_layer_keys(self._spec.model))
+    forged = Holding(era=said.era, version=FORGED, layers=all_layer_keys(self.services.spec.model))
     return msgspec.structs.replace(said, holdings=(forged, *said.holdings))
 
 

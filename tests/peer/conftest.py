@@ -11,7 +11,11 @@ import torch
 
 from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.driver import Claims, PeerDriver, Watcher
+from shoal.peer.driver import PeerDriver
+from shoal.peer.links.meter import LinkMeter
+from shoal.peer.presence.own_word import Claims
+from shoal.peer.presence.ports import Ports
+from shoal.peer.presence.reports import Watcher
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import CommitReport, ValidationReport
@@ -75,13 +79,16 @@ class Swarm:
 
         async def make() -> PeerDriver:
             driver = PeerDriver(
-                endpoint=endpoint,
-                compute=peer.compute,
-                clock=peer.clock,
+                Ports(
+                    endpoint=endpoint,
+                    compute=peer.compute,
+                    clock=peer.clock,
+                    meter=LinkMeter(peer.clock),
+                    disk=disk,
+                ),
                 spec=self.spec,
                 arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu"), dtype=dtype),
                 traffic=traffic,
-                disk=disk,
                 claims=Claims(name=name),
                 watcher=Watcher(on_commit=self._committed),
             )

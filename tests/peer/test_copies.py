@@ -5,19 +5,25 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import PurePosixPath
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
+from pretend_services import Trained, ports_of
 
+from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.disk.archive import Archive
 from shoal.peer.disk.attesting import Attesting
 from shoal.peer.handoff.copies import Copies, keepers
 from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import StageState, initial_state
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.ports import inline
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
@@ -60,45 +66,60 @@ def test_spares_are_asked_first_then_the_stages_behind_once_around_and_neighbour
     assert keepers(plan_of([[a, b]], []), 0) == []
 
 
+class Newest(Plans):
+    """The last of a list is in force, and names everybody."""
+
+    def __init__(self, plans: list[Plan]) -> None:
+        self._plans = plans
+
+    @property
+    def newest(self) -> Plan:
+        return self._plans[-1]
+
+    def knows(self, peer: PeerID) -> bool:
+        return True
+
+
 class Peer:
     """One that holds a stage, or keeps for others."""
 
-    def __init__(self, world: World, name: str, spec: RunSpec, plan: Callable[[], Plan], *, has_disk: bool) -> None:
+    def __init__(self, world: World, name: str, spec: RunSpec, plans: Plans, *, has_disk: bool) -> None:
         self.sim = world.add_peer(name, device_flop_per_s=1e12)
         self.name = self.sim.peer_id
         self.endpoint = Endpoint(self.sim.identity, self.sim.transport, run="run", gate=OpenGate())
         self.disk = SimDisk(Random(0), name) if has_disk else None
         self.state: StageState | None = None
-        self.is_leaving = False
-
-        async def inline(work: Callable[[], object]) -> object:
-            return work()
 
         self.archive = Archive(self.disk, run="run", spec=spec, clock=self.sim.clock, run_blocking=inline)
+        self.life = Life(self.endpoint)
+        inbox = ChunkInbox(self.endpoint, compute=self.sim.compute)
+        ports = ports_of(self.endpoint, self.sim.compute, self.sim.clock)
         server = StateServer(
-            endpoint=self.endpoint,
-            compute=self.sim.compute,
-            clock=self.sim.clock,
-            current=lambda _: self.state,
-            stored=self.archive.read,
-            knows=lambda peer: True,
-            gives_way=lambda version: self.copies.give_way(version),
+            ports,
+            plans=plans,
+            life=self.life,
+            parts=Trained(lambda _: self.state),
+            archive=self.archive,
+            retained=RetainedLayers(),
+            inbox=inbox,
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
         attesting = Attesting(
-            self.archive, endpoint=self.endpoint, compute=self.sim.compute, model=spec.model, on_news=lambda: None
+            self.archive,
+            endpoint=self.endpoint,
+            compute=self.sim.compute,
+            model=spec.model,
+            reports=cast(Any, SimpleNamespace(hurry=lambda: None)),
         )
         self.copies = Copies(
             attesting,
-            endpoint=self.endpoint,
+            ports,
             spec=spec,
             server=server,
-            inbox=ChunkInbox(self.endpoint, compute=self.sim.compute),
-            compute=self.sim.compute,
-            plan=plan,
-            is_leaving=lambda: self.is_leaving,
-            clock=self.sim.clock,
+            inbox=inbox,
+            plans=plans,
+            life=self.life,
             tasks=self.tasks,
         )
 
@@ -111,7 +132,7 @@ def play(
     async def main() -> None:
         world = World(0, uniform(0.01, 1e8))
         plans: list[Plan] = []
-        peers = {n: Peer(world, n, spec, lambda: plans[-1], has_disk=n not in diskless) for n in "abcd"}
+        peers = {n: Peer(world, n, spec, Newest(plans), has_disk=n not in diskless) for n in "abcd"}
         for one in peers.values():
             for other in peers.values():
                 await one.sim.transport.introduce(other.name, other.sim.transport.addresses())
@@ -176,7 +197,7 @@ def test_of_what_the_next_layout_gives_to_another_holder_no_copy_is_made_beside(
 
 def test_who_leaves_takes_no_copy_any_more(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        peers["c"].is_leaving = True
+        peers["c"].life.is_draining = True
         await preserve(peers["a"], rank=0, num_ready=2, among=peers)
         assert (versions(peers["c"]), versions(peers["d"])) == ([], [VERSION])
 
@@ -187,7 +208,7 @@ def test_of_the_runs_last_version_who_leaves_takes_one_too(tiny_spec: RunSpec) -
     done = msgspec.structs.replace(tiny_spec, training=msgspec.structs.replace(tiny_spec.training, steps=VERSION))
 
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        peers["c"].is_leaving = True
+        peers["c"].life.is_draining = True
         await preserve(peers["a"], rank=0, num_ready=2, among=peers)
         assert versions(peers["c"]) == [VERSION]
 
@@ -299,7 +320,7 @@ def test_a_copy_that_is_under_way_when_a_layout_begins_goes_on_after_its_first_s
         if ends == "a step is made":
             plans.append(msgspec.structs.replace(plans[-1], not_started=False))
         else:
-            a.is_leaving = True
+            a.life.is_draining = True
         await asyncio.sleep(0.6)
         assert versions(peers["c"]) == [VERSION]
 
@@ -311,9 +332,9 @@ def test_who_goes_before_that_step_waits_for_it_no_longer(tiny_spec: RunSpec, wh
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         a = await begin_layout(peers, plans)
         if what == "it leaves":
-            a.is_leaving = True
+            a.life.is_draining = True
         else:
-            a.copies.close()
+            a.life.is_closed = True
         began_s = a.sim.clock.now_s()
         await a.tasks.wait()
         assert a.sim.clock.now_s() < began_s + 0.5

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from pretend_services import Trained, ports_of, server_of
 
+from shoal.peer.base.failures import Failures
 from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.handoff.fetching_ahead import FetchingAhead, _Source
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.model.state import LayerState, StageState, initial_state, step_layer
 from shoal.protocol.endpoint import Endpoint
@@ -47,31 +49,24 @@ class Scene:
         self.sims, self.me, self.holder = sims, sims[0].peer_id, sims[1].peer_id
         self.keys = stage_layer_keys(spec.model, 1, spec.model.num_layers)
         self.state = initial_state(spec, self.keys, CPU)
-        self.is_busy = False
         arithmetic = Host(spec, None, CPU)
         arithmetic.free = free
 
         async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
             return {}
 
-        self.server = StateServer(
-            endpoint=endpoints[1],
-            compute=sims[1].compute,
-            clock=sims[1].clock,
-            current=lambda keys: self.state if set(keys) <= set(self.keys) else None,
-            stored=stored,
-            knows=lambda peer: True,
-            is_busy=lambda: self.is_busy,
-        )
-        self.failures: list[BaseException] = []
+        mine, theirs = (ports_of(e, sim.compute, sim.clock) for e, sim in zip(endpoints, sims, strict=True))
+        parts = Trained(lambda keys: self.state if set(keys) <= set(self.keys) else None)
+        self.meter = theirs.meter
+        self.server = server_of(theirs, parts, stored=stored)
+        self.failures = Failures()
         self.ahead = FetchingAhead(
-            endpoint=endpoints[0],
-            compute=sims[0].compute,
-            clock=sims[0].clock,
+            mine,
             inbox=ChunkInbox(endpoints[0], compute=sims[0].compute),
             arithmetic=arithmetic,
             spec=spec,
-            on_failure=self.failures.append,
+            links=cast(Any, SimpleNamespace(bytes_per_s=0.0)),
+            failures=self.failures,
         )
 
     def plan(self, *, follows: bool = True, era: int = 0, cutover_version: int = 0) -> Plan:
@@ -121,7 +116,7 @@ def play(tiny_spec: RunSpec) -> Callable[..., None]:
                     await one.transport.introduce(other.peer_id, other.transport.addresses())
             await scene(made)
             await made.ahead.close()
-            assert made.failures == []
+            assert not made.failures.first.done()
 
         run(main())
 
@@ -217,7 +212,8 @@ def test_once_the_layout_has_ended_nothing_waits_for_a_quiet_moment(play: Callab
         s.obey(s.plan())
         await asyncio.sleep(STEP_S)
         s.step()
-        s.is_busy = bool(took_s)
+        if took_s:
+            s.meter.send_begins(s.me)  # from now on something is always being sent
         s.obey(s.plan(follows=False, era=1))
         ended_s = asyncio.get_running_loop().time()
         assert s.came_out_alike(await s.ahead.ended(0, 1, [s.holder]))

@@ -102,12 +102,6 @@ class Scene:
             joining.stepped()
             return "taken"
 
-        def newest() -> Plan:
-            if not self.fetched:
-                return plan
-            spares = () if self.newcomer is None else (self.newcomer,)
-            return msgspec.structs.replace(plan, spares=spares, not_started=plan.not_started and not self.goes_on)
-
         async def compute(kind: str, work: Any, *, flop: float) -> Any:
             return SimpleNamespace(value=work())
 
@@ -115,7 +109,7 @@ class Scene:
         scene = self
 
         class Core:
-            me = ME
+            me, stage = ME, 0
             group_peers = (*self.group_peers, *self.joining)
             holders = self.group_peers
 
@@ -123,18 +117,38 @@ class Scene:
             def version(self) -> int:
                 return scene.group_version
 
+        class Member:
+            group = Core()
+
+            @property
+            def plan(self) -> Plan:
+                """The newest."""
+                if not scene.fetched:
+                    return plan
+                spares = () if scene.newcomer is None else (scene.newcomer,)
+                return msgspec.structs.replace(plan, spares=spares, not_started=plan.not_started and not scene.goes_on)
+
+        async def nothing(era: int, version: int, members: Any) -> Mapping[str, LayerState]:
+            return {}
+
         kept = {key: initial_state(self.spec, (key,), torch.device("cpu")).layers[key] for key in self.carries}
+        at = plan.restore_era, plan.restore_version
+        layers = SimpleNamespace(
+            inbox=SimpleNamespace(endpoint=None, compute=None),
+            archive=SimpleNamespace(begin_era=lambda era, group: self.may_begin),
+            retained=SimpleNamespace(read=lambda era, version: kept if (era, version) == at else {}),
+            ahead=SimpleNamespace(ended=nothing),
+            server=SimpleNamespace(pass_on=lambda relay: None),
+        )
+        services = SimpleNamespace(
+            endpoint=SimpleNamespace(peer_id=ME), compute=SimpleNamespace(run=compute), layers=layers
+        )
         joining = Joining(
-            endpoint=cast(Any, SimpleNamespace(peer_id=ME)),
-            compute=cast(Any, SimpleNamespace(run=compute)),
-            inbox=cast(Any, None),
-            runtime=TorchArithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
-            group=cast(Any, Core()),
-            fetch_mean=fetch_mean,
+            cast(Any, services),
+            cast(Any, Member()),
+            TorchArithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
+            cast(Any, SimpleNamespace(fetch=fetch_mean)),
             take_over=take_over,
-            begin_era=lambda era: self.may_begin,
-            carried=lambda era, version: kept if (era, version) == (plan.restore_era, plan.restore_version) else {},
-            newest=newest,
         )
 
         async def main() -> None:

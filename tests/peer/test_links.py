@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shoal.peer.links import FAILED_TOLD_MAX, REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
+from shoal.peer.links.meter import FAILED_TOLD_MAX, REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import BULK_CHUNK_BYTES, LINKS_PER_HEARTBEAT_MAX

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from shoal.peer.services.neighbours import Neighbours
+from shoal.peer.presence.neighbours import Neighbours
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
@@ -43,15 +44,20 @@ def ear(world: World, name: str) -> Ear:
     endpoint = Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate())
     told: list[tuple[str, PeerID, int]] = []
     strangers: set[PeerID] = set()
+    parts = SimpleNamespace(
+        stage=None,
+        audience=[],
+        heard=lambda source, said: told.append(("state", source, said.version)),
+        reborn=lambda source, incarnation: told.append(("reborn", source, incarnation)),
+        silent=lambda source: told.append(("silence", source, -1)),
+    )
     neighbours = Neighbours(
-        endpoint=endpoint,
-        clock=peer.clock,
-        own=lambda: presence(0),
-        on_state=lambda source, said: told.append(("state", source, said.version)),
-        on_reborn=lambda source, incarnation: told.append(("reborn", source, incarnation)),
-        on_silence=lambda source: told.append(("silence", source, -1)),
+        endpoint,
+        peer.clock,
+        cast(Any, SimpleNamespace(newest=None, knows=lambda source: source not in strangers)),
+        cast(Any, parts),
+        cast(Any, SimpleNamespace(presence=lambda: presence(0))),
         silence_s=SILENCE_S,
-        knows=lambda source: source not in strangers,
     )
     return Ear(peer, endpoint, neighbours, told, strangers)
 

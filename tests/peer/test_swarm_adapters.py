@@ -376,7 +376,7 @@ def test_when_the_only_copy_of_the_model_is_gone_its_layers_are_still_there(
             driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
             driver.begin_with(Model(spec) if name == "host" else None)
         swarm.obey([["host"], ["b"], ["c"]], not_started=True, spares=("spare",))
-        disk, folder = swarm.peer("spare").disk, PurePosixPath(swarm.drivers["spare"]._endpoint.run) / FOLDER
+        disk, folder = swarm.peer("spare").disk, PurePosixPath(swarm.drivers["spare"].services.endpoint.run) / FOLDER
         await swarm.until_step(5)
         await swarm.until(lambda: {"embed.bin", "layers.0.bin", "layers.1.bin"} <= set(disk.list(folder)))
         for name in ("host", "b"):

@@ -69,14 +69,14 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         replica.handle(QueueStopped())  # the others make all there is
         await swarm.until_step(2)
         device = replica.compute = Resting(replica.compute)
-        ask = slow._endpoint.ask
+        ask = slow.services.endpoint.ask
 
         def noted(peer, message, expect, **options):
             if isinstance(message, ReducedRequest):
                 asked.append(message.step)
             return ask(peer, message, expect, **options)
 
-        slow._endpoint.ask = noted
+        slow.services.endpoint.ask = noted
         until_s = swarm.world.now_s() + 10.0
         await swarm.until(lambda: all(swarm.drivers[name].replica.version > replica.version + 2 for name in "01"))
         assert swarm.world.now_s() < until_s - 4.0

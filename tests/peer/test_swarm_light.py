@@ -79,7 +79,7 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
     slow_down(swarm, "e")
     driver = swarm.drivers["e"]
     seen = SimpleNamespace(ranges=[], chunks=[], weights=[], driver=driver, is_lost=lambda request: False)
-    ask = driver._endpoint.ask
+    ask = driver.services.endpoint.ask
 
     def noted(peer, message, expect, **options):
         if isinstance(message, StateChunkRequest):
@@ -90,15 +90,15 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
 
     def sends(send):
         def sent(peer, message, *args, **options):
-            if isinstance(message, StateChunk) and peer == driver._endpoint.peer_id:
+            if isinstance(message, StateChunk) and peer == driver.services.endpoint.peer_id:
                 seen.chunks.append(message)
             return send(peer, message, *args, **options)
 
         return sent
 
-    driver._endpoint.ask = noted
+    driver.services.endpoint.ask = noted
     for name in HOLDERS:
-        swarm.drivers[name]._endpoint.send = sends(swarm.drivers[name]._endpoint.send)
+        swarm.drivers[name].services.endpoint.send = sends(swarm.drivers[name].services.endpoint.send)
     swarm.obey(stages or [["e", *HOLDERS]], not_started=False)
     await swarm.until(lambda: driver.replica is not None)
     take = driver.replica._light._take

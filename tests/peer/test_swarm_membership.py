@@ -77,7 +77,7 @@ def test_a_run_begins_though_activations_overtake_their_senders_hello(make_swarm
         first = await swarm.add("0.0")
         # what has overtaken the PresenceUpdate is still here when that comes
         await swarm.add("1.0", device_flop_per_s=4e6)
-        take_place, ask = first._take_place, first._endpoint.ask
+        take_place, ask = first._stage._take_place, first.services.endpoint.ask
 
         async def later(*arguments):
             await asyncio.sleep(1.0)  # the next stage has heard meanwhile that it has no place yet
@@ -88,8 +88,8 @@ def test_a_run_begins_though_activations_overtake_their_senders_hello(make_swarm
                 await asyncio.sleep(0.5)
             return await ask(peer, message, *arguments, **options)
 
-        monkeypatch.setattr(first, "_take_place", later)
-        monkeypatch.setattr(first._endpoint, "ask", slow)
+        monkeypatch.setattr(first._stage, "_take_place", later)
+        monkeypatch.setattr(first.services.endpoint, "ask", slow)
         swarm.obey([["0.0"], ["1.0"]], not_started=True)
         await swarm.until(lambda: len(swarm.commits.get(1, {})) > 2, timeout_s=60.0)
         await swarm.close()

@@ -82,7 +82,7 @@ def test_what_died_with_a_replica_runs_again_at_all_of_stage_0(make_swarm, tiny_
             replica = swarm.drivers[name].replica
             counted(name, replica.core)
             if mates_refuse and not replica.core.group.is_leader:
-                swarm.drivers[name]._endpoint.on(Again, refuses)
+                swarm.drivers[name].services.endpoint.on(Again, refuses)
         dying = swarm.drivers["1.1"].replica.core.group
         await swarm.until(lambda: dying._tallies.tally(dying.version, dying.me).indices.bit_count() >= 5)
         leader = next(name for name in stages[0] if swarm.drivers[name].replica.core.group.is_leader)

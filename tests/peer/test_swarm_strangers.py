@@ -63,7 +63,7 @@ def play(make_swarm, tiny_spec, scene, *, steps=6):
 
 
 async def is_refused(swarm, source, target, message):
-    endpoint = swarm.drivers[source]._endpoint
+    endpoint = swarm.drivers[source].services.endpoint
     with pytest.raises(Refused):
         await swarm.peer(source).spawn(endpoint.ask(swarm.peer(target).peer_id, message, Done))
 
@@ -134,7 +134,7 @@ def test_who_is_granted_what_the_run_has_not_claims_on(make_swarm, tiny_spec, it
                     return Grant(items=(item,))
             return await honest(source, message)
 
-        swarm.drivers[leader]._endpoint.on(Claim, lies_once)
+        swarm.drivers[leader].services.endpoint.on(Claim, lies_once)
         await swarm.until(lambda: len(granted) > 1)
 
     play(make_swarm, tiny_spec, scene)
@@ -171,7 +171,7 @@ def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_
             await is_refused(swarm, "stranger", name, presence)
             core = swarm.drivers[name].replica.core.group
             assert swarm.peer("stranger").peer_id not in core.holders
-            assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name]._neighbours.words())
+            assert swarm.peer("stranger").peer_id not in dict(swarm.drivers[name].services.neighbours.words())
 
     play(make_swarm, tiny_spec, scene, steps=8)
 
@@ -179,7 +179,7 @@ def test_a_stranger_that_says_it_drains_is_no_mate_and_nobody_waits_for_it(make_
 @pytest.mark.sim
 def test_digests_of_a_stranger_are_not_kept(make_swarm, tiny_spec):
     async def scene(swarm):
-        endpoint = swarm.drivers["stranger"]._endpoint
+        endpoint = swarm.drivers["stranger"].services.endpoint
         for version in range(100, 400):
             word = Digest(stage=1, version=version, digest="d" * 64)
             await swarm.peer("stranger").spawn(endpoint.ask(swarm.peer("1.0").peer_id, word, Done))
@@ -192,7 +192,7 @@ def test_digests_of_a_stranger_are_not_kept(make_swarm, tiny_spec):
 @pytest.mark.sim
 def test_digests_of_a_mate_are_kept_of_a_few_versions(make_swarm, tiny_spec):
     async def scene(swarm):
-        endpoint, target = swarm.drivers["1.1"]._endpoint, swarm.peer("1.0").peer_id
+        endpoint, target = swarm.drivers["1.1"].services.endpoint, swarm.peer("1.0").peer_id
         for version in range(10**6, 10**6 + 100):
             word = Digest(stage=1, version=version, digest="d" * 32)
             await swarm.peer("1.1").spawn(endpoint.ask(target, word, Done))
@@ -209,7 +209,7 @@ def test_an_activation_from_no_neighbour_is_neither_learnt_from_nor_answered(mak
     gradients = []
 
     async def scene(swarm):
-        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["1.0"].replica
+        stranger, target = swarm.drivers["stranger"].services.endpoint, swarm.drivers["1.0"].replica
 
         async def got(source, meta, payload):
             gradients.append(meta)
@@ -234,7 +234,7 @@ def test_a_gradient_from_whom_the_microbatch_did_not_go_to_replaces_nothing(make
     found = []
 
     async def scene(swarm):
-        stranger, target = swarm.drivers["stranger"]._endpoint, swarm.drivers["0.0"].replica
+        stranger, target = swarm.drivers["stranger"].services.endpoint, swarm.drivers["0.0"].replica
         training, model = swarm.spec.training, swarm.spec.model
         payload = bytes(4 * training.microbatch_size * model.context * model.dim)
 
@@ -291,7 +291,7 @@ def test_nobody_stands_still_or_saves_for_a_neighbour_that_has_said_that_it_stay
 @pytest.mark.sim
 def test_what_a_stranger_says_it_has_made_is_still_handed_out(make_swarm, tiny_spec):
     async def scene(swarm):
-        endpoint, training = swarm.drivers["stranger"]._endpoint, swarm.spec.training
+        endpoint, training = swarm.drivers["stranger"].services.endpoint, swarm.spec.training
         made = ((1 << training.microbatches_per_step) - 1).to_bytes(1, "little")
         for step in range(1, training.steps):
             word = Progress(
@@ -318,7 +318,7 @@ def test_who_asks_for_one_version_again_and_again_keeps_a_few_gradients(make_swa
     kept = []
 
     async def scene(swarm):
-        replica, endpoint = swarm.drivers["1.0"].replica, swarm.drivers["0.0"]._endpoint
+        replica, endpoint = swarm.drivers["1.0"].replica, swarm.drivers["0.0"].services.endpoint
         keys, target = replica.runtime.keys, swarm.peer("1.0").peer_id
 
         async def ask(version):

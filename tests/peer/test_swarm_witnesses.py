@@ -44,7 +44,7 @@ def forged(state, *, ahead):
 
 def lie(swarm, name, *, ahead, sign=True):
     """`name` offers newcomers parameters of its own making, of a version that nobody else has come to."""
-    driver, endpoint = swarm.drivers[name], swarm.drivers[name]._endpoint
+    driver, endpoint = swarm.drivers[name], swarm.drivers[name].services.endpoint
     server, asked = driver.server, []
 
     async def offer(source, message):
@@ -114,7 +114,7 @@ def test_what_is_not_signed_by_a_member_of_the_group_is_refused(make_swarm, tiny
         target = swarm.peer("b")
         word = Attestation(stage=1, version=2, root="r", signature=b"\0" * 64)
         for name, reason in (("a", "does not know"), ("c", "has not signed")):
-            ask = swarm.drivers[name]._endpoint.ask(target.peer_id, word, Done)
+            ask = swarm.drivers[name].services.endpoint.ask(target.peer_id, word, Done)
             with pytest.raises(Refused, match=reason):
                 await swarm.peer(name).spawn(ask)
         assert swarm.drivers["b"].replica.witnesses._attestations._said == {}
@@ -126,7 +126,7 @@ def test_what_is_not_signed_by_a_member_of_the_group_is_refused(make_swarm, tiny
 def test_who_is_no_newcomer_of_a_group_is_offered_nothing_signed(make_swarm, tiny_spec):
     async def scene(swarm):
         keys = swarm.drivers["b"].replica.runtime.keys
-        ask = swarm.drivers["a"]._endpoint.ask(swarm.peer("b").peer_id, StateRequest(layers=keys), StateOffer)
+        ask = swarm.drivers["a"].services.endpoint.ask(swarm.peer("b").peer_id, StateRequest(layers=keys), StateOffer)
         offer = await swarm.peer("a").spawn(ask)
         assert offer.signatures == ()
 

@@ -13,7 +13,7 @@ from shoal.deploy.dashboard.contribution import (
     MeteredCompute,
 )
 from shoal.deploy.record.report import LimitsNow
-from shoal.peer.links import LinkMeter
+from shoal.peer.links.meter import LinkMeter
 from shoal.protocol.ports import Timed
 
 

@@ -4,7 +4,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from shoal.peer.base.failures import Failures
 from shoal.peer.membership.expert_seats import ExpertSeats
+from shoal.peer.presence.parts import Parts
 from shoal.peer.services.senders import Senders
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
@@ -47,24 +49,22 @@ class PretendMembership:
 
 def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None:
     async def main() -> None:
-        failures: list[BaseException] = []
+        failures = Failures()
         signed: Any = SimpleNamespace(plan=plan_without_me(), digest="d")
         services: Any = SimpleNamespace(
             endpoint=SimpleNamespace(peer_id=ME, era=0, incarnation=1),
-            listeners=SimpleNamespace(on_failure=failures.append),
-            server=SimpleNamespace(forget=lambda keys: None),
+            failures=failures,
+            layers=SimpleNamespace(server=SimpleNamespace(forget=lambda keys: None)),
+            plans=SimpleNamespace(signed=signed),
+            life=SimpleNamespace(is_leaving=False),
+            parts=Parts(),
+            neighbours=SimpleNamespace(
+                say=lambda peers: None, say_news=lambda peers: None, words=lambda: (), announce=lambda: None
+            ),
             experts=SimpleNamespace(senders=Senders(ME)),
             clock=SimpleNamespace(now_s=lambda: 0.0),
         )
-        neighbours: Any = SimpleNamespace(say=lambda peers: None, say_news=lambda peers: None, words=lambda: ())
-        seats = ExpertSeats(
-            services,
-            neighbours,
-            plan=lambda: signed,
-            is_leaving=lambda: False,
-            on_begun=lambda membership: None,
-            on_change=lambda: None,
-        )
+        seats = ExpertSeats(services)
         drained: Any = PretendMembership(2)
         first: Any = PretendMembership(1, on_close=lambda: seats._drop(2))
         seats._memberships = {1: first, 2: drained}
@@ -72,7 +72,7 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
         seats.follow_soon()
         assert seats._transition is not None
         await asyncio.wait({seats._transition})
-        assert failures == []
+        assert not failures.first.done()
         assert first.is_closed
         assert drained.is_closed
         assert seats.memberships == []

@@ -64,7 +64,7 @@ def test_what_is_through_is_counted_for_members_and_for_steps_that_may_run(make_
         with pytest.raises(Refused, match="does not know"):
             await swarm.peer("stranger").spawn(stranger.ask(a.peer_id, done(version + 50), Done))
         with pytest.raises(Refused, match="far behind"):
-            await b.spawn(swarm.drivers["b"]._endpoint.ask(a.peer_id, done(version + 50), Done))
+            await b.spawn(swarm.drivers["b"].services.endpoint.ask(a.peer_id, done(version + 50), Done))
         assert max(kept(swarm, "a"), default=0) < version + 50
         await swarm.until_step(4)
         await swarm.close()
@@ -82,9 +82,9 @@ def test_tokens_of_the_last_step_do_not_fill_a_holder(make_swarm, tiny_spec, nam
 
     async def main():
         swarm, stranger = await started(make_swarm, tiny_spec)
-        endpoint = stranger if name == "stranger" else swarm.drivers[name]._endpoint
-        server = swarm.drivers["a"]._services.experts
-        payload = bytes(swarm.drivers["a"]._arithmetic.tokens.row_bytes)
+        endpoint = stranger if name == "stranger" else swarm.drivers[name].services.endpoint
+        server = swarm.drivers["a"].services.experts
+        payload = bytes(swarm.drivers["a"].services.arithmetic.tokens.row_bytes)
 
         async def flood():
             for serial in range(QUEUED_TOKENS_MAX):

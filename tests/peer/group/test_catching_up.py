@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,21 +47,23 @@ class Replica:
         endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", gate=OpenGate(), first_sequence=1)
         self.sender = Pieces(endpoint, self.vectors, self.tasks, self.peer.clock, self.peer.compute)
         self.catching_up = CatchingUp(
-            stage=0,
-            size=SIZE,
-            vectors=self.vectors,
+            self,
+            SimpleNamespace(num_parameters=SIZE, vectors=self.vectors),
             endpoint=endpoint,
             compute=self.peer.compute,
             pieces=self.sender,
             kept=self,
-            version=lambda: self.version,
             wanted_from=lambda: self.wanted_from,
             on_mean=self._on_mean,
             on_behind=self.gave_up_on.append,
-            gives_to=lambda peer: peer not in self.strangers,
         )
         self.catching_up.install()
         self.endpoint = endpoint
+
+    stage = 0
+
+    def has_place(self, peer):
+        return peer not in self.strangers
 
     def _on_mean(self, step, mean_N, pieces):
         self.got.append((step, mean_N.tolist()))

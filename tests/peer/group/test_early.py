@@ -9,7 +9,6 @@ import torch
 
 from shoal.peer.encoding.vectors import VECTORS
 from shoal.peer.group.early import ROUNDS_MAX, Early
-from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
@@ -106,13 +105,12 @@ class Replica(GroupMembership):
             endpoint=Endpoint(self.me.identity, self.me.transport, run="run", gate=OpenGate(), first_sequence=1),
             compute=self.me.compute,
             clock=self.me.clock,
-            inbox=None,
             spec=RunSpec(),
-            server=SimpleNamespace(pinned_from=lambda: 0, pass_on=None),
-            between=SimpleNamespace(retained=RetainedLayers(), ahead=SimpleNamespace(ended=None)),
-            listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
+            layers=SimpleNamespace(server=SimpleNamespace(pinned_from=lambda: 0)),
+            failures=SimpleNamespace(add=self._failed),
+            neighbours=SimpleNamespace(unreachable=lambda peer: None),
         )
-        super().__init__(services, core, held, incarnation=0)
+        super().__init__(services, None, core, held, incarnation=0)
         group.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
         group.handle(ReadySet(True), now_s=0.0)
         group.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
-from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
-from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -55,9 +55,7 @@ class Holder:
         return StateFetcher(
             spec,
             keys,
-            endpoint=self.endpoint,
-            inbox=self.inbox,
-            compute=self.peer.compute,
+            self.inbox,
             device=CPU,
             patience_s=patience_s,
         )
@@ -70,16 +68,15 @@ def holder(world: World, name: str) -> Holder:
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
-    server = StateServer(
-        endpoint=endpoint,
-        compute=peer.compute,
-        clock=peer.clock,
-        current=lambda _: made.trained,
+    inbox = ChunkInbox(endpoint, compute=peer.compute)
+    server = server_of(
+        ports_of(endpoint, peer.compute, peer.clock),
+        Trained(lambda _: made.trained, lambda _: made.steps),
         stored=stored,
         knows=lambda peer: peer not in made.strangers,
-        is_stepping=lambda _: made.steps,
+        inbox=inbox,
     )
-    made = Holder(world, peer, endpoint, ChunkInbox(endpoint, compute=peer.compute), server, None, {}, set())
+    made = Holder(world, peer, endpoint, inbox, server, None, {}, set())
     return made
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.fetcher import StateFetcher
@@ -63,9 +64,7 @@ class Node:
         fetcher = StateFetcher(
             spec,
             keys,
-            endpoint=self.endpoint,
-            inbox=self.inbox,
-            compute=self.peer.compute,
+            self.inbox,
             device=CPU,
             vectors=self.vectors,
         )
@@ -83,16 +82,8 @@ def node(world: World, name: str, place: int, *, up_bytes_per_s: float, vectors:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
     inbox = ChunkInbox(endpoint, compute=peer.compute, vectors=vectors)
-    server = StateServer(
-        endpoint=endpoint,
-        compute=peer.compute,
-        clock=peer.clock,
-        current=lambda _: None,
-        stored=stored,
-        knows=lambda _: True,
-        inbox=inbox,
-        vectors=vectors,
-    )
+    ports = ports_of(endpoint, peer.compute, peer.clock)
+    server = server_of(ports, Trained(lambda _: None), stored=stored, inbox=inbox, vectors=vectors)
     made = Node(peer, endpoint, inbox, server, {}, [], vectors)
     return made
 

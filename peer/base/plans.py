@@ -1,16 +1,17 @@
-"""The plans that this peer has followed lately. It listens only to peers with a place in one of them.
+"""The plan that this peer follows, and those that it has followed lately. It listens only to peers with a place in one.
 
 The newest alone would not do: a peer that has lost its place drains for up to half a minute, and meanwhile sends and
-owes as before. Pure; the caller passes the time.
+owes as before.
 """
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECENT_PLAN_S, RECENT_PLANS_MAX
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.ports import Clock
 
 
 @dataclass(slots=True)
@@ -19,30 +20,42 @@ class _Obeyed:
     until_s: float = math.inf
 
 
-@dataclass(slots=True)
-class RecentPlans:
-    """The plan that a peer follows, and earlier ones for as long as a peer may drain from them."""
+class Plans:
+    """The plan in force, and earlier ones for as long as a peer may drain from them."""
 
-    _obeyed: deque[_Obeyed] = field(default_factory=lambda: deque(maxlen=RECENT_PLANS_MAX))
+    def __init__(self, clock: Clock) -> None:
+        self.signed: SignedPlan | None = None
+        """The plan in force; None before the first."""
+        self._clock = clock
+        self._obeyed: deque[_Obeyed] = deque(maxlen=RECENT_PLANS_MAX)
 
     @property
     def newest(self) -> Plan | None:
-        return self._obeyed[-1].plan if self._obeyed else None
+        """The plan in force, without its signature."""
+        return self.signed.plan if self.signed is not None else None
 
-    def obey(self, plan: Plan, *, now_s: float, before: Plan | None = None) -> None:
-        """Add a plan. Args: before: the plan before it: a newcomer finds draining peers in it."""
-        for old in (before, plan):
-            if old is None or (self._obeyed and old.order <= self._obeyed[-1].plan.order):
+    def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
+        """Put a plan in force. Args: predecessor: the plan before it: a newcomer finds draining peers in it."""
+        self.signed = signed
+        now_s = self._clock.now_s()
+        for plan in (predecessor.plan if predecessor is not None else None, signed.plan):
+            if plan is None or (self._obeyed and plan.order <= self._obeyed[-1].plan.order):
                 continue
             if self._obeyed:
                 self._obeyed[-1].until_s = now_s + RECENT_PLAN_S
-            self._obeyed.append(_Obeyed(old))
+            self._obeyed.append(_Obeyed(plan))
         while self._obeyed[0].until_s < now_s:
             self._obeyed.popleft()
 
-    def has(self, peer: PeerID, *, now_s: float) -> bool:
+    def knows(self, peer: PeerID) -> bool:
         """True if a recent plan has a place for `peer`, even as a spare."""
+        now_s = self._clock.now_s()
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
+
+    def begins_with(self, version: int) -> bool:
+        """True while everybody waits for the first step of a layout that begins with `version` or later."""
+        plan = self.newest
+        return plan is not None and plan.not_started and version <= plan.restore_version
 
     def former(self, group: int) -> frozenset[PeerID]:
         """Return the peers that have left `group` since it holds what it holds by the newest plan."""

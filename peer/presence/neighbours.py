@@ -7,15 +7,19 @@ one held.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
 from shoal.peer.base.outbox import Outbox
+from shoal.peer.base.plans import Plans
+from shoal.peer.presence.own_word import OwnWord
+from shoal.peer.presence.parts import Part, Parts
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace, PresenceUpdate
+from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
@@ -26,36 +30,18 @@ _Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
-    """The presence updates of one peer, to and from its neighbours.
+    """The presence updates of one peer, to and from its neighbours. Peers that no recent plan has are ignored, so that
+    strangers fill no table.
 
-    Args:
-        own: returns our present Hello; its `count` is filled in here.
-        on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
-        on_silence: a peer cannot be reached; the network or it may be to blame.
-        silence_s: seconds for which a failure to reach a peer counts.
-        knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
+    Args: silence_s: seconds for which a failure to reach a peer counts.
     """
 
     def __init__(
-        self,
-        *,
-        endpoint: Endpoint,
-        clock: Clock,
-        own: Callable[[], PresenceUpdate],
-        on_state: Callable[[PeerID, PresenceUpdate], None],
-        on_reborn: Callable[[PeerID, int], None],
-        on_silence: Callable[[PeerID], None],
-        silence_s: float,
-        knows: Callable[[PeerID], bool],
+        self, endpoint: Endpoint, clock: Clock, plans: Plans, parts: Parts, own: OwnWord, *, silence_s: float
     ) -> None:
-        self._endpoint = endpoint
-        self._clock = clock
-        self._own = own
-        self._on_state = on_state
-        self._on_reborn = on_reborn
-        self._on_silence = on_silence
+        self._endpoint, self._clock = endpoint, clock
+        self._plans, self._parts, self._own = plans, parts, own
         self._silence_s = silence_s
-        self._knows = knows
         self._count = 0
         self._presences: dict[PeerID, PresenceUpdate] = {}
         self._silent: dict[PeerID, float] = {}
@@ -74,8 +60,14 @@ class Neighbours:
     def say_news(self, audience: Iterable[PeerID]) -> None:
         """Send our presence to peers that have not answered to the present one. In a swarm of a thousand places change
         every few seconds, and a hundred neighbours need not hear each time that ours has not."""
-        now = _where(self._own())
+        now = _where(self._own.presence())
         self.say(peer for peer in audience if self._told.get(peer) != now)
+
+    def announce(self) -> None:
+        """Tell everybody who works with us that our presence has changed."""
+        self.say(self._parts.audience)
+        if self._parts.stage is not None:
+            self._parts.stage.experts_at(self._endpoint.peer_id, self._own.presence())
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
         """True if `peer` is at `stage` and drains, by its last word."""
@@ -87,11 +79,15 @@ class Neighbours:
         presence = self._presences.get(peer)
         return presence is not None and not presence.draining
 
-    def drains_from(self, peer: PeerID, group: int) -> bool:
-        """True if `peer` leaves an expert's group, by its last word; a peer that leaves the run leaves all groups."""
+    def leaves(self, peer: PeerID, part: Part) -> bool:
+        """True if `peer` leaves the group of `part`, by its last word; a peer that leaves the run leaves all groups."""
+        if part is self._parts.stage:
+            return self.drains(peer, part.group_id)
         presence = self._presences.get(peer)
         places = presence.experts if presence is not None else ()
-        return presence is not None and any(p.group == group and (p.draining or presence.draining) for p in places)
+        return presence is not None and any(
+            place.group == part.group_id and (place.draining or presence.draining) for place in places
+        )
 
     def words(self) -> list[tuple[PeerID, PresenceUpdate]]:
         """Return the last word of each peer, in the order of names."""
@@ -112,8 +108,19 @@ class Neighbours:
     def forget_strangers(self) -> None:
         """Forget the peers that no recent plan names."""
         for peer in self._everybody:
-            if not self._knows(peer):
+            if not self._plans.knows(peer):
                 self.forget(peer)
+
+    def count_out(self, before: Plan, plan: Plan) -> None:
+        """Forget the members that were dropped since `before`, be it by a plan that we never saw."""
+        for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
+            # A member that was to move elsewhere did not leave on its own: it died on the way.
+            drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)
+            self.forget(peer)
+            if not drains:
+                self._parts.died(peer)
+            else:
+                self.say([peer])  # it still answers what it owes, unless it is dropped because it died
 
     @property
     def _everybody(self) -> set[PeerID]:
@@ -127,9 +134,15 @@ class Neighbours:
         return tuple(sorted(self._silent))
 
     def unreachable(self, peer: PeerID) -> None:
-        """Note that a call or a frame to `peer` has failed."""
+        """Note that a call or a frame to `peer` has failed: the network or the peer may be to blame."""
         self._silent[peer] = self._clock.now_s()
-        self._on_silence(peer)
+        plan = self._plans.newest
+        if plan is not None and not plan.has(peer):
+            self._parts.died(peer)  # it fell silent while it drained, or right after
+            return
+        self._parts.silent(peer)
+        if peer in self._parts.audience:
+            self.say([peer])  # its answer says that it is there again
 
     async def flush(self, timeout_s: float) -> None:
         await self._outbox.flush(timeout_s)
@@ -139,10 +152,10 @@ class Neighbours:
 
     def _next(self) -> PresenceUpdate:
         self._count += 1
-        return msgspec.structs.replace(self._own(), count=self._count)
+        return msgspec.structs.replace(self._own.presence(), count=self._count)
 
     async def _on_hello(self, source: PeerID, message: PresenceUpdate) -> PresenceUpdate:
-        if not self._knows(source):
+        if not self._plans.knows(source):
             # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
             raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
         self._heard(source, message)
@@ -165,8 +178,8 @@ class Neighbours:
             self._told.pop(source, None)
             self._outbox.forget(source)  # a call to the earlier incarnation may be under way
             self.say([source])  # the new one may have missed the word that was lost with it
-            self._on_reborn(source, presence.incarnation)
-        self._on_state(source, presence)
+            self._parts.reborn(source, presence.incarnation)
+        self._parts.heard(source, presence)
 
 
 def _where(presence: PresenceUpdate) -> _Where:

@@ -26,6 +26,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from shoal.protocol.errors import Unreachable
@@ -55,42 +56,31 @@ _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
 
+@dataclass(slots=True)
 class _Link:
-    __slots__ = (
-        "busy_s",
-        "busy_since_s",
-        "chunk_at_s",
-        "chunks",
-        "is_shared",
-        "looked",
-        "mark",
-        "num_failed",
-        "num_sending",
-        "pending",
-        "probes",
-        "received_bytes",
-        "round_trips",
-        "samples",
-        "sent_bytes",
-        "since_s",
-    )
-
-    def __init__(self) -> None:
-        self.round_trips: deque[float] = deque(maxlen=16)
-        self.samples: deque[tuple[float, float]] = deque(maxlen=8)
-        self.chunks: deque[float] = deque(maxlen=32)
-        self.pending = 0.0, 0.0  # (bytes, seconds) since the last sample
-        self.is_shared = False  # another link was sending at the same time since the last sample
-        self.mark = 0  # `LinkMeter._num_mixed` when this link was last looked at
-        self.probes: deque[float] = deque(maxlen=3)
-        self.chunk_at_s: float | None = None
-        self.num_sending = 0
-        self.num_failed = 0  # failed tries in a row
-        self.busy_s, self.busy_since_s = 0.0, 0.0  # seconds of sending so far; start of the present sending
-        self.looked = 0.0, 0.0  # (busy seconds, bytes sent) at the last `LinkMeter.look`
-        self.since_s = 0.0
-        self.sent_bytes = 0.0
-        self.received_bytes = 0.0
+    round_trips: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
+    samples: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=8))
+    chunks: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=32))
+    probes: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=3))
+    pending: tuple[float, float] = 0.0, 0.0
+    """(Bytes, seconds) since the last sample."""
+    is_shared: bool = False
+    """Another link was sending at the same time since the last sample."""
+    mark: int = 0
+    """`LinkMeter._num_mixed` when this link was last looked at."""
+    chunk_at_s: float | None = None
+    num_sending: int = 0
+    num_failed: int = 0
+    """Failed tries in a row."""
+    busy_s: float = 0.0
+    """Seconds of sending so far."""
+    busy_since_s: float = 0.0
+    """Start of the present sending."""
+    looked: tuple[float, float] = 0.0, 0.0
+    """(Busy seconds, bytes sent) at the last `LinkMeter.look`."""
+    since_s: float = 0.0
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:

@@ -1,0 +1,72 @@
+"""What this peer says of itself: its presence to neighbours, its advert to the coordinator."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal.peer.base.plans import Plans
+from shoal.peer.compute.probe import DeviceProbe
+from shoal.peer.links.probing import LinkProbing
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.parts import Parts
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.messages import Advert, PresenceUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """Facts about a peer that it claims and that are not measured."""
+
+    name: str = ""
+    machine: str = ""
+    """Equal for peers that share a network card (`Advert.machine`)."""
+    memory_bytes: int | None = None
+    """Memory to claim; None: what is free. Virtual worlds set it: free memory of their machine differs between runs."""
+
+
+class OwnWord:
+    """The words of one peer about itself. Args: has_text: it has the run's text, so that it may be at stage 0."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plans: Plans,
+        life: Life,
+        parts: Parts,
+        links: LinkProbing,
+        claims: Claims,
+        *,
+        has_text: bool,
+    ) -> None:
+        self._endpoint, self._plans, self._life, self._parts, self._links = endpoint, plans, life, parts, links
+        self._claims, self._has_text = claims, has_text
+        self.device: DeviceProbe | None = None
+        """Our device; None before it is measured."""
+        self.claimed_bytes: int | None = None
+        """Memory to claim after a job found too little of it; None: as measured."""
+
+    def presence(self) -> PresenceUpdate:
+        """Return our present Hello, without its number."""
+        plan, stage = self._plans.newest, self._parts.stage
+        return PresenceUpdate(
+            incarnation=self._life.incarnation,
+            plan_sequence=plan.sequence if plan is not None else 0,
+            stage=stage.group_id if stage else -1,
+            version=stage.version if stage else 0,
+            ready=stage.is_ready if stage else False,
+            is_open=stage.is_open if stage else False,
+            learner=stage.is_learner if stage else False,
+            draining=self._life.is_leaving or (stage is not None and stage.is_draining),
+            experts=self._parts.places,
+        )
+
+    def advert(self) -> Advert:
+        assert self.device is not None, "not started"
+        at = self._endpoint.transport.addresses()
+        advert = self.device.advert(self._claims.name, self._links.bytes_per_s, at, has_data=self._has_text)
+        return msgspec.structs.replace(
+            advert,
+            machine=self._claims.machine,
+            card_bytes_per_s=self._links.card_bytes_per_s,
+            memory_bytes=advert.memory_bytes if self.claimed_bytes is None else self.claimed_bytes,
+        )

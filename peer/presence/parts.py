@@ -1,0 +1,153 @@
+"""The register of this peer's parts in groups: its replica of a stage, and the experts that it holds."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from shoal.peer.compute.arithmetic import DenseRuntime, TrunkRuntime
+from shoal.peer.group.witnesses import Witnessed, Witnesses
+from shoal.peer.model.state import StageState
+from shoal.peer.replica.member import MemberCore
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import ExpertPlace, PresenceUpdate
+from shoal.protocol.plan import Plan
+
+
+class Part(Protocol):
+    """One of the peer's parts in groups; `GroupMembership` documents it."""
+
+    group_id: int
+    witnesses: Witnesses
+
+    @property
+    def core(self) -> MemberCore: ...
+
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def state(self) -> StageState | None: ...
+
+    @property
+    def state_bytes(self) -> int: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def is_learner(self) -> bool: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_stepping(self) -> bool: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def audience(self) -> list[PeerID]: ...
+
+    def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None: ...
+
+    def peer_died(self, peer: PeerID) -> None: ...
+
+    def peer_reborn(self, peer: PeerID, incarnation: int) -> None: ...
+
+    def peer_silent(self, peer: PeerID) -> None: ...
+
+    def pause(self, *, at_once: bool) -> None: ...
+
+    def resume(self) -> None: ...
+
+    async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool: ...
+
+    def stay(self, plan: Plan) -> None: ...
+
+
+class StagePart(Part, Protocol):
+    """The peer's replica of a stage; `Replica` documents it."""
+
+    stage: int
+    layers: tuple[int, int]
+
+    @property
+    def runtime(self) -> DenseRuntime | TrunkRuntime: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None: ...
+
+
+class ExpertHolding(Part, Protocol):
+    """One expert that the peer holds; `ExpertMembership` documents it."""
+
+    @property
+    def place(self) -> ExpertPlace: ...
+
+
+class Parts:
+    """The parts of one peer. `StageSeat` and `ExpertSeats`, which begin and end them, enter them here."""
+
+    def __init__(self) -> None:
+        self.stage: StagePart | None = None
+        self.experts: Mapping[int, ExpertHolding] = {}
+        """Group -> our part in it."""
+
+    @property
+    def all(self) -> list[Part]:
+        """All parts: the stage first, then the experts in the order of their groups."""
+        experts = (part for _, part in sorted(self.experts.items()))
+        return [self.stage, *experts] if self.stage is not None else [*experts]
+
+    @property
+    def places(self) -> tuple[ExpertPlace, ...]:
+        """The experts that we hold, as others hear of them."""
+        return tuple(part.place for _, part in sorted(self.experts.items()))
+
+    @property
+    def audience(self) -> list[PeerID]:
+        """The peers to tell about our readiness."""
+        return list(dict.fromkeys(peer for part in self.all for peer in part.audience))
+
+    # --- the state that we train ---
+
+    def state_of(self, keys: Collection[str]) -> StageState | None:
+        """Return the trained state that includes these layers; None while there is none here."""
+        states = (part.state for part in self.all if part.is_ready)
+        return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
+
+    def is_stepping(self, keys: Collection[str]) -> bool:
+        """True while these layers are in an optimizer step, so that they have no state."""
+        return any(part.is_stepping and set(keys) <= set(part.keys) for part in self.all)
+
+    async def witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
+        """Return what `source` may fetch as a newcomer of a group that holds these layers; None: it is no newcomer.
+        Args: version: -1: the newest. Raises: Refused: nothing yet."""
+        for part in self.all:
+            state = part.state
+            if part.is_ready and state is not None and set(keys) <= state.layers.keys():
+                return await part.witnesses.offer(source, state, version)
+        return None
+
+    # --- what our parts hear of others ---
+
+    def heard(self, source: PeerID, presence: PresenceUpdate) -> None:
+        for part in self.all:
+            part.peer_state(source, presence)
+
+    def reborn(self, peer: PeerID, incarnation: int) -> None:
+        for part in self.all:
+            part.peer_reborn(peer, incarnation)
+
+    def died(self, peer: PeerID) -> None:
+        for part in self.all:
+            part.peer_died(peer)
+
+    def silent(self, peer: PeerID) -> None:
+        for part in self.all:
+            part.peer_silent(peer)

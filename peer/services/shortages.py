@@ -1,0 +1,77 @@
+"""What this peer does when its device has no memory for a job."""
+
+import asyncio
+from typing import Protocol
+
+from shoal.peer.handoff.initial import begun_numel
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.neighbours import Neighbours
+from shoal.peer.presence.own_word import OwnWord
+from shoal.peer.presence.parts import Part, Parts
+from shoal.peer.presence.reports import Reports
+from shoal.protocol.spec import RunSpec
+
+_SHORT_S = 20.0
+"""Delay until a part out of memory tries again. By then the next plan has replaced it, if another peer can."""
+
+
+class SpareMemory(Protocol):
+    """What the peer keeps for others and can spare; `InferenceService` documents it."""
+
+    def free(self) -> None: ...
+
+
+class Shortages:
+    """The shortages of memory of one peer."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        life: Life,
+        parts: Parts,
+        own: OwnWord,
+        neighbours: Neighbours,
+        reports: Reports,
+        spare: SpareMemory,
+    ) -> None:
+        self._spec, self._life, self._parts, self._own = spec, life, parts, own
+        self._neighbours, self._reports, self._spare = neighbours, reports, spare
+        self.num = 0
+        """Shortages so far."""
+        self._short: dict[Part, asyncio.TimerHandle] = {}
+        """A part that paused for lack of memory -> the timer of its next try."""
+
+    def free(self) -> None:
+        """Free what can be spared: a job has found no memory."""
+        self._spare.free()
+
+    def add(self, part: Part) -> None:
+        """Claim less memory: there was none for the part's work, even with all caches freed. The part has paused and
+        handed back what it can; the next plan gives us less.
+
+        The new claim is 3/4 of the old one, and at most 5/4 of this stage's state and base. That is too little for this
+        stage: plans count at least 16 bytes a parameter, of which the state is 12, and the base."""
+        state_bytes = part.state_bytes
+        if self._spec.adapter is not None and part is self._parts.stage:
+            state_bytes += sum(4 * begun_numel(self._spec, key) for key in part.keys) // 2
+        before = self._own.advert().memory_bytes
+        after = self._own.claimed_bytes = min(3 * before // 4, 5 * state_bytes // 4)
+        self.num += 1
+        if part in self._short:
+            return
+        self._reports.say(
+            f"out of memory: this peer's work goes to others, and it claims {after / 1e9:.2g} GB "
+            f"instead of {before / 1e9:.2g} GB"
+        )
+        self._short[part] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, part)
+        self._neighbours.announce()
+
+    def close(self) -> None:
+        for timer in self._short.values():
+            timer.cancel()
+
+    def _try_again(self, part: Part) -> None:
+        """Resume: no plan has taken the stage from us, so there may be no other peer for it."""
+        del self._short[part]
+        if part in self._parts.all and not self._life.is_paused:
+            part.resume()
