@@ -4,28 +4,16 @@ from collections.abc import Callable
 
 from shoal.coordinator.chain import PlanChain
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import (
-    Heartbeat,
-    PlanOffer,
-    PlanVote,
-    Standing,
-    TermGrant,
-    TermRequest,
-)
+from shoal.protocol.messages import Heartbeat, PlanOffer, PlanVote, Standing, TermGrant, TermRequest
 from shoal.protocol.plan import SignedPlan, vote_body
 
 
 def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
     """Grant a term or refuse it. Make the chain's record durable before sending the answer."""
-    grant = chain.grant(source, request.term, base)
-    if not grant.granted:
-        return no_grant(chain, base, grant.reason)
-    return TermGrant(
-        granted=True,
-        term=chain.granted_term,
-        accepted=grant.accepted.envelope if grant.accepted else b"",
-        accepted_term=grant.accepted_term,
-    )
+    if refusal := chain.grant(source, request.term, base):
+        return no_grant(chain, base, refusal)
+    accepted = chain.accepted.envelope if chain.accepted else b""
+    return TermGrant(granted=True, term=chain.granted_term, accepted=accepted, accepted_term=chain.accepted_term)
 
 
 def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
@@ -55,31 +43,25 @@ def answer_offer(
     sign_vote: Callable[[bytes], bytes],
 ) -> PlanVote:
     """Vote for a plan or refuse it. Make the chain's record durable before sending the answer.
-    Args: vouch: signs the body of a vote in our name."""
-    vote = chain.vote(source, offer.term, plan, base)
-    if vote.accepted:
-        signature = sign_vote(vote_body(offer.term, plan.digest))
-        return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
-    newer = b"" if base is None else _newer(chain, base)
-    return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)
+    Args: sign_vote: signs the body of a vote in our name."""
+    if refusal := chain.vote(source, offer.term, plan, base):
+        newer = b"" if base is None else _newer(chain, base)
+        return PlanVote(accepted=False, reason=refusal, term=chain.granted_term, live=newer)
+    signature = sign_vote(vote_body(offer.term, plan.digest))
+    return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
 
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
     """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
     voter before it refuses a plan.
-
-    Args:
-        own: this peer's last heartbeat.
-        leaves: this peer is about to leave the run.
-        revision: the revision of the spec that this peer trains by.
-    """
+    Args: own: this peer's last heartbeat. leaves: this peer is about to leave the run."""
     return Standing(
         live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),
         era=own.era if own else 0,
         stage=own.stage if own else None,
         version=own.version if own else 0,
-        synced=own.synced if own else False,
+        synced=own is not None and own.synced,
         holdings=own.holdings if own else (),
         held=own.held if own else (),
         leaves=leaves,

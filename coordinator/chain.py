@@ -38,7 +38,6 @@ term far above the known ones is believed only from a peer that repeats it, one 
 
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -65,24 +64,6 @@ class Adoption(NamedTuple):
     lacks: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermPermission:
-    """The answer to a candidate. `accepted` is the plan that we voted for after `live`."""
-
-    granted: bool
-    reason: str = ""
-    accepted: SignedPlan | None = None
-    accepted_term: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """Our vote on a plan, with the reason of a refusal."""
-
-    accepted: bool
-    reason: str = ""
-
-
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The promises that must survive a restart. Live plans are stored as links, the plan voted for as an envelope;
     empty: none."""
@@ -105,8 +86,8 @@ class PlanChain:
 
     Args:
         owner: the only peer that may make plan (1, 1).
-        holds: checks the signature of a vote.
-        holds_order: checks the signature of an exclusion order.
+        verify: checks the signature of a vote.
+        verify_order: checks the signature of an exclusion order.
     """
 
     def __init__(self, run: str, *, owner: PeerID, verify: VerifySignature, verify_order: VerifySignature) -> None:
@@ -142,21 +123,19 @@ class PlanChain:
             self._term_heard = limit
         return term <= limit
 
-    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> TermPermission:
-        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan."""
+    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
+        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan.
+        Returns: why not; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
-            return TermPermission(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
+            return f"obeys plan {self.order}, not {base.plan.order}"
         if not base.plan.has(candidate):
-            return TermPermission(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
+            return f"plan {base.plan.order} does not know the candidate"
         if term <= base.plan.term and candidate != base.plan.coordinator:
-            return TermPermission(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")
+            return f"term {term} is not above the live plan's {base.plan.term}"
         if not self.takes_term(term):
-            return TermPermission(granted=False, reason=f"no honest candidate is at term {term}")
-        refusal = self._claim(candidate, term)
-        if refusal:
-            return TermPermission(granted=False, reason=refusal)
-        return TermPermission(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
+            return f"no honest candidate is at term {term}"
+        return self._claim(candidate, term)
 
     def must_judge(self, plan: SignedPlan) -> bool:
         """True if `plan` may follow the live plan and this peer has not voted for it yet."""
@@ -164,38 +143,36 @@ class PlanChain:
         is_known = voted is not None and voted.digest == plan.digest
         return live is not None and not is_known and not link_flaw(plan, live)
 
-    def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
+    def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> str:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
-        above our plan."""
+        above our plan. Returns: why not; empty: this is our vote."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
-            return Vote(accepted=False, reason="obeys no plan yet")
+            return "obeys no plan yet"
         if plan.digest == self.live.digest:
-            return Vote(accepted=True)
+            return ""
         if plan.plan.height <= self.height:
-            return Vote(accepted=False, reason=f"obeys plan {self.order}, not below {plan.plan.order}")
-        flaw = link_flaw(plan, self.live)
-        if flaw:
-            return Vote(accepted=False, reason=flaw)
+            return f"obeys plan {self.order}, not below {plan.plan.order}"
+        if flaw := link_flaw(plan, self.live):
+            return flaw
         known = set(self.live.plan.exclusions)
         if not all(self.exclusions.proves(order) for order in plan.plan.exclusions if order not in known):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes a peer without a valid order")
+            return f"plan {plan.plan.order} excludes a peer without a valid order"
         if plan.plan.term > term or (plan.plan.term == term and plan.plan.coordinator != source):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offering peer's in term {term}")
+            return f"plan {plan.plan.order} is not the offering peer's in term {term}"
         voted = self.accepted
         if voted is not None and self.accepted_term == term and voted.digest != plan.digest:
             if voted.plan.order == plan.plan.order:
-                return Vote(accepted=False, reason=f"voted for another plan {plan.plan.order}")
+                return f"voted for another plan {plan.plan.order}"
             if voted.plan.order > plan.plan.order:
-                return Vote(accepted=False, reason=f"voted for plan {voted.plan.order}, above {plan.plan.order}")
+                return f"voted for plan {voted.plan.order}, above {plan.plan.order}"
         if not self.takes_term(term):
-            return Vote(accepted=False, reason=f"no honest coordinator is at term {term}")
-        refusal = self._claim(source, term)
-        if refusal:
-            return Vote(accepted=False, reason=refusal)
+            return f"no honest coordinator is at term {term}"
+        if refusal := self._claim(source, term):
+            return refusal
         self.accepted, self.accepted_term = plan, term
-        return Vote(accepted=True)
+        return ""
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.

@@ -22,8 +22,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger, StepRecord
-from shoal.coordinator.plan_notes import PlanNotes
-from shoal.coordinator.refusals import Refusals
+from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule

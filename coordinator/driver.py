@@ -54,10 +54,9 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
-from shoal.coordinator.store import PlanStore
+from shoal.coordinator.store import PlanStore, WriteAhead
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.verified_plans import VerifiedPlans
-from shoal.coordinator.write_ahead import WriteAhead
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
