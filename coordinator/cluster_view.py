@@ -17,6 +17,7 @@ from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
@@ -28,9 +29,9 @@ from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
 from shoal.coordinator.swarm_status import swarm_status
-from shoal.coordinator.transfer_size import adverts, fitting
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
+from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Heartbeat, Reset, SwarmStatus, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
@@ -51,6 +52,15 @@ for a silent peer that holds the only copy of a state: a peer with a crashed net
 
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
+
+ADVERTS_MAX = 64
+"""Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
+LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
+"""Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
+plan leaves no room for all. The roster names 64 peers only; plans and absences are for people; records choose among
+placements. Without loads the heir keeps a hot expert's shares until it has measured where tokens go; without
+unreachable pairs it may group peers that cannot talk, until they report it; without arrivals it may remove a peer with
+late heartbeats until it has learned its rhythm."""
 
 
 class ClusterView:
@@ -226,9 +236,10 @@ class ClusterView:
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits.
         Args: searched: whether a search has found nothing better than the live plan's layout."""
+        known = ((peer, self.roster.presences[peer].advert) for peer in self.roster.alive(now_s))
         handover = TransferLeadership(
             plan=live.link,
-            roster=adverts(self.roster, now_s),
+            roster=tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX],
             era=self.ledger.era,
             version=self.version_max,
             step=self.ledger.step,
@@ -498,3 +509,12 @@ class ClusterView:
 
     def _elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
+
+
+def fitting(handover: TransferLeadership) -> TransferLeadership:
+    """Drop fields from `handover` until it fits in a message. A plan that is too large alone cannot be sent at all."""
+    for name in LEAST_NEEDED:
+        if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
+            break
+        handover = msgspec.structs.replace(handover, **{name: ()})
+    return handover

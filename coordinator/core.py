@@ -77,7 +77,6 @@ from shoal.coordinator.coordination_events import (
     TellNode,
     Unanswered,
 )
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.judge import Judge
 from shoal.coordinator.leader import Leader
@@ -257,13 +256,7 @@ class CoordinationCore:
     @property
     def exclusions_told(self) -> tuple[str, ...]:
         """One sentence for each exclusion order: the excluded peers and the signer."""
-        presences = self.view.roster.presences
-
-        def name_of(peer: PeerID) -> str:
-            seen = presences.get(peer)
-            return seen.advert.name if seen is not None and seen.advert is not None else ""
-
-        return self.chain.exclusions.told(name_of)
+        return self.chain.exclusions.told(self.view.roster.own_name_of)
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
         """Known exclusion orders that `plan` does not contain."""
@@ -663,4 +656,4 @@ class CoordinationCore:
 
     def _name_of(self, peer: PeerID) -> str:
         own = self._own.advert.name if peer == self.me and self._own is not None else ""
-        return own or name_of(peer, self.view.roster)
+        return own or self.view.roster.name_of(peer)

@@ -20,7 +20,6 @@ from shoal.coordinator.coordination_events import (
     Search,
     Searched,
 )
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
 from shoal.coordinator.proposer import GivenUp, PlanAdopted, Progress, Proposer
@@ -153,7 +152,7 @@ class PlanRounds:
         if plan is None or self._chain.live is None:
             return []
         view.electorate.refused(self._chain.live.plan, plan)
-        name = name_of(event.peer, view.roster)
+        name = view.roster.name_of(event.peer)
         text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
         return [LogReason(text=text)] if text else []
 

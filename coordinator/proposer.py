@@ -1,4 +1,4 @@
-"""Runs one ballot at a time to extend the chain: it requests the term if we do not hold it yet, then the votes. Pure."""
+"""Runs one ballot at a time: it requests the term if we do not hold it yet, then the votes for a plan. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -15,7 +15,6 @@ from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
@@ -572,7 +571,7 @@ class ReplanPolicy:
         ]
         if not silent or idle_s >= wait_s:
             return frozenset(), ""
-        names = " or ".join(name_of(peer, view.roster) for peer in silent)
+        names = " or ".join(view.roster.name_of(peer) for peer in silent)
         back = f"to step {beginning.version}" if beginning.version else "to the beginning"
         sentence = f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
         return frozenset(silent), sentence

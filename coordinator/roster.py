@@ -242,6 +242,14 @@ class Roster:
                 found.setdefault(accused, set()).add(peer)
         return found
 
+    def name_of(self, peer: PeerID) -> str:
+        """Return the peer's own name, or the end of its identifier."""
+        return self.own_name_of(peer) or peer[-8:]
+
+    def own_name_of(self, peer: PeerID) -> str:
+        seen = self.presences.get(peer)
+        return seen.advert.name if seen is not None and seen.advert is not None else ""
+
     def draining(self, peer: PeerID) -> bool:
         """True if `peer` reports that it is leaving."""
         seen = self.presences.get(peer)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import LinkBook, SpeedBook
 from shoal.coordinator.allocate.reachability import Reachability
-from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
-from shoal.coordinator.cost.workload import FormatBytes, Workload
+from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
 from shoal.coordinator.era import CheckpointCatalog, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.protocol.identity import PeerID

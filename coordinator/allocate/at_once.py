@@ -11,9 +11,9 @@ from itertools import islice
 
 import numpy as np
 
+from shoal.coordinator.allocate.adjustments import with_device
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import GAIN_MIN
-from shoal.coordinator.allocate.single_failure import with_device
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

@@ -21,6 +21,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.adjustments import (
+    loss_alone,
+    with_device,
+    with_fewest_moves,
+    with_idle_devices,
+    with_second_holders,
+)
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -32,11 +39,9 @@ from shoal.coordinator.allocate.greedy import (
     slots_of,
     stage_of,
 )
-from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.plan_layout import Layout, places_of
-from shoal.coordinator.allocate.relabelling import with_fewest_moves
 from shoal.coordinator.allocate.repartitioning import (
     expected_gain,
     fetch_s,
@@ -45,11 +50,9 @@ from shoal.coordinator.allocate.repartitioning import (
     seen_or_foreseen_s,
     worth_its_standstill,
 )
-from shoal.coordinator.allocate.single_failure import loss_alone, with_device, with_second_holders
 from shoal.coordinator.allocate.step_time_prediction import predict_step_time
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import split
-from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LIGHT_STATE_S
@@ -63,7 +66,7 @@ STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
 """The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
-newcomer at once, if that slows the step by less than the expected loss of a single holder (`single_failure.py`)."""
+newcomer at once, if that slows the step by less than the expected loss of a single holder (`adjustments.py`)."""
 STATE_PART = 0.5
 """The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32

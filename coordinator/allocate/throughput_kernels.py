@@ -373,7 +373,7 @@ def _pair(P, S, k):
 
 @_inner
 def _fill(P, S, k, supply, demand):
-    """Compute the flow as `cost/flow.py` does, where some paths are too thin. Returns: work."""
+    """Compute the flow as `cost.throughput.fill` does, where some paths are too thin. Returns: work."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
     left, room = supply.copy(), demand.copy()

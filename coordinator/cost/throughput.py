@@ -22,7 +22,7 @@ member d of a stage can take
              b is each edge's own, and S each stage's (`WireBytes`)                                     [bytes]
 
 T_stage is the T at which the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member
-sends and takes at capacity (`flow.fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d /
+sends and takes at capacity (`fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d /
 card_d.
 
 **T_chain** is the longest dependency chain. A microbatch of step t begins when version t - s_max is available. So s_max
@@ -63,14 +63,13 @@ Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
-from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, StageLoad, pace_of
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
@@ -81,6 +80,10 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
 """Equal to `Window.gain` of `peer/replica/flow.py`."""
+ROUNDS = 6
+"""Rounds of offering. A router finds such a flow through the queues at slow receivers. The flow found is 94 % of the
+maximum in the median, 73 % at least (by linear programming, 200 random cases of up to 8 x 8 in which half of the paths
+are too slow)."""
 
 
 class _Priced(NamedTuple):
@@ -378,3 +381,48 @@ def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float
         below_s += jobs_s[k] + (hops_s[k] if k < len(hops_s) else 0.0)
         trips_s[k] = below_s
     return trips_s
+
+
+def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
+    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S,
+    D], all in one unit of rate. Every sender first sends in proportion to the demands. What a path cannot carry is
+    offered to receivers with room, `ROUNDS` times. The flow is never above the maximum flow, and equal to it if no
+    path limits."""
+    flow = np.zeros_like(path)
+    left, room = supply.copy(), demand.copy()
+    for _ in range(ROUNDS):
+        offered = left.sum()
+        taken = room.sum()
+        if offered <= 0.0 or taken <= 0.0:
+            break
+        more = np.minimum(np.outer(left, room) / max(offered, taken), path - flow)
+        if more.sum() <= 1e-9 * supply.sum():
+            break
+        flow += more
+        left = np.maximum(supply - flow.sum(axis=1), 0.0)
+        room = np.maximum(demand - flow.sum(axis=0), 0.0)
+    return flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The shares in the order of `Placement.stages`; each stage's numbers are positive and add to 1."""
+
+    shares: tuple[tuple[float, ...], ...]
+    """Each member's share of the stage's microbatches."""
+    parts: tuple[tuple[float, ...], ...]
+    """The part of the stage's gradient that each member adds up for the others."""
+
+
+def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
+    """Split a placement's work. Shares follow each member's capacity for a step (`ThroughputObjective`): its compute,
+    its paths to both neighbours, and the part of its card that the reduction leaves. Empty stages give empty tuples."""
+    return Split(
+        shares=ThroughputObjective(topology, workload).shares(placement),
+        parts=tuple(
+            tuple(
+                float(part) for part in reduction_parts(topology, np.asarray(stage, dtype=np.int64), workload.cut_bytes)
+            )
+            for stage in placement.stages
+        ),
+    )

@@ -10,7 +10,7 @@ from shoal.coordinator.experts.allocation import (
     replica_counts,
 )
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
-from shoal.coordinator.experts.failure_rate import rounded
+from shoal.coordinator.experts.failure_records import rounded
 from shoal.coordinator.experts.mending import mend
 from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
@@ -32,7 +32,7 @@ class ExpertNode:
     slots: int
     """The limit on its experts; 0: it holds none after the next plan, for example because it drains."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
-    """The probability of failure before the next placement (`failure_rate`), rounded to a power of two."""
+    """The probability of failure before the next placement (`failure_records`), rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.diagnosis import seconds
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.swarm_status import seconds
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Holding, LinkReport

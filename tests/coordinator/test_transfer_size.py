@@ -5,9 +5,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
-from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.cluster_view import ADVERTS_MAX, LEAST_NEEDED, ClusterView, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
-from shoal.coordinator.transfer_size import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import (
     Absence,
