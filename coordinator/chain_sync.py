@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.coordination_events import Ask, Command
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ChainLinks, ChainRequest
+from shoal.protocol.messages import ChainRequest
 from shoal.protocol.plan import SignedPlan
 
 ASK_AGAIN_HEARTBEATS = 1.0
@@ -76,7 +76,3 @@ class ChainSync:
     def _question(self, peer: PeerID, behind: SignedPlan | None) -> Ask:
         digest, override_epoch = (behind.digest, behind.plan.override_epoch) if behind is not None else ("", 0)
         return Ask(peer=peer, message=ChainRequest(after=digest, override_epoch=override_epoch))
-
-
-def answer(chain: PlanChain, request: ChainRequest) -> ChainLinks:
-    return ChainLinks(links=chain.links.after(request.after, request.override_epoch))

@@ -279,9 +279,8 @@ class ClusterView:
     @property
     def claimed(self) -> tuple[int, int]:
         """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
-        presences = self.roster.presences
-        beats = (presences[peer].heartbeat for peer in self._placed if peer in presences)
-        return max(((held.era, held.version) for beat in beats if beat for held in beat.holdings), default=(0, 0))
+        beats = self.roster.beats(self._placed)
+        return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 
     @property
     def version_max(self) -> int:
@@ -295,8 +294,8 @@ class ClusterView:
     @property
     def version_said(self) -> int:
         """The highest version of this era in any peer's last heartbeat."""
-        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
-        return max((beat.version for beat in beats if beat.era == self.ledger.era), default=0)
+        beats = self.roster.beats(self.roster.presences)
+        return max((beat.version for _, beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
@@ -327,7 +326,7 @@ class ClusterView:
         nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
 
         def follows(peer: PeerID) -> bool:
-            beat = self.roster.presences[peer].heartbeat
+            beat = self.roster.beat(peer)
             return beat is not None and beat.era == live.era
 
         refused = self._refused(live)
@@ -463,8 +462,8 @@ class ClusterView:
     def save_at(self, live: Plan, now_s: float) -> int:
         """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):
-            beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
-            of_era = (beat for beat in beats if beat is not None and beat.era == live.era)
+            beats = self.roster.beats(self.roster.alive(now_s))
+            of_era = (beat for _, beat in beats if beat.era == live.era)
             self._snapshots.look(of_era, now_s, elapsed_s=self._elapsed_s(now_s))
         return self._snapshots.save_at
 
@@ -476,9 +475,8 @@ class ClusterView:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
             self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
-            alive = [peer for peer in live.members if not self.roster.is_gone(peer, now_s)]
-            beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
-            holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
+            alive = (peer for peer in live.members if not self.roster.is_gone(peer, now_s))
+            holdings = ((peer, beat.holdings) for peer, beat in self.roster.beats(alive))
             layers = held_keys(self.spec.model, placed=self.places_experts)
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
             self._safe = catalog.newest_safe(layers) or (0, 0)

@@ -37,7 +37,6 @@ from functools import partial
 
 import msgspec
 
-from shoal.coordinator import chain_sync
 from shoal.coordinator.acceptor import (
     answer_offer,
     answer_pre_vote,
@@ -353,7 +352,8 @@ class CoordinationCore:
                 assert event.plan is not None
                 return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
             case ChainRequest() as request:
-                return [Reply(message=chain_sync.answer(self.chain, request))]
+                links = self.chain.links.after(request.after, request.override_epoch)
+                return [Reply(message=ChainLinks(links=links))]
             case TransferLeadership() as message:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)

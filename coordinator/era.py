@@ -160,8 +160,8 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Ch
     if among is not None:
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
         peers = tuple(peer for peer in peers if peer in members)
-    beats = ((peer, roster.presences[peer].heartbeat) for peer in peers)
-    carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats if beat)
+    beats = roster.beats(peers)
+    carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats)
     return CheckpointCatalog.of(carried)
 
 
@@ -203,9 +203,8 @@ def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, in
     """Yield (peer, group, version) of all state that living peers report in this era."""
     num_stages = len(live.stages)
     # one pass: a loop over groups is too slow for a thousand peers with hundreds of groups
-    for peer in roster.alive(now_s):
-        beat = roster.presences[peer].heartbeat
-        if beat is None or beat.era != live.era:
+    for peer, beat in roster.beats(roster.alive(now_s)):
+        if beat.era != live.era:
             continue
         if beat.synced and beat.stage is not None and beat.stage < num_stages:
             yield peer, beat.stage, beat.version
@@ -236,7 +235,7 @@ def next_beginning(
 ) -> Beginning:
     """Return the beginning of the next era, after all eras that any peer has reported: the newest snapshot that is
     complete on `catalog`."""
-    heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
+    heard = (beat.era for _, beat in roster.beats(roster.presences))
     last = live.era if live else 0
     # A later era is not believed: no peer would follow a plan with such a jump.
     era_max = (last + ERA_JUMP_MAX if live else ERA_MAX) - 1

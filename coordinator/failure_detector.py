@@ -185,8 +185,8 @@ class FailureDetector:
                 unanswered
                 and not roster.is_gone(peer, now_s)
                 and len(inquiry.reporters) >= 2
-                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
-                and roster.sign_s(peer) <= inquiry.since_s
+                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.arrivals(peer).patience_s
+                and roster.arrivals(peer).sign_s <= inquiry.since_s
             ):
                 del self._inquiries[peer]
                 roster.lose(peer)
@@ -246,7 +246,7 @@ class FailureDetector:
         return (
             inquiry.refused_s is not None
             or now_s < inquiry.since_s + ROLL_CALL_HEARTBEATS * self._heartbeat_s
-            or roster.suspect_at_s(peer) <= self._wait_until_s
+            or roster.arrivals(peer).suspect_at_s <= self._wait_until_s
         )
 
     def _suspect(self, peer: PeerID, now_s: float) -> Inquiry:

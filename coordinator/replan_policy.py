@@ -317,7 +317,7 @@ class ReplanPolicy:
         keep its state before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
-        return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)
+        return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
 
     def _divided_anew(
         self, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int

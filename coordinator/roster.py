@@ -1,7 +1,7 @@
 """Knows the last heartbeat of each peer, and when its silence means that it is gone. Pure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -75,7 +75,7 @@ class Roster:
         """Record a heartbeat; there must be room for the peer (`has_room_for`)."""
         presence = self.presences.get(peer)
         if presence is None or presence.left:
-            presence = self.presences[peer] = Presence(self._arrivals(peer, now_s))
+            presence = self.presences[peer] = Presence(self._new_arrivals(peer, now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # this gap depends on the change of coordinator, not on the peer
         else:
@@ -98,17 +98,17 @@ class Roster:
         if not self.is_gone(peer, now_s):
             self.signed(peer, now_s)
 
-    def sign_s(self, peer: PeerID) -> float:
-        """Return the time of the last sign of life of `peer`, or of its last excuse."""
-        return self.presences[peer].arrivals.sign_s
+    def arrivals(self, peer: PeerID) -> Arrivals:
+        return self.presences[peer].arrivals
 
-    def suspect_at_s(self, peer: PeerID) -> float:
-        """Return when `peer` counts as gone, if it stays silent until then."""
-        return self.presences[peer].arrivals.suspect_at_s
+    def beat(self, peer: PeerID) -> Heartbeat | None:
+        """Return the last heartbeat of `peer`; None: none has arrived in this term."""
+        seen = self.presences.get(peer)
+        return seen.heartbeat if seen is not None else None
 
-    def patience_s(self, peer: PeerID) -> float:
-        """Return the timeout of `peer`."""
-        return self.presences[peer].arrivals.patience_s
+    def beats(self, peers: Iterable[PeerID]) -> Iterator[tuple[PeerID, Heartbeat]]:
+        """Yield the last heartbeat of each of `peers` that has sent one."""
+        return ((peer, beat) for peer in peers if (beat := self.beat(peer)) is not None)
 
     def overdue_at_s(self, peer: PeerID) -> float:
         """Return the time at which the next heartbeat of `peer` is late."""
@@ -117,8 +117,7 @@ class Roster:
 
     def was_heard(self, peer: PeerID) -> bool:
         """True if a heartbeat of `peer` has arrived; an expected peer is alive without one."""
-        seen = self.presences.get(peer)
-        return seen is not None and seen.heartbeat is not None
+        return self.beat(peer) is not None
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` left, was silent for too long, or is unknown."""
@@ -130,7 +129,7 @@ class Roster:
         presence = self.presences.get(peer)
         if presence is None:
             if len(self.presences) < PEERS_MAX:
-                self.presences[peer] = Presence(self._arrivals(peer, now_s), advert)
+                self.presences[peer] = Presence(self._new_arrivals(peer, now_s), advert)
         elif not presence.left:
             if presence.heartbeat is not None:
                 presence.silent_since_s = now_s - presence.silent_s(now_s)  # a new term does not shorten a silence
@@ -209,8 +208,7 @@ class Roster:
 
     def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
         """True if `peer` is silent, not known to be dead, and held the state of `group` when it was last heard."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        seen, beat = self.presences.get(peer), self.beat(peer)
         if seen is None or seen.said_goodbye or seen.dead or not self.is_gone(peer, now_s):
             return False
         if beat is None:
@@ -237,8 +235,8 @@ class Roster:
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
         found: dict[PeerID, set[PeerID]] = {}
-        for peer, presence in self.presences.items():
-            for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():
+        for peer, beat in self.beats(self.presences):
+            for accused in beat.unsound:
                 found.setdefault(accused, set()).add(peer)
         return found
 
@@ -252,20 +250,18 @@ class Roster:
 
     def draining(self, peer: PeerID) -> bool:
         """True if `peer` reports that it is leaving."""
-        seen = self.presences.get(peer)
-        return seen is not None and seen.heartbeat is not None and seen.heartbeat.draining
+        beat = self.beat(peer)
+        return beat is not None and beat.draining
 
     def holds(self, peer: PeerID, group: int, era: int) -> bool:
         """True if `peer` reports that it holds the state of this group of experts."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        beat = self.beat(peer)
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
         """True if `peer` reports the state of the stage that `live` gives it. A report from before it got the place
         does not count, because it downloads the state again."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        beat = self.beat(peer)
         return (
             beat is not None
             and beat.synced
@@ -276,8 +272,7 @@ class Roster:
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
         """Return (layers with state, layers of its stage) of a learner in the place that `live` gives it; None: it is
         none. Bounded by the stage for any report."""
-        seen, stage = self.presences.get(peer), live.stage_of(peer)
-        beat = seen.heartbeat if seen is not None else None
+        beat, stage = self.beat(peer), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None
         if (beat.era, beat.stage) != (live.era, stage) or beat.plan_sequence < live.since_of(peer):
@@ -288,10 +283,10 @@ class Roster:
 
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` is alive, has been heard, and is willing."""
-        seen = self.presences.get(peer)
-        if seen is None or seen.heartbeat is None or self.is_gone(peer, now_s):
+        beat = self.beat(peer)
+        if beat is None or self.is_gone(peer, now_s):
             return False
-        return seen.heartbeat.advert.willing_to_coordinate and not seen.heartbeat.draining
+        return beat.advert.willing_to_coordinate and not beat.draining
 
     def measured(self, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the live peers with known adverts, for the allocator."""
@@ -334,7 +329,7 @@ class Roster:
             light=self.light(peer, live),
         )
 
-    def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
+    def _new_arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
         floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
         known = self._learned.get(peer, ArrivalStatistics(peer, 0.0, 0.0, 0.0))
         return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, known.mean_s, known.deviation_s, known.worst_s)

@@ -33,13 +33,14 @@ class SnapshotSchedule:
         self._interval_s = interval_s
         self._heartbeat_s = heartbeat_s
         self._lead_steps = lead_steps
-        self._save_at = 0
+        self.save_at = 0
+        """The version to write; 0: none is due."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=16)
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
         """Start anew, in another era or in a term of ours: earlier versions say nothing."""
-        self._save_at = 0
+        self.save_at = 0
         self._pace.clear()
         self._look_at_s = -math.inf
 
@@ -57,17 +58,12 @@ class SnapshotSchedule:
             return
         newest = max(beat.version for beat in members)
         self._pace.append((now_s, newest))
-        if self._save_at > min(beat.version for beat in members):
+        if self.save_at > min(beat.version for beat in members):
             return  # a member has not reached it yet
-        self._save_at = 0
+        self.save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
             ahead = math.ceil(self._steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
-            self._save_at = newest + self._lead_steps + ahead
-
-    @property
-    def save_at(self) -> int:
-        """The version to write; 0: none is due."""
-        return self._save_at
+            self.save_at = newest + self._lead_steps + ahead
 
     @property
     def _steps_per_s(self) -> float:

@@ -34,7 +34,7 @@ _WARM_HEAT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improved:
-    """The result of a local search."""
+    """The result of a search."""
 
     assignment: Assignment
     cost: float
@@ -79,13 +79,6 @@ class Evaluator(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BestFound:
-    assignment: Assignment
-    cost: float
-    work: int
-
-
 @dataclass(slots=True)
 class _Population:
     """The individuals, at most `size`, best first. No two are the same up to names."""
@@ -118,7 +111,7 @@ def evolve(
     start: Sequence[Assignment] = (),
     keep: int = POPULATION,
     share: int | None = None,
-) -> BestFound:
+) -> Improved:
     """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
@@ -161,7 +154,7 @@ def evolve(
         else:
             take(_child(population, rng), _WARM_HEAT)
     cost, _, best = population.members[0]
-    return BestFound(assignment=best, cost=cost, work=spent)
+    return Improved(assignment=best, cost=cost, work=spent)
 
 
 def _child(population: _Population, rng: random.Random) -> Assignment:

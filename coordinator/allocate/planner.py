@@ -57,7 +57,7 @@ def plan(
         current=None if now is None else now[0],
         horizon_s=horizon_s,
     )
-    found, seconds, _ = search.best(num_stages, default_work(topology.num_devices) if work is None else work)
+    found, seconds, _ = search.each(num_stages, default_work(topology.num_devices) if work is None else work)[0]
     if now is not None and (found is None or seconds > now[1].seconds * (1.0 - gain_min)):
         return now
     if found is None:
@@ -131,14 +131,8 @@ class _Search:
         self._bias = bias
         self._levels = levels(topology, workload)
 
-    def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
-        """Search. Returns: (placement, seconds with moving, work spent); None if no placement is possible."""
-        tried = self.each(num_stages, work)
-        found, seconds, _ = tried[0]
-        return found, seconds, sum(did for _, _, did in tried)
-
     def each(self, num_stages: int | None, work: int) -> list[tuple[Placement | None, float, int]]:
-        """Return all tries, the best first: (placement, seconds with moving, work spent)."""
+        """Return all tries, the best first: (placement; None: none is possible, seconds with moving, work spent)."""
         if num_stages is not None:
             return [self._solve(num_stages, work)]
         choices = self._choices()

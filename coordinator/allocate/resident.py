@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
-from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.placement import Placement
 
 EVALUATIONS_MAX = 4000
@@ -51,12 +51,12 @@ def best_with_stayers(
         holders_min: a stage with this many holders keeps at least as many, even until newcomers have its state.
     Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included).
     """
-    home = evaluator.assignment_of(current)
+    home = assignment_of(evaluator.num_devices, current)
     needs = _Needs(
         home,
         tuple(max(math.ceil(stay * len(stage)), min(len(stage), holders_min)) for stage in current.stages),
     )
-    goal = evaluator.assignment_of(found)
+    goal = assignment_of(evaluator.num_devices, found)
     _put_back(evaluator, goal, needs, current.bounds)
     climbed = [_climb(evaluator, start, needs, current.bounds) for start in (goal, home.copy())]
     seconds, best = min(climbed, key=lambda one: one[0])

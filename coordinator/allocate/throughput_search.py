@@ -133,9 +133,6 @@ class ThroughputEvaluator:
 
     # --- placements ---
 
-    def assignment_of(self, placement: Placement) -> Assignment:
-        return assignment_of(self.num_devices, placement)
-
     def placement_of(self, assignment: Assignment) -> Placement:
         _, bounds = self._cut(assignment)
         stages = tuple(tuple(int(d) for d in np.flatnonzero(assignment == k)) for k in range(self.num_stages))

@@ -101,33 +101,11 @@ def bottleneck(hop: Floats) -> float:
 
 
 def _matches(near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
-    """True if every row can have its own column (Kuhn's algorithm)."""
-    columns = [np.flatnonzero(row).tolist() for row in near]
-    owner: dict[int, int] = {}
-    return all(_find(row, columns, owner, set()) for row in range(len(columns)))
+    """True if every row can have its own column."""
+    from scipy.sparse import csr_array  # late: half a second, which only this objective needs
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
-
-def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[int]) -> bool:
-    """Assign a column to `row`, reassigning other rows; depth first without recursion, which a large stage would
-    exhaust."""
-    trail, choices = [row], [iter(columns[row])]
-    taken: list[int] = []
-    while trail:
-        column = next((c for c in choices[-1] if c not in seen), None)
-        if column is None:
-            trail.pop()
-            choices.pop()
-            if taken:
-                taken.pop()
-            continue
-        seen.add(column)
-        taken.append(column)
-        if column not in owner:
-            owner.update(zip(taken, trail, strict=True))
-            return True
-        trail.append(owner[column])
-        choices.append(iter(columns[owner[column]]))
-    return False
+    return bool((maximum_bipartite_matching(csr_array(near), perm_type="column") >= 0).all())
 
 
 def shortest_open_path(distances: Floats) -> float:

@@ -77,9 +77,9 @@ def test_how_irregular_heartbeats_are_is_handed_over(make_plan, make_heartbeat):
     for number in range(40):
         now_s += 1.0 if number % 2 else 7.0
         last.hear("b", make_heartbeat("b"), now_s)
-    patience_s = last.roster.patience_s("b")
+    patience_s = last.roster.arrivals("b").patience_s
     heir.inherit(last.hand_over(live, now_s, searched=False))
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)
-    assert heir.roster.patience_s("b") == patience_s > heir.roster.patience_s("c")
+    assert heir.roster.arrivals("b").patience_s == patience_s > heir.roster.arrivals("c").patience_s
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)  # whoever was in between has died
-    assert heir.roster.patience_s("b") == patience_s
+    assert heir.roster.arrivals("b").patience_s == patience_s
