@@ -53,8 +53,7 @@ def answer_offer(
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
     """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
-    voter before it refuses a plan.
-    Args: own: this peer's last heartbeat. leaves: this peer is about to leave the run."""
+    voter before it refuses a plan. Args: own: this peer's last heartbeat."""
     return Standing(
         live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),

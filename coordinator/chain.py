@@ -17,24 +17,21 @@ for it that it cannot have a majority (`Ballot.found`). Without this rule the ch
 its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
 later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote. `judge` refuses plans that contradict what the member knows, before this module is
-asked.
+A member may always refuse its vote: `judge` refuses plans that contradict what the member knows. Hence the live plans
+of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live plan above its own,
+so every peer that has moved on refuses a coordinator that wakes up after its term.
 
-Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live
-plan above its own, so every peer that has moved on refuses a coordinator that wakes up after its term.
-
-When half of a plan's members are lost for good, no majority is left. The run's owner may then let one peer make the
-successor without votes (`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it
-overrides whatever the missing members agreed on. A person decides here between two histories.
+When half of a plan's members are lost for good, the run's owner may let one peer make the successor without votes
+(`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it overrides whatever the missing
+members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
-term, sequence and era. A peer that lacks intermediate links asks for them (`chain_sync`). Two valid plans of one height
-raise an alarm; a plan without proof is only refused.
+term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height raise an
+alarm.
 
 A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
-term far above the known ones is believed only from a peer that repeats it, one increment with each message.
-"""
+term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
 
 from collections import OrderedDict
 from contextlib import suppress
@@ -53,7 +50,7 @@ from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""How many plans are remembered, to detect forks: four hours of terms if no peer joins or leaves."""
+"""How many plans are remembered, to detect forks: four hours of terms."""
 
 
 class Adoption(NamedTuple):
@@ -116,8 +113,8 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is believable. If it is not, raise the bound by one increment. Without these increments liars
-        could lead honest peers so far apart that they never believe each other again."""
+        """True if `term` is believable; else raise the bound by one increment. Without increments liars could lead
+        honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
@@ -176,8 +173,8 @@ class PlanChain:
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
-        Args: after: the predecessor of `plan`, taken on trust. Needed by a peer that knows no plan of the run, or was
-        away for longer than links are kept."""
+        Args: after: the predecessor of `plan`, taken on trust: this peer knows no plan, or was away for longer than
+        links are kept."""
         known = self._obeyed.get(plan.plan.height)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
@@ -220,8 +217,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a plan that has the height of another plan that we obeyed. Votes for both mean that electors voted
-        twice; a plan without votes may come from anybody, and is only refused."""
+        """Handle a plan with the height of another that we obeyed. Votes for both mean that electors voted twice; a
+        plan without votes may come from anybody."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
@@ -236,7 +233,6 @@ class PlanChain:
         return tuple(plan for plan in (self.live, self.links.before_last) if plan is not None)
 
     def record(self) -> ChainRecord:
-        """The record that must be durable before an answer that depends on it is sent."""
         return ChainRecord(
             run=self.run,
             granted_term=self.granted_term,
@@ -257,8 +253,8 @@ class PlanChain:
         before: SignedPlan | None = None,
         mandated: SignedPlan | None = None,
     ) -> None:
-        """Continue from `record`. Its plans are opened by the caller and trusted, because we wrote them. Drop a promise
-        that no honest candidate could outbid: older releases could be tricked into one."""
+        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a promise that no honest candidate
+        could outbid: older releases could be tricked into one."""
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
         if live is not None:

@@ -28,11 +28,10 @@ from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
-from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Heartbeat, Reset, SwarmStatus, TransferLeadership
+from shoal.protocol.messages import Heartbeat, Reset, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
@@ -93,7 +92,7 @@ class ClusterView:
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
         """(sequence of a plan, the best formats for its tensors by recent figures)."""
-        self._notes = PlanNotes()
+        self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
@@ -156,7 +155,7 @@ class ClusterView:
         self.certificates.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
-        self._notes.obey(plan, now_s)
+        self.notes.obey(plan, now_s)
         self.calibration.obey(plan)
         self.survey.obey(plan)
         if plan.era != self.ledger.era:
@@ -193,7 +192,7 @@ class ClusterView:
             self.begun_s = now_s - max(0.0, inherited.elapsed_s)
             self.ledger.take_over(inherited, now_s)
             if not continuing:
-                self._notes.inherit(inherited.plans, now_s)
+                self.notes.inherit(inherited.plans, now_s)
                 self.calibration.take_over(inherited.calibration)
                 self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=False)
         for peer in plan.members:
@@ -248,9 +247,9 @@ class ClusterView:
             validation_step=self.ledger.validation_step,
             pace=self.ledger.pace.tell(now_s),
             staleness_steps_mean=self.ledger.staleness_mean,
-            elapsed_s=self._elapsed_s(now_s),
+            elapsed_s=self.elapsed_s(now_s),
             searched=searched,
-            plans=self._notes.tell(now_s),
+            plans=self.notes.tell(now_s),
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members),
@@ -384,7 +383,7 @@ class ClusterView:
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
         has_any = catalog.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
-        elapsed_s = self._elapsed_s(now_s)
+        elapsed_s = self.elapsed_s(now_s)
         is_late = not has_any and elapsed_s > 2.0 * interval_s
         lost_s = elapsed_s if is_late or math.isinf(interval_s) else interval_s / 2.0
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
@@ -450,7 +449,7 @@ class ClusterView:
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)
         comparison = self.calibration.comparison()
-        self._notes.judge(comparison.sentence if comparison is not None else "")
+        self.notes.judge(comparison.sentence if comparison is not None else "")
 
     def probe(self, peer: PeerID, live: Plan | None, now_s: float) -> tuple[PeerID, ...]:
         if live is not None and not live.has(peer):
@@ -464,7 +463,7 @@ class ClusterView:
         if self._snapshots.is_due_to_look(now_s):
             beats = self.roster.beats(self.roster.alive(now_s))
             of_era = (beat for _, beat in beats if beat.era == live.era)
-            self._snapshots.look(of_era, now_s, elapsed_s=self._elapsed_s(now_s))
+            self._snapshots.look(of_era, now_s, elapsed_s=self.elapsed_s(now_s))
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
@@ -486,26 +485,7 @@ class ClusterView:
         """Return the records of the steps that have become complete since the last call."""
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
-    def status(self, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
-        """Build the status message about the swarm, for people."""
-        return swarm_status(
-            self.run,
-            self.spec,
-            live,
-            self.roster,
-            self.ledger,
-            self.experts,
-            self._notes.tell(now_s),
-            self.calibration.comparison(),
-            self.survey.reach.pairs(now_s, live.members),
-            self.catalog(now_s),
-            self.refusals.tell(now_s),
-            owner=owner,
-            elapsed_s=self._elapsed_s(now_s),
-            now_s=now_s,
-        )
-
-    def _elapsed_s(self, now_s: float) -> float:
+    def elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
 
 

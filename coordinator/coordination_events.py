@@ -1,5 +1,4 @@
-"""The events that the core handles and the commands that it returns. All are frozen values; the driver opens and
-verifies the plans in them."""
+"""The events that the core handles and its commands. The driver opens and verifies the plans in them."""
 
 import msgspec
 
@@ -17,7 +16,7 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A call from a peer; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds
+    """A call from a peer; the core answers with `Reply`. `plan` is the message's plan, `base` the one that it builds
     on."""
 
     source: PeerID
@@ -25,7 +24,7 @@ class Received(msgspec.Struct, frozen=True):
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
     mandate: Mandate | None = None
-    """The owner's permission, in a `Reset`, to make a plan without votes."""
+    """The owner's permission, in a `Reset`."""
     knows: Acquaintance = NOBODY
     """The driver's knowledge of the peers in a `PlanOffer`."""
 
@@ -44,8 +43,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: no process listens there, as was known at
-    once."""
+    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: no process listens there."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -61,7 +59,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A call or a frame of `peer` has arrived that is no heartbeat; one event may stand for many."""
+    """Something of `peer` that is no heartbeat has arrived; one event may stand for many."""
 
     peer: PeerID
 
@@ -94,7 +92,7 @@ class CoordinationTimerFired(msgspec.Struct, frozen=True):
 
 
 class Leaving(msgspec.Struct, frozen=True):
-    """This peer is about to leave and transfers the role now."""
+    """This peer transfers the role now, because it leaves."""
 
 
 class Searched(msgspec.Struct, frozen=True):

@@ -14,22 +14,18 @@ The life of a plan:
 - Before the first plan every peer reports to the owner.
 - Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
   live when a majority of its predecessor's electors has voted for it; `PlanLive` and heartbeat replies spread it.
-- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank. That peer
-requests the
-  term from the electors, then votes for a plan with the same layout. The old coordinator keeps the role until that plan
-  is live, and asks the next peer if it takes too long.
-- A silent coordinator is replaced by the first peer in rank that notices: a pre-vote, the term, the votes, three round
-  trips in all. A member that still hears the coordinator refuses, and checks the coordinator more closely from then on.
+- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank, which requests
+  the term, then votes for a plan with the same layout. The old coordinator keeps the role until that plan is live.
+- A silent coordinator is replaced by the first peer in rank that notices, after a pre-vote. A member that still hears
+  the coordinator refuses, and checks it more closely from then on.
 - A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
 - If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
   makes a plan without votes. It begins a reign, which is compared before term and sequence.
 
-At most one `Ballot` is in flight. It requests the term if that changes, then the votes, and ends as live, expired, or
-overtaken by a plan above its base. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
+At most one `Ballot` is in flight. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
 failures, otherwise twice.
 
-The file is long because all events enter through one door, which is one thing to read.
-"""
+The file is long because all events enter through one door."""
 
 import random
 from collections.abc import Callable
@@ -82,6 +78,7 @@ from shoal.coordinator.leader import Leader
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.membership import Excluded
@@ -118,8 +115,7 @@ TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
 """Tick interval of peers that watch for failures: the coordinator, and followers that doubt it."""
 JITTER = 0.1
-"""Heartbeat intervals vary by this share, so that a thousand peers with the same plan do not report in one millisecond.
-"""
+"""Heartbeat intervals vary by this share: a thousand peers with one plan must not report in one millisecond."""
 HEAD_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
@@ -136,13 +132,10 @@ class CoordinationCore:
     """Decides what one peer does in coordination.
 
     Args:
-        me: this peer.
-        owner: the peer that makes the run's first plan.
         chain: possibly restored from disk.
         policy: chooses the next layout; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
-        vouch: signs the body of a vote in our name.
-        holds: checks another peer's signature of a statement about a topic.
+        sign_vote: signs the body of a vote in our name.
     """
 
     def __init__(
@@ -213,7 +206,7 @@ class CoordinationCore:
         mandated: SignedPlan | None,
     ) -> None:
         """Continue after a restart, before any event. `record` has the state of the chain; the caller has opened its
-        plans. A coordinator continues as coordinator."""
+        plans."""
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
@@ -254,7 +247,7 @@ class CoordinationCore:
 
     @property
     def exclusions_told(self) -> tuple[str, ...]:
-        """One sentence for each exclusion order: the excluded peers and the signer."""
+        """One sentence for each exclusion order."""
         return self.chain.exclusions.told(self.view.roster.own_name_of)
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
@@ -262,7 +255,6 @@ class CoordinationCore:
         return self.chain.exclusions.lacks(plan)
 
     def record(self) -> ChainRecord:
-        """The current promises of this peer."""
         return self.chain.record()
 
     def known_peers(self) -> frozenset[PeerID]:
@@ -275,10 +267,9 @@ class CoordinationCore:
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
     def status(self, now_s: float) -> SwarmStatus | None:
-        """The status of the swarm, if this peer coordinates."""
         if self.plan is None or not self.is_coordinator:
             return None
-        status = self.view.status(self.plan, now_s, owner=self.owner)
+        status = swarm_status(self.view, self.plan, now_s, owner=self.owner)
         return msgspec.structs.replace(status, risks=(*status.risks, *self.exclusions_told))
 
     def has_heirs(self, now_s: float) -> bool:
@@ -374,8 +365,7 @@ class CoordinationCore:
 
     def _hear(self, source: PeerID, heartbeat: Heartbeat, now_s: float) -> list[Command]:
         if heartbeat.revision != self.revision:
-            # This peer trains by another spec. No plan may contain both of us until one has changed to the other's
-            # revision.
+            # This peer trains by another spec: no plan may contain both of us.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.view.roster.lose(source)
             return [Reply(message=self._answer(source, heartbeat, now_s, leads=self.is_coordinator, ends=()))]
@@ -403,7 +393,7 @@ class CoordinationCore:
         self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
-        """Return the bytes that members sign at the end of the run, in the era and by the spec of this peer."""
+        """Return the bytes that members sign at the end of the run."""
         era = self.plan.era if self.plan else 0
         return end_body(era=era, steps=self._steps, revision=self.revision)
 
@@ -412,8 +402,8 @@ class CoordinationCore:
         return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._verify_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
-        """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
-        Signatures of former members do not count, and no signature is checked twice."""
+        """Return the valid signatures in `ends` if they prove that the run is done, else nothing. Those of former
+        members do not count, and no signature is checked twice."""
         plan = self.plan
         if plan is None:
             return ()
@@ -426,7 +416,7 @@ class CoordinationCore:
         return bool(self.ends)
 
     def _answer(self, source: PeerID, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
-        """Answer a heartbeat. Args: leads: answer as the coordinator."""
+        """Answer a heartbeat, as the coordinator if this peer `leads`."""
         live = self.chain.live
         governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
         probe = self.view.probe(source, live.plan if live is not None else None, now_s) if leads else ()
@@ -478,8 +468,7 @@ class CoordinationCore:
             )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
-                # A coordinator that we can hear but that cannot hear us removes us from the plan; then our vote does
-                # not reach it either, so a note is enough.
+                # A coordinator that cannot hear us removes us; our vote does not reach it either, so a note is enough.
                 is_ours = not plan.plan.has(self.me)
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)

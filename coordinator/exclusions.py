@@ -23,7 +23,7 @@ class Exclusions:
 
     Args:
         owner: the run's owner, whose order needs no votes.
-        holds: checks a signature of an order.
+        verify: checks a signature of an order.
         plans: the live plan, and its predecessor while some peers still vote by that.
     """
 
@@ -78,7 +78,7 @@ class Exclusions:
         if not self._is_news(order):
             return False
         # Each order of the owner names every key that it ever excluded, so it replaces earlier ones. An order with a
-        # key of its own stays, even if the owner's file is lost, because plans must never lose a key.
+        # key of its own stays: plans must never lose a key.
         kept = tuple(
             known
             for known in self._orders

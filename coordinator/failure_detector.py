@@ -31,12 +31,11 @@ from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
 AGAIN_HEARTBEATS = 0.06
-"""Delay between a first refusal and the second ping."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
-peer's network daemon on a busy machine (0.5 to 0.9 s on an idle one). A roll-back costs more than this."""
+peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Share of a member's timeout for which our own pings must stay unanswered before two reports count: it may be busy."""
+"""Share of a busy member's timeout for which our own pings must stay unanswered before two reports count."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
@@ -67,7 +66,6 @@ class Inquiry:
     vouchers: dict[PeerID, None] = field(default_factory=dict)
     """Members that it has answered while it did not answer us."""
     vouched_s: float = math.inf
-    """Time of the first such answer."""
 
 
 class FailureDetector:
@@ -87,7 +85,6 @@ class FailureDetector:
             self._suspect(peer, now_s)
 
     def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
-        """Record that `reporter` cannot reach the `silent` peers."""
         if not silent or not plan.has(reporter):
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
@@ -97,11 +94,9 @@ class FailureDetector:
                     inquiry.reporters[reporter] = None
 
     def heard(self, peer: PeerID) -> None:
-        """Record a heartbeat of `peer`."""
         self._inquiries.pop(peer, None)
 
     def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
-        """Record that `peer` has answered our ping."""
         inquiry = self._inquiries.get(peer)
         roster.signed(peer, now_s)
         if inquiry is None:
@@ -131,8 +126,7 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """Return the members that reach a peer that we cannot, from `OUT_OF_REACH_HEARTBEATS` after their first answer
-        on."""
+        """Return the members that have reached a peer for `OUT_OF_REACH_HEARTBEATS` that we cannot reach."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
@@ -140,7 +134,7 @@ class FailureDetector:
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
-        """Record that a ping of `peer` was refused: no process listens there.
+        """Record that a ping of `peer` was refused.
         Args: irreplaceable: the state of some group would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
@@ -217,8 +211,8 @@ class FailureDetector:
         return able[:2]
 
     def _end_unless_refused(self, peer: PeerID) -> None:
-        """End the check of a member after its timeout. If it may return with its state, keep the check, because only
-        its refusals end that wait."""
+        """End the check of a member after its timeout, unless it may return with its state: only its refusals end that
+        wait."""
         inquiry = self._inquiries.get(peer)
         if inquiry is not None and inquiry.returns_by_s == -math.inf:
             del self._inquiries[peer]

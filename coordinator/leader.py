@@ -1,5 +1,4 @@
-"""The coordinator's part: it checks which members are alive, asks for the next layout, and transfers the role at the
-term's end. Pure."""
+"""The coordinator's part: it checks which members are alive, asks for the next layout, and transfers the role. Pure."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,22 +18,21 @@ from shoal.protocol.spec import SwarmSpec
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""Interval at which a coordinator without a majority reads the directory: the others may have another coordinator."""
+"""The same without a majority: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished. An heir has
-heard no heartbeat yet and would give every member its full timeout again."""
+"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished: an heir
+would have to begin it anew."""
 SEARCH_HEARTBEATS = 3.0
 """Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
-"""A coordinator that cannot reach a member that others reach transfers the role, but only after this time: otherwise
-the role would never rest where no peer reaches all others."""
+"""A coordinator that cannot reach a member that others reach transfers the role after this time, or the role would
+never rest where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
-"""Interval at which the coordinator checks for a better plan. It checks at once when a peer joins, is first heard, or
-fails."""
+"""Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
 """Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
-"""Number of our round trips to the heir that are added; the heir's own to the members may be three times as long."""
+"""Number of our round trips to the heir that are added; the heir's own to the members may be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ Want = Layout | KeepRole | None
 
 
 class LeadershipTransfer:
-    """One leadership term, from its beginning to an heir's first plan."""
+    """Decides when the coordinator transfers the role, and to which heir."""
 
     def __init__(self, *, term_s: float, heartbeat_s: float, now_s: float) -> None:
         self._term_s, self._patience_s = term_s, PATIENCE_HEARTBEATS * heartbeat_s
@@ -57,7 +55,6 @@ class LeadershipTransfer:
         self._passed_over: set[PeerID] = set()
 
     def begin(self, now_s: float) -> None:
-        """Begin a term."""
         self._due_s = now_s + self._term_s
         self._asked, self._passed_over = None, set()
 
@@ -131,11 +128,9 @@ class Leader:
         self._detector.begin((), now_s)
 
     def hasten(self, due_s: float) -> None:
-        """Move the end of the term forward to `due_s`."""
         self._transfer.hasten(due_s)
 
     def lost(self, now_s: float, *, outbid: bool) -> None:
-        """Handle a failed plan of ours."""
         self._policy.unsettle()
         if outbid:
             # A majority may have promised our term to a candidate that then failed: only a later term helps.
@@ -144,8 +139,7 @@ class Leader:
     # --- what others say ---
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
-        """Handle a heartbeat that the view has recorded. Check the peers that it calls silent at the next tick, and
-        plan at once if it attests a state or reports the end of the live layout."""
+        """Handle a heartbeat that the view has recorded."""
         if heartbeat.attested or (plan.cutover_version and heartbeat.carried is not None):
             self._plan_at_s = now_s
         self._detector.heard(peer)
@@ -182,9 +176,7 @@ class Leader:
     ) -> tuple[list[Command], Want]:
         """Do what is due, and choose what to propose.
         Args: eligible: we may coordinate the next term too. busy: a proposal of ours is under way. outranked: another
-        coordinator's plan above ours is known.
-        Returns: (commands, what to propose).
-        """
+        coordinator's plan above ours is known."""
         roster = self._policy.view.roster
         members = frozenset(live.plan.members)
         self._lost_s = now_s if members < self._members else self._lost_s
@@ -220,15 +212,14 @@ class Leader:
         return commands + more, want
 
     def _heirs(self, plan: Plan, vouchers: Collection[PeerID], now_s: float) -> list[PeerID]:
-        """Return the possible heirs, first choice first. Among peers that equally many members reach, prefer those that
-        reach a member that we cannot."""
+        """Return the possible heirs, first choice first: those that most members reach, then those that reach a member
+        that we cannot."""
         view = self._policy.view
         order = view.successors(plan, now_s)
         return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
-        """True if we are about to learn what an heir would have to find out again: whether a member is gone, or the
-        best layout after a loss."""
+        """True if we are about to learn what an heir would have to find out again."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

@@ -26,8 +26,6 @@ PROPOSAL_HEARTBEATS = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base plan. `plan` is None while the term is being requested."""
-
     base: SignedPlan
     term: int
     owner: PeerID
@@ -35,7 +33,7 @@ class Ballot:
     handed_over: bool = False
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
-    """Members that have agreed -> the signature of their vote; no signatures while the term is being requested."""
+    """Members that have agreed -> the signature of their vote; empty while the term is being requested."""
     waiting: set[PeerID] = field(default_factory=set)
     promised: set[PeerID] = field(default_factory=set)
     """Members that have granted this term to another candidate."""
@@ -72,16 +70,16 @@ class Ballot:
         return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """Record that a member has voted for `plan` in `term`. Ignore a plan that can never be live: no honest member
-        votes for it, so the member lies."""
+        """Record that a member has voted for `plan` in `term`. A plan that can never be live is a lie, since no honest
+        member votes for it."""
         if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
             self.learned.append((term, plan))
 
     @property
     def found(self) -> SignedPlan | None:
         """The latest plan that has votes and may be live; only the latest can be. A plan cannot be live if the members
-        that granted us the term without a vote for it leave no majority of other members. This check keeps one liar
-        from forcing a plan on us that the others refused."""
+        that granted us the term without a vote for it leave no majority of others. So one liar cannot force on us a
+        plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -90,7 +88,6 @@ class Ballot:
         return None
 
     def offer(self, plan: SignedPlan, expires_at_s: float) -> None:
-        """Continue with the votes for `plan`."""
         self.plan, self.expires_at_s = plan, expires_at_s
         self.agreed.clear()
         self.waiting.clear()
@@ -107,7 +104,6 @@ class Ballot:
         return is_quorum(self.agreed, self.base.plan, self.owner)
 
     def proven(self) -> SignedPlan:
-        """Return the plan with the votes of its majority."""
         assert self.plan is not None
         votes = tuple((at, self.agreed[peer]) for at, peer in enumerate(self.base.plan.electors) if peer in self.agreed)
         return msgspec.structs.replace(self.plan, proof=PlanProof(self.term, votes))
@@ -115,8 +111,8 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted:
-    """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. The plan
-    need not be ours."""
+    """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. It may be
+    another's plan."""
 
     plan: SignedPlan
     voters: tuple[PeerID, ...]
@@ -142,11 +138,9 @@ class Proposer:
     Args:
         chain: this peer's own. Its vote is the first for each proposal, unless it alone would decide.
         sign: signs a plan in our name; deterministic.
-        vouch: signs the body of a vote in our name.
-        holds: checks the signature of another peer's vote.
+        sign_vote: signs the body of a vote in our name.
+        verify: checks the signature of another peer's vote.
         is_fresh: True if nothing has been committed in the era of this base plan.
-        experts: places experts on members.
-        certificates: chooses the versions that the next plan certifies.
         roll: makes a plan's roll from the previous plan.
     """
 
@@ -272,7 +266,8 @@ class Proposer:
         mandate: bytes = b"",
         override_epoch: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`. Args: reign: the reign that a mandate begins; None: the base's."""
+        """Sign a plan with this layout, on `base`. Args: override_epoch: the reign that a mandate begins; None: the
+        base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning
@@ -310,8 +305,7 @@ class Proposer:
         return self._sign(msgspec.structs.replace(plan, roll=self._roll(before, plan, now_s)))
 
     def next_sequence(self, base: SignedPlan | None) -> int:
-        """Return a sequence above the base's and all that we have offered or voted for, so that one (term, sequence)
-        never names two plans."""
+        """Return a sequence above all that we have offered or voted for: one (term, sequence) never names two plans."""
         voted = self._chain.accepted.plan.sequence if self._chain.accepted else 0
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
@@ -334,14 +328,13 @@ class Proposer:
         return self._begun(now_s)
 
     def _begun(self, now_s: float) -> Progress:
-        """Ask all electors for the term or for votes, once our own vote is settled, and advance if that is enough."""
         commands: list[Command] = [Persist(record=self._chain.record()), *self._ask()]
         more, outcome = self._advance(now_s)
         return commands + more, outcome
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`, unless it alone is a majority. A vote that decides alone
-        must be on disk before the plan goes live; then we ask ourselves like any other peer."""
+        """Return our own vote, signed if there is a `body`, unless it alone is a majority. Such a vote must be on disk
+        before the plan goes live; then we ask ourselves like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -371,8 +364,7 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` for each member: the value of `before`, a plan of this era, if the place is the same there, else
-    `sequence`."""
+    """Set `since` for each member: as in `before`, a plan of this era, if it has the same place there, else `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
         for index, stage in enumerate(before.stages if before else ())
@@ -392,7 +384,7 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 
 
 def _sane(stage: Stage) -> Stage:
-    """Raise very small shares and bandwidths relative to the stage's largest, because a member may claim any speed."""
+    """Raise very small shares and bandwidths relative to the stage's largest: a member may claim any speed."""
     share = max(m.share for m in stage.members) / APART_MAX
     bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
     if all(m.share >= share and m.bandwidth >= bandwidth for m in stage.members):
@@ -405,8 +397,7 @@ def _sane(stage: Stage) -> Stage:
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """Count the run's roll-backs, including the era that `begins`. A new era is none if it follows the end of its
-    layout, or if all peers had stopped."""
+    """Count the run's roll-backs. A new era is none after the end of its layout, or if all peers had stopped."""
     told = before.rollbacks if before else 0
     goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
     return told + goes_back

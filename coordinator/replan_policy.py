@@ -6,7 +6,7 @@ stage's state is lost, the run rolls back to a snapshot (`era`).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
@@ -54,6 +54,16 @@ TOLD_HEARTBEATS = 4.0
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """The swarm at one look. `sequence`: of the plan that may follow."""
+
+    peers: tuple[MeasuredPeer, ...]
+    catalog: CheckpointCatalog
+    now_s: float
+    sequence: int
 
 
 class ReplanPolicy:
@@ -156,12 +166,12 @@ class ReplanPolicy:
             return None, f"measuring the links between {len(peers)} peers"
         ages = {(held.era, held.version) for held in own}
         catalog = view.catalog(now_s).only(lambda age: None if age in ages else frozenset())
-        swarm = self._swarm(peers, now_s)
+        swarm, look = self._swarm(peers, now_s), _Look(peers=peers, catalog=catalog, now_s=now_s, sequence=1)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
             snapshot = view.snapshot(peers, None, catalog, now_s, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
-        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, catalog, now_s, sequence=1)
+        layout, reason = (layout, layout.reason) if layout else self._repaired(look, None)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
         # If there are snapshots, all peers have stopped and lost their plans.
@@ -185,7 +195,7 @@ class ReplanPolicy:
         late = behind(live, view.roster, catalog, view.spec.model, now_s)
         lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s, behind=late)
         peers = view.measured(live, now_s)
-        swarm = self._swarm(peers, now_s)
+        swarm, look = self._swarm(peers, now_s), _Look(peers=peers, catalog=catalog, now_s=now_s, sequence=sequence)
         under_way = live.not_started and not not_started
         is_whole = self._is_whole(live, peers)
         if live.cutover_version and not lost and is_whole:
@@ -198,18 +208,18 @@ class ReplanPolicy:
                 certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
                 return certified, certified.reason
         if is_quiet and live.next_layout and not live.cutover_version:
-            return self._prepared(live, peers, catalog, now_s)
+            return self._prepared(live, look)
         if is_quiet:
-            return self._better(live, peers, catalog, now_s, sequence=sequence)
+            return self._better(live, look)
         self.awaited, waits_for = self._may_return(live, lost[0], catalog, now_s) if lost else (frozenset(), "")
         if waits_for:
             return None, waits_for  # a plan now would remove the silent peer, and its state
-        layout, reason = self._repaired(peers, live, catalog, now_s, sequence=sequence)
+        layout, reason = self._repaired(look, live)
         too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
-            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
+            layout = self._divided_anew(look)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
@@ -253,10 +263,10 @@ class ReplanPolicy:
         )
         if not peers:
             return None, "the reset names no reachable peer"
-        catalog = self.view.catalog(now_s)
-        layout, reason = self._repaired(peers, live.plan, catalog, now_s, sequence=sequence)
+        look = _Look(peers=peers, catalog=self.view.catalog(now_s), now_s=now_s, sequence=sequence)
+        layout, reason = self._repaired(look, live.plan)
         if layout is None and mandate.era:
-            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
+            layout = self._divided_anew(look)
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
@@ -294,20 +304,12 @@ class ReplanPolicy:
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         return _swarm(peers, self.view.unreachable(peers, now_s))
 
-    def _repaired(
-        self,
-        peers: tuple[MeasuredPeer, ...],
-        previous: Plan | None,
-        catalog: CheckpointCatalog,
-        now_s: float,
-        *,
-        sequence: int,
-    ) -> tuple[Layout | None, str]:
+    def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
         """Return a layout at once, by rules that move few peers."""
-        knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
-        snapshot = self.view.snapshot(peers, previous, catalog, now_s, knows_network=knows)
+        knows = isinstance(self._allocator, Searching) and len(look.peers) <= NETWORK_PEERS_MAX
+        snapshot = self.view.snapshot(look.peers, previous, look.catalog, look.now_s, knows_network=knows)
         try:
-            layout = self._allocator.allocate(snapshot, previous, seed=sequence)
+            layout = self._allocator.allocate(snapshot, previous, seed=look.sequence)
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
@@ -319,21 +321,17 @@ class ReplanPolicy:
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
 
-    def _divided_anew(
-        self, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
-    ) -> Layout | None:
+    def _divided_anew(self, look: _Look) -> Layout | None:
         """Return another division into stages, for a run that rolls back with too few peers for its stages; None: these
         peers could not begin a run either."""
-        layout, _ = self._repaired(peers, None, catalog, now_s, sequence=sequence)
+        layout, _ = self._repaired(look, None)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
-    def _better(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
-    ) -> tuple[Next, str]:
+    def _better(self, live: Plan, look: _Look) -> tuple[Next, str]:
         """Return the result of a search, or a search to begin, while the swarm is unchanged."""
-        view, swarm = self.view, self._swarm(peers, now_s)
+        view, now_s, swarm = self.view, look.now_s, self._swarm(look.peers, look.now_s)
         if view.experts.is_due(live, view.ledger.step):
-            placed = view.experts.place(live.stages, live, sequence=sequence)
+            placed = view.experts.place(live.stages, live, sequence=look.sequence)
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
@@ -343,8 +341,8 @@ class ReplanPolicy:
             return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            return self._preparing(live, peers, catalog, layout, now_s)
-        if layout is not None and keeps_state(layout, live, peers):
+            return self._preparing(live, look, layout)
+        if layout is not None and keeps_state(layout, live, look.peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
@@ -352,8 +350,8 @@ class ReplanPolicy:
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
-            snapshot = self._compared(peers, live, catalog, now_s)
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
+            snapshot, seed = self._compared(live, look), look.sequence
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
@@ -370,13 +368,11 @@ class ReplanPolicy:
             or links.is_confirming(live.members, now_s)
         )
 
-    def _compared(
-        self, peers: tuple[MeasuredPeer, ...], live: Plan, catalog: CheckpointCatalog, now_s: float
-    ) -> SwarmSnapshot:
+    def _compared(self, live: Plan, look: _Look) -> SwarmSnapshot:
         """Return a snapshot with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
-            self.view.snapshot(peers, live, catalog, now_s, knows_network=True),
+            self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
@@ -390,32 +386,27 @@ class ReplanPolicy:
 
     # --- another division into stages ---
 
-    def _preparing(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, layout: Layout, now_s: float
-    ) -> tuple[Next, str]:
+    def _preparing(self, live: Plan, look: _Look, layout: Layout) -> tuple[Next, str]:
         """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
         set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
         placed."""
-        announced = self._announced(live, layout, now_s)
+        announced = self._announced(live, layout, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
-        change = self._foreseen_change(live, peers, catalog, layout.stages, now_s)
+        change = self._foreseen_change(live, look, layout.stages)
         if change is not None and change.stands_still():
             return announced
-        self._unfetched_bytes, self._fetched_s = None, now_s
+        self._unfetched_bytes, self._fetched_s = None, look.now_s
         reason = f"{layout.reason}: its members fetch what they lack"
         prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, next_layout=layout.stages)
         return prepared, reason
 
-    def _prepared(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float
-    ) -> tuple[Next, str]:
+    def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
         """Return the end of the live layout once its members have downloaded what they can for the following one,
         nothing has arrived for long, or a standstill for the rest is cheaper."""
-        presences = self.view.roster.presences
-        seen = {peer: presences.get(peer) for stage in live.next_layout for peer in stage.peers}
-        beats = {peer: p.heartbeat for peer, p in seen.items() if p is not None and p.heartbeat is not None}
-        if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
+        now_s, members = look.now_s, dict.fromkeys(peer for stage in live.next_layout for peer in stage.peers)
+        beats = dict(self.view.roster.beats(members))
+        if len(beats) < len(members) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
             return None, ""  # a member has not obeyed the plan yet
         left = {peer: max(0, beat.unfetched_bytes) for peer, beat in beats.items()}
         left_bytes = sum(left.values())
@@ -423,42 +414,28 @@ class ReplanPolicy:
             self._unfetched_bytes, self._fetched_s = left_bytes, now_s
         patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * self.view.ledger.pace.usual_step_s)
         waits = left_bytes > 0 and now_s < self._fetched_s + patience_s
-        if waits and not self._is_too_slow(live, peers, catalog, left, now_s):
+        if waits and not self._is_too_slow(live, look, left):
             return None, ""
         after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
         return self._announced(live, after, now_s)
 
-    def _is_too_slow(
-        self,
-        live: Plan,
-        peers: tuple[MeasuredPeer, ...],
-        catalog: CheckpointCatalog,
-        left: Mapping[PeerID, int],
-        now_s: float,
-    ) -> bool:
+    def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
         """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
-        fetched_s = now_s - self._follows_s
+        fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
         if self._change is None:
-            self._change = self._foreseen_change(live, peers, catalog, live.next_layout, now_s)
+            self._change = self._foreseen_change(live, look, live.next_layout)
         lacked = lacking_bytes(self.view.survey.workload, live, live.next_layout)
         least = min((1.0 - left[peer] / lacked[peer] for peer in left if lacked[peer] > 0.0), default=1.0)
         precopy_s = fetched_s / least if least > 0.0 else math.inf
         return self._change is not None and self._change.stands_still(precopy_s)
 
-    def _foreseen_change(
-        self,
-        live: Plan,
-        peers: tuple[MeasuredPeer, ...],
-        catalog: CheckpointCatalog,
-        next_layout: Sequence[Stage],
-        now_s: float,
-    ) -> Change | None:
+    def _foreseen_change(self, live: Plan, look: _Look, next_layout: Sequence[Stage]) -> Change | None:
         """Return the cost of a change to these stages; None: no prediction, or the swarm is too large."""
-        if len(peers) > NETWORK_PEERS_MAX:
+        if len(look.peers) > NETWORK_PEERS_MAX:
             return None
-        return next_layout_change(self._compared(peers, live, catalog, now_s), live, next_layout)
+        return next_layout_change(self._compared(live, look), live, next_layout)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it

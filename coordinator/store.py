@@ -1,12 +1,10 @@
 """Makes a peer's promises durable before they are sent, so that it cannot vote twice after a restart.
 
-The file is the BLAKE3 digest of a msgpack record, then the record. Without the digest, a record with a flipped bit in
-its term would be accepted.
+The file is the BLAKE3 digest of a msgpack record, then the record: a flipped bit in a term must not be accepted.
 
-With a full or broken disk a peer still obeys plans, and sends and answers heartbeats, because these promise nothing. It
-casts no vote, grants no term, and requests none, because its own vote would count. A new peer that cannot write any
-record does not start.
-"""
+With a full or broken disk a peer still obeys plans and sends heartbeats, which promise nothing. It casts no vote,
+grants no term, and requests none, because its own vote would count. A new peer that cannot write any record does not
+start."""
 
 import logging
 import math
@@ -42,14 +40,12 @@ class PlanStore:
         self._disk = disk
         self._path = path
         self._record: ChainRecord | None = None
-        """The record that is durable, as far as we know."""
         self._has_folder = False
 
     def load(self, run: str) -> ChainRecord | None:
-        """Read the record that was saved for `run`. Returns: None if nothing was ever saved.
+        """Read the record that was saved for `run`; None if nothing was ever saved.
         Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take
-        part under this identity, because it does not know its promises.
-        """
+        part under this identity, because it does not know its promises."""
         if self._disk is not None:
             self._record = self._read(self._disk)
         if self._record is not None and self._record.run != run:
@@ -58,8 +54,7 @@ class PlanStore:
 
     def save(self, record: ChainRecord) -> None:
         """Save `record`. After this call it survives a power cut.
-        Raises: LocalError: it cannot be written; do not vote then. After a crash the store may hold `record` or the
-        previous one."""
+        Raises: LocalError: it cannot be written; do not vote then. The store may hold `record` or the previous one."""
         if record == self._record:
             return
         if self._disk is not None:
@@ -117,13 +112,11 @@ class WriteAhead:
         self._store = store
         self._clock = clock
         self._owed: ChainRecord | None = None
-        """The record that is promised in memory and not durable yet. The core does not ask for it again."""
+        """The record that is promised in memory and not durable yet."""
         self._complained_s = -math.inf
 
     def begin(self, first: ChainRecord) -> ChainRecord | None:
-        """Read the promises from before a restart. If there are none, save `first`: a peer that cannot keep promises
-        should fail before it takes part.
-        Returns: the record; None: there was none.
+        """Read the promises from before a restart; None if there are none, and then save `first`.
         Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         record = self._store.load(first.run)
         if record is None:

@@ -7,14 +7,14 @@ same.
 from collections.abc import Collection, Sequence
 
 from shoal.coordinator.allocate.reachability import Pair
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.era import CheckpointCatalog, holders
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global
 from shoal.protocol.layers import group_keys
-from shoal.protocol.messages import Comparison, ExpertStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import ExpertStatus, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import ModelSpec, RunSpec
@@ -27,27 +27,9 @@ NAMED_MAX = 3
 """More names would not fit on a line."""
 
 
-def swarm_status(
-    run: str,
-    spec: RunSpec,
-    live: Plan,
-    roster: Roster,
-    ledger: Ledger,
-    experts: ExpertPlaces,
-    plans: tuple[PlanNote, ...],
-    comparison: Comparison | None,
-    unreachable: Collection[Pair],
-    catalog: CheckpointCatalog,
-    refusals: tuple[str, ...],
-    *,
-    owner: PeerID,
-    elapsed_s: float,
-    now_s: float,
-) -> SwarmStatus:
-    """Build the message.
-    Args: disks: the snapshots to which the run may roll back. refusals: recently refused plans, in sentences.
-    elapsed_s: since the run began.
-    """
+def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
+    """Build the message about the swarm as its coordinator sees it."""
+    spec, roster, ledger = view.spec, view.roster, view.ledger
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
     told = (roster.status(peer, live, now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX])
@@ -55,7 +37,7 @@ def swarm_status(
     tokens_per_s, stands_s = ledger.pace.tokens_per_s(now_s), ledger.pace.stands_s(now_s)
     tokens_left = (spec.training.steps - ledger.step) * spec.tokens_per_step
     return SwarmStatus(
-        run=run,
+        run=view.run,
         name=spec.name,
         coordinator=live.coordinator,
         term=live.term,
@@ -72,19 +54,19 @@ def swarm_status(
         peers=peers,
         era=ledger.era,
         rollbacks=live.rollbacks,
-        elapsed_s=elapsed_s,
-        plans=plans,
-        experts=_experts(live, roster, experts, [peer.peer for peer in peers]),
+        elapsed_s=view.elapsed_s(now_s),
+        plans=view.notes.tell(now_s),
+        experts=_experts(live, roster, view.experts, [peer.peer for peer in peers]),
         left_s=tokens_left / tokens_per_s if tokens_per_s > 0.0 and not stands_s else None,
         stands_s=stands_s,
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
         risks=(
-            *risks(live, roster, catalog, spec.model, step=ledger.version_max, now_s=now_s),
-            *out_of_reach(unreachable, roster),
+            *risks(live, roster, view.catalog(now_s), spec.model, step=ledger.version_max, now_s=now_s),
+            *out_of_reach(view.survey.reach.pairs(now_s, live.members), roster),
             *unsound(live, roster),
-            *refusals,
+            *view.refusals.tell(now_s),
         ),
-        comparison=comparison,
+        comparison=view.calibration.comparison(),
         formats=live.formats,
     )
 

@@ -30,6 +30,8 @@ from shoal.coordinator.cost.pacing import Tail, joined
 from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import Price
 
+WINDOW_GAIN = 1.5
+"""Equal to `Window.gain` of `peer/replica/flow.py`."""
 _CROWDED = 0.4
 """The c at which the full norm applies; fitted to the five shipped scenarios."""
 
@@ -44,7 +46,6 @@ def predicted_step_s(
     microbatches: int,
     s_max: int,
     price: Price,
-    gain_max: float,
 ) -> float:
     """Return the seconds that a step will take.
 
@@ -56,15 +57,14 @@ def predicted_step_s(
         commit_s: from the last contribution to a step to the next version, at the slowest stage.
         microbatches: M, a step.
         price: the price of staleness, by which the control chooses.
-        gain_max: the window's, >= 1.
     """
     measured = Measured(
         rate_per_s=microbatches / flow_s, round_trip_s=round_trip_s, commit_s=commit_s, microbatches=microbatches
     )
-    choice = choose(measured, s_max=s_max, price=price, gain_max=gain_max)
+    choice = choose(measured, s_max=s_max, price=price, gain_max=WINDOW_GAIN)
     if choice.steps_ahead == 0:
         return max(tail.chain_s for tail in tails(0))
-    longer = busy(gain_max) / busy(choice.gain) - 1.0
+    longer = busy(WINDOW_GAIN) / busy(choice.gain) - 1.0
     ahead = min(1.0, measured.idle_s / measured.work_s)
     compute_s = max(stages_s)
     works_s = compute_s * (1.0 + ahead * longer)

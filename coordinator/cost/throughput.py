@@ -74,12 +74,10 @@ from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, StageLoad, pace_of
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.coordinator.cost.predicted_step import predicted_step_s
+from shoal.coordinator.cost.predicted_step import WINDOW_GAIN, predicted_step_s
 from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
-WINDOW_GAIN = 1.5
-"""Equal to `Window.gain` of `peer/replica/flow.py`."""
 ROUNDS = 6
 """Rounds of offering. A router finds such a flow through the queues at slow receivers. The flow found is 94 % of the
 maximum in the median, 73 % at least (by linear programming, 200 random cases of up to 8 x 8 in which half of the paths
@@ -347,7 +345,6 @@ class ThroughputObjective:
             microbatches=w.microbatches,
             s_max=w.s_max,
             price=w.control,
-            gain_max=WINDOW_GAIN,
         )
 
     def _memory(
