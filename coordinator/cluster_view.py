@@ -12,9 +12,9 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain_log import ENVELOPE_BYTES

@@ -33,15 +33,16 @@ from functools import partial
 
 import msgspec
 
-from shoal.coordinator.acceptor import (
+from shoal.coordinator.certificates import certified_flaw
+from shoal.coordinator.chain import (
+    ChainRecord,
+    PlanChain,
     answer_offer,
     answer_pre_vote,
     answer_request,
     answer_standing,
     no_grant,
 )
-from shoal.coordinator.certificates import certified_flaw
-from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (

@@ -105,7 +105,8 @@ class Exclusions:
             if len(keys) > _NAMED_MAX:
                 names.append(f"{len(keys) - _NAMED_MAX} more")
             if names:
-                told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
+                by = "the owner" if order.signature else f"{len(order.votes)} members"
+                told.append(f"excluded by {by}: {', '.join(names)}{_UNDO}")
         told += [
             f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
         ]
@@ -136,7 +137,3 @@ def _said_key(key: bytes, order: Exclusion, name_of: Callable[[PeerID], str]) ->
     peer = peer_id_of(key)
     name = name_of(peer)
     return f"{name} ({peer[-8:]})" if name else peer[-8:]
-
-
-def _said_orderer(order: Exclusion) -> str:
-    return "the owner" if order.signature else f"{len(order.votes)} members"

@@ -101,7 +101,7 @@ class LeaderMonitor:
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def has_gone_on(self, now_s: float) -> bool:
-        """True if the coordinator of our plan answers, but has obeyed another plan for a while, which we cannot follow."""
+        """True if the coordinator of our plan answers, but has obeyed another plan for a while."""
         since_s = self._behind_since_s
         return since_s is not None and now_s >= since_s + GONE_ON_HEARTBEATS * self._heartbeat_s
 

@@ -156,17 +156,16 @@ class Ledger:
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
         """Record reports. Returns: the flaws of inconsistent reports, which do not count."""
-        flaws = []
+        flaws, oldest = [], max(0, self.version_max - HISTORY_STEPS)
+        groups = self._num_stages + len(self._expert_versions)
         for report in reports:
-            oldest = max(0, self.version_max - HISTORY_STEPS)
-            if report.era == self.era and report.stage >= self._num_stages and oldest <= report.step < self._steps:
-                self._note_expert(report)
-            if not (0 <= report.stage < self._num_stages and oldest <= report.step < self._steps):
+            if report.era != self.era or not (0 <= report.stage < groups and oldest <= report.step < self._steps):
                 continue
-            if report.era != self.era:
+            if report.stage >= self._num_stages:  # of a group of experts only the norm counts, too
+                self._expert_groups.setdefault(report.step, set()).add(report.stage)
+                self._note_norm(report)
                 continue
-            flaw = self._flaw(report)
-            if flaw:
+            if flaw := self._flaw(report):
                 flaws.append(flaw)
                 continue
             by_stage = self._reports.setdefault(report.step, {})
@@ -202,16 +201,9 @@ class Ledger:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
 
-    def _note_expert(self, report: CommitReport) -> None:
-        """Record the commit of a group of experts, and its norm; nothing else of it is counted."""
-        if report.stage < self._num_stages + len(self._expert_versions):
-            self._expert_groups.setdefault(report.step, set()).add(report.stage)
-            self._note_norm(report)
-
     def _note_norm(self, report: CommitReport) -> None:
         norm = report.gradient_norm
-        groups = self._num_stages + len(self._expert_versions)
-        if norm is not None and report.stage < groups and 0.0 <= norm < math.inf:
+        if norm is not None and 0.0 <= norm < math.inf:
             self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:

@@ -364,7 +364,8 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` for each member: as in `before`, a plan of this era, if it has the same place there, else `sequence`."""
+    """Set `since` for each member: as in `before`, a plan of this era, if its place is the same there, else
+    `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
         for index, stage in enumerate(before.stages if before else ())

@@ -150,10 +150,8 @@ class SearchSchedule:
             else:
                 self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
             self._seen, self._members, self._found = seen, members, None
-        return self._running is None and self._found is None and now_s >= self._due_at_s(is_off)
-
-    def _due_at_s(self, is_off: bool) -> float:
-        return min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
+        due_s = min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
+        return self._running is None and self._found is None and now_s >= due_s
 
     def begin(
         self,

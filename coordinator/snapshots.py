@@ -62,10 +62,7 @@ class SnapshotSchedule:
             return  # a member has not reached it yet
         self.save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
-            ahead = math.ceil(self._steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
+            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+            steps_per_s = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+            ahead = math.ceil(steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
             self.save_at = newest + self._lead_steps + ahead
-
-    @property
-    def _steps_per_s(self) -> float:
-        (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0

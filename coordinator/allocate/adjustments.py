@@ -42,8 +42,7 @@ def with_second_holders(objective: ThroughputObjective, placement: Placement, sn
     """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
     device that costs least goes there, whether it was unplaced or in another stage.
 
-    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order.
-    """
+    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order."""
     settled: set[int] = set()
     while True:
         stages = placement.stages
@@ -102,10 +101,7 @@ def _is_no_slower(tried: Cost, cost: Cost) -> bool:
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
     """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
-
-    Args: current: the present placement, over the devices of the topology of `objective`.
-    Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long.
-    """
+    Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.cost(found).seconds
     at = np.full(objective.topology.num_devices, len(found.stages), dtype=np.int64)
@@ -132,8 +128,8 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
 
 
 def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
-    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`. The
-    last column is for a device without a stage: zeros."""
+    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`; the
+    last column, for a device without a stage, is zeros."""
     layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
     held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
     for stage, (first, last) in zip(current.stages, pairwise(current.bounds), strict=True):

@@ -1,10 +1,8 @@
 """Make a layout by rule within a second and without compiled code, to show while the search is not ready yet. Pure.
 
-The model is cut for the fewest devices that can hold it. The other devices are then added one by one, the fastest
-first. Each becomes a member of a stage, or a stage of its own, where the step gets shortest by the true objective; it
-stays out if no place shortens the step. `joins` lists the places that a device may take; `deploy/planning/left_out.py`
-uses it to say what would make an unplaced device useful.
-"""
+The model is cut for the fewest devices that can hold it. The others are then added one by one, the fastest first, each
+where the step gets shortest by the true objective: to a stage, or as a stage of its own, or not at all.
+`deploy/planning/left_out.py` tries the same places (`joins`) to say what would make an unplaced device useful."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -27,11 +25,8 @@ _EVALUATIONS = 16_000
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
-    """Make the layout.
-
-    Args: num_stages: None: the rule chooses the number.
-    Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text.
-    """
+    """Make the layout. Args: num_stages: None: the rule chooses the number.
+    Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text."""
     objective = ThroughputObjective(topology, workload)
     best, cost = one_a_stage(topology, workload, objective, num_stages)
     left = max(20, _EVALUATIONS // topology.num_devices)
@@ -53,8 +48,7 @@ def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
     """Yield every placement with `device` as one more member of a stage, then as one more stage. Bounds fit the stages'
-    speed and memory; where only a member joins, the present bounds are tried, too. Some placements may be infeasible.
-    """
+    speed and memory; where only a member joins, the present bounds are tried, too. Some may be infeasible."""
     stages = placement.stages
     for k in range(len(stages)):
         joined = with_device(stages, k, device)
@@ -76,7 +70,7 @@ def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]
 def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds [K + 1] of the cut that minimises the longest compute time of a stage, among the cuts that fit
+    """Return the bounds [K + 1] of the cut that minimises the longest compute time of a stage, among those that fit
     into memory with `held` microbatches; None if no cut fits. Links are ignored."""
     L, K = workload.num_layers, len(stages)
     flop_to = np.cumsum((0.0, *workload.layer_flop))
@@ -106,8 +100,8 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: entry i is the bytes that layers 0 to i - 1 take on one member of a stage of `members`
-    members, without the stage's workspace. Layers a to b - 1 take entry b less entry a."""
+    """Return float64 [L + 1]: the bytes that the layers before each bound take on one of `members` members, without the
+    stage's workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
@@ -115,9 +109,8 @@ def _resident_to(workload: Workload, members: int) -> Floats:
 def one_a_stage(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
-    """Make a placement with one device a stage, on the fewest devices that hold the model. The fastest devices and
-    those with the most memory are tried; where some devices have no path to others, chains with paths are tried, too.
-    """
+    """Make a placement with one device a stage, on the fewest devices that hold the model: the fastest, those with the
+    most memory, or chains of devices with paths to each other."""
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),
@@ -140,12 +133,9 @@ def one_a_stage(
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield layouts of `count` stages with one device each, in which neighbouring stages can send to each other.
-
-    A chain begins with one of the first `_CHAINS` devices of `row` that have the text. It goes on with the first device
-    of `row` that is not yet in it and has a path to its last device. Nothing is yielded if all devices have paths to
-    each other, since any order works then.
-    """
+    """Yield layouts of `count` stages with one device each, in which neighbouring stages can send to each other; none
+    if all devices can. A chain begins with one of the first `_CHAINS` devices of `row` that have the text, and goes on
+    with the first device of `row` that has a path to its last."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     if meets.all():

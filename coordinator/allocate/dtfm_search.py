@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.evolution import Improved, evolve
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.evolution import Assignment, Improved, evolve
 from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.protocol.errors import LocalError

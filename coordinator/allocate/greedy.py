@@ -5,17 +5,16 @@ it takes the fewest that fit into the peers' memory. It deals the peers out, fas
 least speed for its cost that it has the memory for (longest processing time first, Graham 1969). Later plans keep the
 boundaries and each peer's stage, because moving state is expensive. A newcomer joins the poorest stage, or its old
 stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
-stage. A draining peer is left out once another member holds its stage's state.
-"""
+stage. A draining peer is left out once another member holds its stage's state."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
 from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
@@ -24,7 +23,6 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
 
 FIRST_PLAN = "first plan: "
-"""The prefix of a first plan's reason."""
 
 
 @dataclass(slots=True)
@@ -78,10 +76,9 @@ class GreedyAllocator:
         """Make a layout.
 
         Args:
-            aside: spares that stay spares.
+            standby: spares that stay spares.
             choose: picks the stage where a newcomer helps most; by speed if None.
-        Raises: NoLayout.
-        """
+        Raises: NoLayout."""
         by_id = {peer.peer: peer for peer in snapshot.peers}
         if previous is not None:
             slots = slots_of(snapshot, previous, by_id)
@@ -107,7 +104,6 @@ class GreedyAllocator:
         standby: Collection[PeerID] = (),
         choose: Choose | None = None,
     ) -> Layout:
-        """Fill the stages. Args: as of `arrange`; slots: the stages with their present holders."""
         by_id = {peer.peer: peer for peer in snapshot.peers}
         placed = {peer.peer for slot in slots for peer in slot.holders}
         newcomers = sorted(
@@ -177,7 +173,7 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan, by_id: dict[PeerID, Measur
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
     """Return the holders of a stage without those that lack the memory for it, provided that a remaining one has its
-    state. With placed experts all holders stay, since the memory that a member needs is not known beforehand."""
+    state. With placed experts all stay: the memory that a member needs is not known beforehand."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -222,10 +218,8 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage without stayers a member of the richest stage that can spare one.
-
-    Stage 0 may take the only holder of another stage if no other peer has the text: the other stage is rescued later.
-    """
+    """Give each stage without stayers a member of the richest stage that can spare one. Stage 0 may take the only
+    holder of another stage if no other peer has the text: the other stage is rescued later."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:
@@ -303,7 +297,6 @@ def _reason(
 
 
 def first_reason(num_peers: int, num_stages: int) -> str:
-    """Return the reason of a first plan."""
     peers, stages = ("peer" if num_peers == 1 else "peers"), ("stage" if num_stages == 1 else "stages")
     return f"{FIRST_PLAN}{num_peers} {peers} on {num_stages} {stages}"
 
@@ -311,3 +304,35 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 def _lot(seed: int, peer: PeerID) -> bytes:
     """Break ties between equally fast peers independently of their names."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
+
+    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
+    those the earlier boundaries. The second pass is needed because the prefix with the cheaper largest stage need not
+    be the better beginning once a later stage is the most expensive."""
+    total = [0.0, *accumulate(costs)]
+    largest, _ = _cheapest(total, num_stages, max, lambda cost: cost)
+    _, bounds = _cheapest(
+        total, num_stages, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf
+    )
+    return bounds
+
+
+def _cheapest(
+    total: Sequence[float], num_stages: int, join: Callable[[float, float], float], price: Callable[[float], float]
+) -> tuple[float, tuple[int, ...]]:
+    num_layers = len(total) - 1
+    assert 0 < num_stages <= num_layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j layers in k stages
+    for k in range(1, num_stages + 1):
+        best = {
+            j: min(
+                (join(before, price(total[j] - total[i])), (*bounds, j))
+                for i, (before, bounds) in best.items()
+                if i < j
+            )
+            for j in range(k, num_layers - (num_stages - k) + 1)
+        }
+    return best[num_layers]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.evolution import Assignment
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 

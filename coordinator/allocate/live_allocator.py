@@ -2,17 +2,16 @@
 
 The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
 shares follow the throughput objective. A newcomer is a spare at first, since its links are unknown and its state
-download takes its holders' uplinks from the step; only a stage with a single holder takes a newcomer at once, where
-that pays. A search (`planner.py`) then looks for a better layout, with or without newcomers. Its moves must satisfy:
+download takes its holders' uplinks from the step; only a stage with a single holder takes it at once, where that pays.
+A search (`planner.py`) then looks for a better layout. Its moves must satisfy:
 
-- The expected gain (`dividing.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
+- The expected gain (`repartitioning.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
 - The new layout should be faster than the live layout is measured to be.
 - Over the expected life of a layout (`SwarmSnapshot.horizon_s`) it gains more than the swarm loses while peers fetch
-layers.
+  layers.
 - Boundaries stay, since a stage with new boundaries has no holder from which its state could come.
 - Only a peer that holds its stage's state moves or becomes a spare; at least half of each stage's holders stay.
-- No peer moves while a peer drains, which has its own rules.
-"""
+- No peer moves while a peer drains, which has its own rules."""
 
 import math
 from collections.abc import Sequence
@@ -40,17 +39,15 @@ from shoal.coordinator.allocate.greedy import (
     stage_of,
 )
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.measured_topology import placement_of, predict_step_time, topology_of
 from shoal.coordinator.allocate.plan_layout import Layout, places_of
 from shoal.coordinator.allocate.repartitioning import (
     expected_gain,
     fetch_s,
     foreseen_gain,
-    placement_of,
     seen_or_foreseen_s,
     worth_its_standstill,
 )
-from shoal.coordinator.allocate.step_time_prediction import predict_step_time
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
@@ -73,18 +70,18 @@ SMALL_DEVICES = 32
 """A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to `FIRST_WORK_MAX`, 3 s of one core: a
-bad first division stays until a halt pays for a better one. A small swarm gets proportionally less again."""
+"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
+stays until a halt pays for a better one. A small swarm gets proportionally less again."""
 FIRST_HORIZON_S = 3600.0
 """The time over which a first layout counts its steps if members must first fetch frozen weights."""
 BASE_TIMES = 3.0
 """The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
-third of 4.8 GB took 456 s, 128 s by the lines; all of it, 384 s by the lines, was not there after 850 s.)"""
+third of 4.8 GB took 456 s, 128 s by the lines.)"""
 
 
 REPLACED_COST = 0.01
-"""A peer that replaces a lost member may lengthen the foreseen step by this part. As a third holder of a stage that
-does not bound the step it gains nothing by itself, but it frees another holder to move to a stage that needs one."""
+"""A peer that replaces a lost member may lengthen the foreseen step by this part: it frees another holder to move to a
+stage that needs one."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
@@ -150,8 +147,8 @@ class EvolutionaryAllocator:
 def _unless_slower(
     snapshot: SwarmSnapshot, previous: Plan, found: tuple[Layout | None, str]
 ) -> tuple[Layout | None, str]:
-    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong, and no reason
-    to move. A layout that moves no peer is never dropped, since new shares alone cost nothing."""
+    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong. A layout that
+    moves no peer is never dropped, since new shares alone cost nothing."""
     layout, _ = found
     if layout is not None and layout.places() == places_of(previous):
         return found
@@ -197,10 +194,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that take no part. As many take part as members were lost since the previous
-    plan, or as single-holder stages profit from a second holder: those that help most, and none that lengthens the step
-    by more than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
-    """
+    """Return the spares and newcomers that take no part. As many take part as members were lost, or as single-holder
+    stages profit from a second holder: those that help most, and none that lengthens the step by more than
+    `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -268,7 +264,7 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
 
 def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
-    member has fetched the adapters' base; the slowest member's downlink or the sum of all uplinks bounds that."""
+    member has fetched the adapters' base; the slowest downlink or the sum of all uplinks bounds that."""
     topology, base = objective.topology, objective.workload.memory.base
     assert base is not None
     into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0
@@ -341,12 +337,10 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """True if moving to `found` pays: in the next `horizon_s` seconds the swarm makes more steps, the move included,
-    than with `current`, where a step takes `before_s` seconds.
-
-    Until the movers compute, only the stayers work, and travelling state takes half of their lines. A mover computes
-    once it has its state, or, if that takes long and the run has learners, once it has its weights.
-    """
+    """True if moving to `found` pays: within `horizon_s` the swarm makes more steps, the move included, than with
+    `current`, where a step takes `before_s` seconds. Until the movers compute, only the stayers work, and travelling
+    state takes half of their lines. A mover computes once it has its state, or, if that takes long and the run has
+    learners, its weights."""
     stop_and_copy_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
     if stop_and_copy_s > LIGHT_STATE_S:
         stop_and_copy_s *= objective.workload.needed_first
@@ -388,8 +382,8 @@ def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
 
 
 def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """Return the layout with other boundaries that is most worth its change. If none is, but the run asks for another
-    number of stages than the live plan has, return the best of that number; else None. Raises: NoLayout, LocalError."""
+    """Return the layout with other boundaries that is most worth its change; else the best of the number of stages that
+    the run asks for, if the live plan has another; else None. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan_each
 
     topology, workload = topology_of(snapshot), snapshot.workload

@@ -1,4 +1,4 @@
-"""The topology of a snapshot, for objectives and searches: measured values where known, estimates elsewhere.
+"""The topology of a snapshot: measured values where known, estimates elsewhere; and what a plan's stages do on it.
 
 | unknown                   | estimate                                                                               |
 |---------------------------|----------------------------------------------------------------------------------------|
@@ -20,13 +20,21 @@
 Memory is a claim: no other peer can measure it.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import CLAIM_MIN
+from shoal.coordinator.cost.format_choice import formats_of
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import FormatBytes, WireBytes
+from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.topology import Floats, Ints, Topology, make_topology
+from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
@@ -179,3 +187,54 @@ def _or(values: Floats, claims: Floats) -> Floats:
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)
+
+
+def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
+    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
+    number = {peer.peer: device for device, peer in enumerate(peers)}
+    return Placement(
+        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
+        bounds=(0, *(stage.last_layer for stage in stages)),
+    )
+
+
+def predict_step_time(
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
+) -> Foreseen | None:
+    """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
+
+    Args:
+        snapshot: with workload and network. Peers that are not in it are left out of the stages.
+        wire: the bytes of travelling tensors; None: as in the snapshot's workload.
+        synchronous: without running ahead (s_max = 0).
+    """
+    workload = snapshot.workload
+    assert workload is not None
+    placement = placement_of(stages, snapshot.peers)
+    if not all(placement.stages):
+        return None
+    if synchronous:
+        workload = replace(workload, s_max=0, control=None)
+    objective = ThroughputObjective(topology_of(snapshot), workload, wire)
+    cost, bound = objective.cost(placement), objective.bottleneck(placement)
+    if bound is None or not math.isfinite(cost.seconds):
+        return None
+    return Foreseen(cost.parts["tokens_per_s"], *bound)
+
+
+def choose_formats(
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
+) -> Formats:
+    """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
+    known peer.
+
+    Args:
+        snapshot: as `predict_step_time`.
+        takes: the formats to choose from.
+        kept: the present formats of the stages.
+    """
+    assert snapshot.workload is not None
+    placement = placement_of(stages, snapshot.peers)
+    if not all(placement.stages):
+        return takes.thinnest(len(stages))
+    return formats_of(topology_of(snapshot), snapshot.workload, placement, takes, kept=kept)

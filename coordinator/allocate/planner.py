@@ -9,8 +9,7 @@ import math
 import numpy as np
 
 from shoal.coordinator.allocate.at_once import one_a_stage
-from shoal.coordinator.allocate.evolution import POPULATION, evolve
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import take_in

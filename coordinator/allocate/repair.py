@@ -1,8 +1,7 @@
 """Repair a placement at once: fill empty stages, add spares where they help, and keep the boundaries.
 
-There is no search and no compiled code. Candidates are ranked by their speed per stage cost, which needs no evaluation,
-and few are evaluated, so it takes milliseconds. Finding the best layout is the search's task.
-"""
+Candidates are ranked by their speed per stage cost, and few are evaluated, so it takes milliseconds without compiled
+code. Finding the best layout is the search's task."""
 
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -22,9 +21,7 @@ GAIN_MIN = 1e-3
 
 def take_in(topology: Topology, workload: Workload, objective: Objective, current: Placement) -> tuple[Placement, Cost]:
     """Return `current` with a member for every empty stage, and with spares where they shorten the step.
-
-    Raises: NoLayout: a stage stays empty, or the result is infeasible.
-    """
+    Raises: NoLayout: a stage stays empty, or the result is infeasible."""
     stages = [list(stage) for stage in current.stages]
     stages[0] = [d for d in stages[0] if topology.may_feed[d]]
     mending = _Mending(topology, workload, current.bounds, stages)
@@ -47,11 +44,7 @@ class _Mending:
     """A placement under repair. `stages` may be replaced while `with_a_spare` is iterated."""
 
     def __init__(
-        self,
-        topology: Topology,
-        workload: Workload,
-        bounds: tuple[int, ...],
-        stages: list[list[int]],
+        self, topology: Topology, workload: Workload, bounds: tuple[int, ...], stages: list[list[int]]
     ) -> None:
         self._topology = topology
         self._workload = workload
@@ -65,9 +58,7 @@ class _Mending:
 
     def fill(self, k: int) -> None:
         """Give the empty stage k the fastest spare, or the fastest member of the stage with the most spare speed.
-
-        Raises: NoLayout: no device can hold it.
-        """
+        Raises: NoLayout: no device can hold it."""
         spares = [d for d in self._spares() if self._fits(d, k)]
         if spares:
             self.stages[k].append(max(spares, key=lambda d: (self._topology.flop_per_s[d], -d)))
@@ -105,7 +96,7 @@ class _Mending:
         return enough and (k > 0 or bool(self._topology.may_feed[device])) and self._reaches(device, k)
 
     def _reaches(self, device: int, k: int) -> bool:
-        """True if `device` has paths both ways to each member of stage k and to a member of each neighbouring stage."""
+        """True if `device` has paths both ways to all of stage k and to a member of each neighbouring stage."""
         rate = self._topology.bytes_per_s
         meets = (rate[device] > 0.0) & (rate[:, device] > 0.0)
         near = [self.stages[n] for n in (k - 1, k + 1) if 0 <= n < len(self.stages) and self.stages[n]]

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, SwarmSnapshot
+from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -101,15 +101,6 @@ class Change:
 
     def _precopied_s(self, precopy_s: float) -> float:
         return self.residual_s + (1.0 - self.meanwhile) * precopy_s
-
-
-def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
-    number = {peer.peer: device for device, peer in enumerate(peers)}
-    return Placement(
-        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
-        bounds=(0, *(stage.last_layer for stage in stages)),
-    )
 
 
 def change_to(
@@ -182,7 +173,7 @@ def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) 
 
 def foreseen_gain(snapshot: SwarmSnapshot, live: Cost, found: Cost) -> float:
     """Return the relative gain in tokens/s by the foreseen step time; -1 if `found` is infeasible, infinite if only
-    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/predicted_step.py`)."""
+    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/pacing.py`)."""
     if not math.isfinite(found.seconds):
         return -1.0
     if not math.isfinite(live.seconds):

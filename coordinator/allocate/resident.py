@@ -1,22 +1,19 @@
 """Turn a search result into moves that one plan may make: enough holders of each stage stay in it.
 
-A newcomer to a stage fetches its state from the stayers, in seconds to minutes, and if a stage's last holder dies the
-run goes back to a snapshot: newcomers do not count until they have the state. The search ignores this, and its result
-with some devices put back may be worse than the current placement. So a hill climb starts from there, and one from the
-current placement, over moves that keep enough holders, by the compiled objective. A later plan can do the rest.
-"""
+A newcomer to a stage does not count as a holder until it has fetched the state from the stayers. The search ignores
+this, and its result with some devices put back may be worse than the current placement. So a hill climb starts from
+there, and one from the current placement, over moves that keep enough holders. A later plan can do the rest."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
+from shoal.coordinator.allocate.evolution import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.placement import Placement
 
 EVALUATIONS_MAX = 4000
-"""The evaluations of a climb with up to `DEVICES` devices, 0.2 s of one core; proportionally fewer with more devices.
-"""
+"""The evaluations of a climb with up to `DEVICES` devices, 0.2 s of one core; proportionally fewer with more."""
 DEVICES = 64
 TRIED_DEVICES = 128
 """The limit on devices up to which all are tried; above it the fastest goes back."""
@@ -28,7 +25,6 @@ class _Needs:
 
     home: Assignment
     stayers: tuple[int, ...]
-    """The number of holders of each stage's state that must stay."""
 
     def broken(self, at: Assignment, k: int) -> bool:
         """True if too few holders of stage k stay in `at`."""
@@ -41,7 +37,7 @@ class _Needs:
 
 
 def best_with_stayers(
-    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int = 1
+    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int
 ) -> tuple[Placement, float]:
     """Return the best placement that keeps enough holders.
 
@@ -49,8 +45,7 @@ def best_with_stayers(
         evaluator: of the swarm, with `current` as its current placement.
         stay: the part of each stage's holders that stays, rounded up.
         holders_min: a stage with this many holders keeps at least as many, even until newcomers have its state.
-    Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included).
-    """
+    Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included)."""
     home = assignment_of(evaluator.num_devices, current)
     needs = _Needs(
         home,
@@ -65,10 +60,8 @@ def best_with_stayers(
 
 
 def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
-    """Send leavers back home while their stage lacks holders, the one that costs least first. `goal` is changed.
-
-    A device that goes back may be missed at the stage that it leaves. It never leaves home again, so the loop ends.
-    """
+    """Send leavers back home while their stage lacks holders, the one that costs least first. `goal` is changed. A
+    device that went back never leaves home again, so the loop ends."""
     while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
         for k in lacking:
             leavers = [int(d) for d in ((needs.home == k) & (goal != k)).nonzero()[0]]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.coordinator.allocate.evolution import Improved
-from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
+from shoal.coordinator.allocate.evolution import HOMELESS, LEFT_OUT, Assignment, Improved
 from shoal.coordinator.cost.path_rates import path_bytes_per_s
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload

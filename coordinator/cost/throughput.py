@@ -42,7 +42,7 @@ otherwise the reduction gets the part of each card that the next step's activati
 A norm joins the two, because a pipeline that waits for the reduction of its cards is late for the next chain: where
 both are near T, the larger alone is too low. The exponent is fitted to simulations (MEASURED.md).
 
-Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`predicted_step.py`).
+Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`pacing.py`).
 
 **Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
 backward. In flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
@@ -71,10 +71,17 @@ import numpy as np
 
 from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
 from shoal.coordinator.cost.memory import StageMemory
-from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, StageLoad, pace_of
+from shoal.coordinator.cost.pacing import (
+    STEP_FLOP_PER_PARAMETER,
+    WINDOW_GAIN,
+    Flow,
+    Pace,
+    StageLoad,
+    pace_of,
+    predicted_step_s,
+)
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.coordinator.cost.predicted_step import WINDOW_GAIN, predicted_step_s
 from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 

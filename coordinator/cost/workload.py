@@ -78,7 +78,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline's control chooses how much runs ahead (`predicted_step.py`). None:
+    """The price of staleness by which the pipeline's control chooses how much runs ahead (`pacing.py`). None:
     everything that is allowed."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None

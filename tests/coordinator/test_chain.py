@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.coordinator.acceptor import answer_pre_vote, answer_request
+from shoal.coordinator.chain import answer_pre_vote, answer_request
 from shoal.protocol.limits import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX
 from shoal.protocol.messages import TermRequest
 

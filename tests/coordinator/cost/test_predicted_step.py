@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.cost.pacing import Tail, joined
-from shoal.coordinator.cost.predicted_step import WINDOW_GAIN, predicted_step_s
+from shoal.coordinator.cost.pacing import WINDOW_GAIN, Tail, joined, predicted_step_s
 from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import FREE, Price
 
