@@ -10,10 +10,9 @@ change:
 - Two columns exchange all stages below a boundary: the same groups, matched in another way.
 - A stretch of stages is reversed: the same groups in another order.
 
-The objective is annealed with its two maxima replaced by root mean squares, which also react to changes below the
-maximum; it turns into the true one as the temperature falls. No kernel uses transcendental functions: square roots are
-exact to the last bit on every machine, powers and logarithms are not. The rules of `matching.py` hold, too.
-"""
+The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum; it
+turns into the true one as the temperature falls. No kernel uses powers or logarithms, which differ between machines.
+The rules of `matching.py` hold, too."""
 
 from typing import Any, NamedTuple
 
@@ -175,9 +174,7 @@ def _energy(s, devices, smooth):
 @njit(cache=True)
 def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
     """Exchange stages k.. of column c with stages j.. of column m, `length` of them. They do not overlap unless k == j.
-
-    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch.
-    """
+    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch."""
     x, (K, R) = s.x, s.x.shape
     differ = False
     for i in range(length):

@@ -6,15 +6,12 @@ An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignm
 one assignment to agree as much as possible with another, so that the child of two good parents is not noise (Falkenauer
 1992 on grouping problems: inherit groups, not genes).
 
-The objective is an `Evaluator`. It also knows which assignments are feasible (the size of a stage, the devices that may
-hold stage 0, whether a device may be left out), and it does the local search, since only it can price a change for a
-fraction of an evaluation.
+The objective is an `Evaluator`. It also knows which assignments are feasible, and it does the local search, since only
+it can price a change for a fraction of an evaluation.
 
 **Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; the cost of a call is
-counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A run
-with more work begins with the same steps as a run with less, except for the last step of the shorter one, which is cut
-to the work left. `WORK_PER_SECOND` turns seconds into work.
-"""
+counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit, and a
+run with more work begins with the same steps as a run with less, except for the last step of the shorter one."""
 
 import random
 from collections.abc import Sequence
@@ -34,8 +31,8 @@ HOMELESS = -2
 WORK_PER_SECOND = 100_000_000
 """Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
 POPULATION = 8
-"""The number of individuals that the search keeps. A smaller population lacks alternatives for the crossover; a larger
-one leaves each individual too little of a one-second search."""
+"""A smaller population lacks alternatives for the crossover; a larger one leaves each individual too little of a
+one-second search."""
 _CHILD_WORK = 20_000
 _CHILD_WORK_PER_DEVICE = 200
 """The units that one child costs the loop itself, which is Python."""
@@ -68,18 +65,14 @@ class Evaluator(Protocol):
 
     def cost(self, assignment: Assignment) -> float:
         """Return the exact true objective of a feasible assignment; inf if it is impossible."""
-        ...
 
     def random(self, seed: int) -> Assignment:
         """Return a feasible start; different seeds should give very different starts."""
-        ...
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Make an assignment feasible with few changes: stages for the `HOMELESS`, stage sizes, and stage 0.
 
-        Args: assignment: int64 [N] of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too.
-        """
-        ...
+        Args: assignment: of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too."""
 
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
         """Search locally on the true objective, from a feasible assignment.
@@ -89,7 +82,6 @@ class Evaluator(Protocol):
             heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
                 starts.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -101,7 +93,6 @@ class _Population:
     members: list[tuple[float, bytes, Assignment]] = field(default_factory=list)
 
     def add(self, cost: float, assignment: Assignment) -> None:
-        """Add an individual."""
         name = key(assignment, self.evaluator.classes, self.evaluator.num_stages)
         twin = next((index for index, member in enumerate(self.members) if member[1] == name), None)
         if twin is not None:
@@ -128,8 +119,8 @@ def evolve(
     """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
-        start: feasible assignments to begin with, such as the current plan. The result is never worse than the best of
-            them. Each is first improved without heat, so a small budget already repairs a current plan.
+        start: feasible assignments to begin with, such as the current plan, each first improved without heat. The
+            result is never worse than the best of them.
         keep: size of the population.
         share: work for one child, `evaluator.share` if None.
     """
@@ -185,11 +176,7 @@ def _child(population: _Population, rng: random.Random) -> Assignment:
 
 
 def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
-    """Return a name that is equal for assignments that differ only in the names of stages and of interchangeable
-    devices.
-
-    Args: classes: int64 [N], devices with equal numbers are interchangeable.
-    """
+    """Return a name that is equal for assignments that are the same individual. Args: classes: as of `Evaluator`."""
     placed = assignment >= 0
     stages = sorted(np.sort(classes[placed & (assignment == stage)]).tobytes() for stage in range(num_stages))
     return b"/".join([*stages, np.sort(classes[~placed]).tobytes()])
@@ -200,8 +187,7 @@ def align(first: Assignment, second: Assignment, classes: Assignment, num_stages
     devices.
 
     Stages are paired by largest overlap first. This does not always give the largest total overlap, but it keeps the
-    most similar stages together, as a crossover needs, and it takes N + K^2 log K.
-    """
+    most similar stages together, as a crossover needs, and it takes N + K^2 log K."""
     num_classes = int(classes.max()) + 1
     counts = [_counts(parent, classes, num_stages, num_classes) for parent in (first, second)]
     overlap = np.array([np.minimum(row, counts[1]).sum(axis=1) for row in counts[0]])
@@ -247,11 +233,8 @@ def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Ass
 
 
 def crossover(first: Assignment, second: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Take some stages of `first` whole, and the others from `second`, which must be aligned to it.
-
-    A device is `HOMELESS` if `first` has it in a stage that comes from `second`, and `second` has it in one that comes
-    from `first`.
-    """
+    """Take some stages of `first` whole, and the others from `second`, which must be aligned to it. A device for which
+    that gives both its stages or none is `HOMELESS`."""
     kept = np.zeros(num_stages, dtype=np.bool_)
     kept[rng.sample(range(num_stages), rng.randint(1, max(1, num_stages - 1)))] = True
     from_first = (first >= 0) & kept[np.maximum(first, 0)]

@@ -1,10 +1,8 @@
 """Large swarms are clustered, solved and refined. A swarm of clusters is again a swarm, of fewer and larger units.
 
-Devices that are near each other and alike become one unit of a coarse topology: their speeds and cards add up, two
-units have a path for each pair of their devices, and the unit's memory is the smallest. The search runs on about a
-hundred units, then from that result on eight times as many, and last on the devices themselves if they are not too
-many.
-"""
+Devices that are near each other and alike become one unit: their speeds and cards add up, two units have a path for
+each pair of their devices, and the unit's memory is the smallest. The search runs on about a hundred units, then from
+that result on eight times as many, and last on the devices themselves if they are not too many."""
 
 from dataclasses import dataclass
 
@@ -28,8 +26,8 @@ class Level:
     """A view of a swarm as units."""
 
     topology: Topology
-    """The topology of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and
-    latency and paths are those of its first device."""
+    """Of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and latency and
+    paths are those of its first device."""
     weight: Ints
     unit_of: Ints
     """[N], the unit of each device."""
@@ -67,7 +65,7 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
     """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
-    back. Each leader is the device farthest from all leaders before it (Gonzalez 1985)."""
+    back. Each leader is the device farthest from all before it (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)

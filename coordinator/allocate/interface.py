@@ -104,7 +104,6 @@ class Allocator(Protocol):
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
         for bit.
         Raises: NoLayout."""
-        ...
 
 
 @runtime_checkable
@@ -113,7 +112,6 @@ class Searching(Allocator, Protocol):
 
     def prepare(self) -> None:
         """Do slow preparations of the first search now, such as a minute of compiling."""
-        ...
 
     def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds, in its own thread.
@@ -121,7 +119,6 @@ class Searching(Allocator, Protocol):
         Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
         Returns: (layout, why); the layout is None if none is worth its moves.
         Raises: LocalError: the snapshot is impossible."""
-        ...
 
 
 def _rate(claimed: float) -> float:

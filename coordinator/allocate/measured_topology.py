@@ -38,8 +38,8 @@ from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s where no link is known, so that compute and memory decide. (With 100 Mbit/s, replicating large stages looks
-bad: two peers of 32 equal ones got 20 of 24 layers.)"""
+"""10 Gbit/s where no link is known, so that compute and memory decide. (With 100 Mbit/s two peers of 32 equal ones got
+20 of 24 layers.)"""
 SAME_MACHINE_S = 0.001
 """Two peers that claim the same machine are believed if their latency is lower."""
 CARD_MAX = 16.0
@@ -154,10 +154,7 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 def _slower(ratio: Floats) -> Floats:
     """Return [N], in [0, 1]: the median ratio by which the links from each peer are slower than estimated, if most
-    known ones are; else 1. A fast card does not raise it.
-
-    Args: ratio: [N, N], known over estimated; NaN: unknown.
-    """
+    known ones are; else 1. Args: ratio: [N, N], known over estimated; NaN: unknown."""
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
     slower = np.ones(len(ratio))
@@ -226,13 +223,7 @@ def choose_formats(
     snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
-    known peer.
-
-    Args:
-        snapshot: as `predict_step_time`.
-        takes: the formats to choose from.
-        kept: the present formats of the stages.
-    """
+    known peer. Args: kept: the present formats of the stages."""
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):

@@ -1,9 +1,8 @@
 """The throughput objective as an `Evaluator`: labels of assignments are positions in the pipeline, cut by exact DP.
 
-`evolution.evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names
-are positions, so it keeps the better order. Bounds are not part of an individual: they are the exact cut for its groups
-(or the current plan's, where moving state costs more than a new cut gains), improved by local search.
-"""
+`evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names are
+positions, so it keeps the better order. Bounds are the exact cut for an individual's groups (or the current plan's,
+where moving state costs more than a new cut gains), improved by local search."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -33,8 +32,7 @@ class ThroughputEvaluator:
     Args:
         weight: int64 [N], the number of alike devices behind each of the topology's (`hierarchy.py`); 1 if None. With
             it flop_per_s and cards are sums, memory and paths those of one device.
-        current: the placement in force: moving state costs.
-        horizon_s: the time over which that cost is spread.
+        current: the placement in force: moving state costs, spread over `horizon_s`.
     """
 
     def __init__(
@@ -268,7 +266,6 @@ class ThroughputEvaluator:
 
 
 def assignment_of(num_devices: int, placement: Placement) -> Assignment:
-    """Return the stage of each device."""
     assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
     for k, stage in enumerate(placement.stages):
         assignment[list(stage)] = k

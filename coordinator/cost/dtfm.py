@@ -5,16 +5,14 @@
     pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
          the perfect matching between them with the shortest bottleneck;  hop = latency + A / bandwidth
 
-G is a stage's gradient, A a replica's activations of one step, both in bits when bandwidth is in bits/s; the paper
-counts 10^9 bytes to a gigabyte. |S| is the number of replicas. The formula contains no compute, memory or overlap.
+G is a stage's gradient, A a replica's activations of one step; the paper counts 10^9 bytes to a gigabyte. |S| is the
+number of replicas. The formula contains no compute, memory or overlap.
 
 Choices where the paper says nothing:
-- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways. On
-  symmetric links that is the paper's number.
+- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways.
 - **stages of different size**: each member of the smaller has its own partner, and each remaining member of the larger
   shares the nearest. A is per replica as in the file, for any size.
-- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement.
-"""
+- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement."""
 
 import math
 

@@ -51,4 +51,3 @@ class Objective(Protocol):
 
     def cost(self, placement: Placement) -> Cost:
         """Return the exact cost, slowly; the searches' incremental versions are tested against this."""
-        ...
