@@ -1,8 +1,7 @@
 """Holds what a peer knows of the swarm when it coordinates: members, commits and measurements. Pure.
 
-Every peer has such a view, because every peer may coordinate. Heartbeats fill the view, and only the coordinator
-receives them: while another peer coordinates, the view learns only which plans are live.
-"""
+Every peer has such a view. Heartbeats fill it, and only the coordinator receives them: while another peer coordinates,
+the view learns only which plans are live."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +36,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
 SAFE_PEERS = 64
-"""Above this size the coordinator looks for the newest safe snapshot less often, because it reads every peer's list of
-snapshots."""
+"""Above this size the coordinator looks for the newest safe snapshot less often: it reads every peer's list."""
 NETWORK_PEERS_MAX = 256
 """Only searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is predicted
 then, the shares of a repaired plan follow speeds only, and state for another division is always downloaded ahead."""
@@ -47,7 +45,7 @@ FORESEE_PEERS = 64
 """Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
-for a silent peer that holds the only copy of a state: a peer with a crashed network daemon is back by then."""
+for a silent peer that holds the only copy of a state."""
 
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
@@ -56,10 +54,9 @@ ADVERTS_MAX = 64
 """Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
-plan leaves no room for all. The roster names 64 peers only; plans and absences are for people; records choose among
-placements. Without loads the heir keeps a hot expert's shares until it has measured where tokens go; without
-unreachable pairs it may group peers that cannot talk, until they report it; without arrivals it may remove a peer with
-late heartbeats until it has learned its rhythm."""
+plan leaves no room for all. Plans and absences are for people; records choose among placements. Without loads the heir
+keeps a hot expert's shares until it has measured where tokens go; without unreachable pairs it may group peers that
+cannot talk; without arrivals it may remove a peer with late heartbeats."""
 
 
 class ClusterView:
@@ -117,8 +114,7 @@ class ClusterView:
     # --- inputs ---
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
-        """Record a heartbeat; check `roster.has_room_for` first.
-        Returns: the impossible reports in it, as sentences."""
+        """Record a heartbeat. Returns: the impossible reports in it, as sentences."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
             self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
@@ -137,7 +133,7 @@ class ClusterView:
         return [f"{peer} reports {flaw}" for flaw in flaws]
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. The first one is our best estimate of the run's start.
+        """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         for peer in sorted(self._members.difference(plan.members)) if leads else ():
             if self.roster.has_vanished(peer, now_s):
@@ -174,8 +170,7 @@ class ClusterView:
         self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
-            # Knowledge from an earlier term of ours is stale: removed members may be back, draining ones gone. But the
-            # measured irregularity of heartbeats is still useful.
+            # Knowledge from an earlier term of ours is stale, except for the irregularity of heartbeats.
             irregular = self.roster.irregular()
             self.roster = Roster(self.spec.swarm.heartbeat_s)
             self.roster.take_over(irregular)
@@ -207,15 +202,14 @@ class ClusterView:
     # --- between coordinators ---
 
     def inherit(self, handover: TransferLeadership) -> None:
-        """Keep the transferred state of the previous coordinator, for the term that we may get. The first plan of that
-        term already uses it to place experts."""
+        """Keep the transferred state of the previous coordinator, for the term that we may get. Its first plan places
+        experts by it."""
         self._inherited = handover
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
-        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins.
-        Args: searched: as in `hand_over`."""
+        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -223,12 +217,10 @@ class ClusterView:
         )
 
     def forget_inherited(self) -> None:
-        """Drop the transferred state, because its plan failed."""
         self._inherited = None
 
     def stand_by(self) -> None:
-        """Follow another coordinator: drop the transferred state, and leave it to that coordinator to count the
-        experts' load."""
+        """Follow another coordinator, which counts the experts' load from now on."""
         self._inherited = None
         self.experts.rest()
 
@@ -298,21 +290,19 @@ class ClusterView:
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
-        state counts as lost and a new era begins. A wrong True could begin one era twice, with two histories.
-        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate.
-        """
+        state counts as lost. A wrong True could begin one era twice, with two histories.
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate."""
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
         return live.not_started and known and max(self.version_max, version or 0) <= live.restore_version
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """True if the state of a group of `live` would be lost with `peer`."""
         held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
         """The peers that may coordinate the next term, first choice first. Peers that members cannot reach come last,
-        sorted by the number of such members, because a coordinator removes members that it cannot hear."""
+        because a coordinator removes members that it cannot hear."""
         candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
         order = election.rank(self.run, live.term + 1, candidates)
         return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
@@ -366,8 +356,8 @@ class ClusterView:
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
-        past layouts. Layout changes are modelled as a Poisson process with a gamma prior of one in `HORIZON_S`. When
-        each new layout promises a little more and none lasts, this makes a change less and less attractive."""
+        past layouts (a Poisson process with a gamma prior of one in `HORIZON_S`). When no layout lasts, a change
+        becomes less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
@@ -377,8 +367,8 @@ class ClusterView:
         return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
 
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
-        """Estimate the seconds lost by a roll-back: the time of the roll-back, plus half a snapshot interval, or the
-        whole run so far if a snapshot is overdue and none exists."""
+        """Estimate the seconds lost by a roll-back: its own time, plus half a snapshot interval, or the whole run so
+        far if a snapshot is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
@@ -401,16 +391,14 @@ class ClusterView:
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead (s_max
-        = 0).
-        """
+        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead."""
         snapshot = self._snapshot_of(stages, now_s)
         wire = self.survey.takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """Choose the formats of these stages' tensors; None: the run allows only one.
-        Args: kept: the current formats."""
+        """Choose the formats of these stages' tensors; None: the run allows only one. Args: kept: the current
+        formats."""
         takes = self.survey.takes
         if not takes.are_choices:
             return None
@@ -432,8 +420,7 @@ class ClusterView:
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
-        """Compare the live plan's prediction with the measured throughput. Call it on the coordinator, once every
-        member has been heard."""
+        """Compare the live plan's prediction with the measured throughput, once every member has been heard."""
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
@@ -468,8 +455,8 @@ class ClusterView:
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
         """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
-        because a plan that rolls back reads their disks only. No snapshot is safe while the era has not started,
-        because members may still roll back."""
+        because a plan that rolls back reads their disks only, and none while the era has not started: members may still
+        roll back."""
         if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
@@ -482,7 +469,6 @@ class ClusterView:
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that have become complete since the last call."""
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def elapsed_s(self, now_s: float) -> float:
@@ -490,7 +476,7 @@ class ClusterView:
 
 
 def fitting(handover: TransferLeadership) -> TransferLeadership:
-    """Drop fields from `handover` until it fits in a message. A plan that is too large alone cannot be sent at all."""
+    """Drop fields from `handover` until it fits in a message; a plan that is too large alone cannot be sent at all."""
     for name in LEAST_NEEDED:
         if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
             break

@@ -5,11 +5,9 @@ went to the previous coordinator. Each (stage, step) counts once. A step is repo
 stage's report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have
 passed since all committed it.
 
-A report is one peer's claim. A step, its loss and its effect on the rate count only once a majority of the last stage's
-members has passed it (`confirmations`).
-
-When the run rolls back (a new era), the ledger does too: steps above the beginning happen, and are reported, again.
-"""
+A report is one peer's claim: a step, its loss and its effect on the rate count only once a majority of the last stage's
+members has passed it (`confirmations`). When the run rolls back (a new era), steps above the beginning happen, and are
+reported, again."""
 
 import math
 from collections import deque
@@ -91,7 +89,6 @@ class Ledger:
         self._versions = [0] * num_stages
         self._expert_versions = [0] * (num_stages * num_experts)
         self.loss: float | None = None
-        """The loss of the newest known step."""
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
@@ -108,7 +105,6 @@ class Ledger:
 
     @property
     def version_max(self) -> int:
-        """The highest version of any stage."""
         return max(self._versions)
 
     @property
@@ -207,8 +203,7 @@ class Ledger:
             self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
-        """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up; repeated
-        ones are duplicates."""
+        """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up."""
         held, lost, again = report.microbatches, report.given_up, report.duplicates
         if held >= 0 and lost >= 0 and again >= 0 and held + lost == self._microbatches:
             return ""
@@ -218,8 +213,8 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses. Such a loss is one member's claim, which only a recomputation could confirm. But
-        its version must be confirmed; the leader of stage 0 repeats the report until it is."""
+        """Record validation losses. Such a loss is one member's claim, but its version must be confirmed; the leader of
+        stage 0 repeats the report until it is."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -241,8 +236,8 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that are due, in the order of steps: a step waits for those before it.
-        Args: flush: all that have a loss are due."""
+        """Return the records of the steps that are due, in the order of steps. Args: flush: all that have a loss are
+        due."""
         records = []
         self._confirm(flush=flush)
         waits = False

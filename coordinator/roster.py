@@ -19,9 +19,8 @@ OVERDUE_HEARTBEATS = 1.1
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
-"""Maximum number of silent peers in a leadership transfer."""
 ARRIVALS_TOLD_MAX = 64
-"""Maximum number of peers with irregular heartbeats in a leadership transfer."""
+"""Maximum numbers of silent peers, and of peers with irregular heartbeats, in a leadership transfer."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
@@ -68,7 +67,6 @@ class Roster:
     """Heartbeat statistics of peers from before this term."""
 
     def has_room_for(self, peer: PeerID) -> bool:
-        """True if `peer` is known, or there is room for it."""
         return peer in self.presences or len(self.presences) < PEERS_MAX
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
@@ -88,7 +86,6 @@ class Roster:
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
     def signed(self, peer: PeerID, now_s: float) -> None:
-        """Record a sign of life of `peer` other than a heartbeat."""
         if peer in self.presences:
             self.presences[peer].arrivals.signed(now_s)
 
@@ -156,8 +153,7 @@ class Roster:
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
-        """Return the statistics of peers with a longer timeout than regular ones, longest first, at most
-        `ARRIVALS_TOLD_MAX`."""
+        """Return the statistics of peers with a longer timeout than regular ones, longest first."""
         irregular = [
             (seen.arrivals.patience_s, peer, seen.arrivals)
             for peer, seen in self.presences.items()
@@ -170,8 +166,8 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these statistics from the peers' first heartbeats on. Otherwise each would be removed once before they
-        are learned again. Ignore impossible values."""
+        """Use these statistics from the peers' first heartbeats on, or each would be removed once before they are
+        learned. Ignore impossible values."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, ARRIVALS_TOLD_MAX):
             if all(
@@ -191,7 +187,6 @@ class Roster:
         return not polite and self.is_gone(peer, now_s)
 
     def leave(self, peer: PeerID) -> None:
-        """Record the good-bye of `peer`."""
         self.lose(peer)
         if peer in self.presences:
             self.presences[peer].said_goodbye = True
@@ -249,7 +244,6 @@ class Roster:
         return seen.advert.name if seen is not None and seen.advert is not None else ""
 
     def draining(self, peer: PeerID) -> bool:
-        """True if `peer` reports that it is leaving."""
         beat = self.beat(peer)
         return beat is not None and beat.draining
 
@@ -271,7 +265,7 @@ class Roster:
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
         """Return (layers with state, layers of its stage) of a learner in the place that `live` gives it; None: it is
-        none. Bounded by the stage for any report."""
+        none."""
         beat, stage = self.beat(peer), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

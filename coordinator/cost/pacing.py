@@ -1,7 +1,8 @@
 """Computes the duration of a step from the durations of its parts, for a placement in steady state. Pure.
 
 `throughput.py` has the formulas and their terms, and computes the parts. Searches compare placements by them; the time
-that a step will take (`predicted_step_s`) is closer to reality, but a bad search objective:
+that a step will take (`predicted_step_s`) is closer to reality, but a bad search objective: it finds slower plans
+(simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
 
 **Control.** Searches assume that everything runs ahead that `s_max` admits, with the window's whole gain. The control
 (`peer/replica/flow.py`) admits less where staleness costs more steps than it saves seconds. Devices are then busy for a
@@ -20,9 +21,6 @@ T_chain'(k, j) its chain. With the 4-norm |a, b|:
     c_j = q T_j / T_flow
     L_j = max(T_compute', T_chain'(k, j))
     T   = max(T_flow, max over j of L_j + c_j / 0.4 (|T_compute', T_chain'(k, j)| - L_j))
-
-The search objective's norm of T_flow and T_chain is 15 % too high for home GPUs, where lines bound a step. Still, a
-search with this formula finds slower plans (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
 
 Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Figures are in MEASURED.md.
 """
@@ -58,8 +56,8 @@ class StageLoad:
     path_rate: Floats
     """The microbatches/s that its paths to both neighbours carry."""
     away: Floats
-    """The edges to neighbouring stages, less the share within one card; each is weighted by its bytes over
-    `Workload.cut_bytes`: 1 unless the plan chooses another format."""
+    """The edges to neighbouring stages, less the share within one card, each weighted by its bytes over
+    `Workload.cut_bytes`."""
     reduced: Floats
     """R_d, the bytes of the reduction over each member's card."""
     reduce_path_s: float
@@ -103,8 +101,6 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The pace of a placement with `steps_ahead` steps ahead."""
-
     steps_ahead: int
     step_s: float
     chain_s: float
@@ -127,7 +123,7 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
     chains_s = _chains_s(flow, commits_s, steps_ahead)
     chain_s = max(chains_s)
     step_s = joined(flow.flow_s, chain_s) if steps_ahead else chain_s
-    stale = _stale(trips_s, commits_s, step_s, steps_ahead)
+    stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
     return Pace(
         steps_ahead=steps_ahead,
         step_s=step_s,
@@ -135,7 +131,7 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
         commit_s=max(commits_s),
         commits_s=commits_s,
         tails=[Tail(chain_s, crowded) for chain_s, (_, crowded) in zip(chains_s, commits, strict=True)],
-        stale=stale,
+        stale=stale / len(trips_s),
     )
 
 
@@ -170,11 +166,6 @@ def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[
     return [(head_s + tail_s) / (steps_ahead + 1.0) for tail_s in tails_s]
 
 
-def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
-    stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
-    return stale / len(trips_s)
-
-
 def predicted_step_s(
     tails: Callable[[int], Sequence[Tail]],
     *,
@@ -193,9 +184,8 @@ def predicted_step_s(
         flow_s: T_flow, s a step.
         stages_s: T_compute of each stage, s a step: the time of its devices without waiting.
         round_trip_s: of one microbatch without waiting.
-        commit_s: from the last contribution to a step to the next version, at the slowest stage.
-        microbatches: M, a step.
-        price: the price of staleness, by which the control chooses.
+        commit_s: the longest.
+        price: of staleness, by which the control chooses.
     """
     measured = Measured(
         rate_per_s=microbatches / flow_s, round_trip_s=round_trip_s, commit_s=commit_s, microbatches=microbatches

@@ -86,9 +86,8 @@ from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 ROUNDS = 6
-"""Rounds of offering. A router finds such a flow through the queues at slow receivers. The flow found is 94 % of the
-maximum in the median, 73 % at least (by linear programming, 200 random cases of up to 8 x 8 in which half of the paths
-are too slow)."""
+"""Rounds of offering. The flow found is 94 % of the maximum in the median, 73 % at least (by linear programming, 200
+random cases of up to 8 x 8 in which half of the paths are too slow)."""
 
 
 class _Priced(NamedTuple):
@@ -109,9 +108,7 @@ class ThroughputObjective:
     foreseen_s (predicted with the control), tokens_per_s (from foreseen_s), slowest_stage (index), memory (largest
     needed / present).
 
-    Args: wire: bytes of each cut and each reduction, for placements with this number of stages; None: those of the
-    workload.
-    """
+    Args: wire: bytes of each cut and each reduction, for this number of stages; None: those of the workload."""
 
     name = "throughput"
 
@@ -210,8 +207,7 @@ class ThroughputObjective:
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """Return the bytes that each member of each stage sends over its network card in a step, in all frames of
-        training; as many arrive. Copies of the state for newcomers and snapshots are not included. Every stage needs a
-        member."""
+        training; as many arrive. Every stage needs a member."""
         w = self.workload
         return tuple(
             tuple(
@@ -221,10 +217,8 @@ class ThroughputObjective:
         )
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
-        """Compute the memory that each member needs, its microbatches in flight included.
-        Args: memory: the memory terms; they may exceed `workload.memory`, which decides whether a placement is
-        possible.
-        Returns: bytes, by stage and then by member; None: the placement is impossible."""
+        """Return the bytes of memory that each member needs, its microbatches in flight included; None: the placement
+        is impossible. Args: memory: the terms; they may exceed `workload.memory`, which decides what is possible."""
         priced = self._priced(placement)
         if isinstance(priced, Cost):
             return None
@@ -388,10 +382,9 @@ def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float
 
 
 def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
-    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S,
-    D], all in one unit of rate. Every sender first sends in proportion to the demands. What a path cannot carry is
-    offered to receivers with room, `ROUNDS` times. The flow is never above the maximum flow, and equal to it if no
-    path limits."""
+    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S, D],
+    all in one unit of rate. Every sender first sends in proportion to the demands; what a path cannot carry is offered
+    to receivers with room. The flow is never above the maximum flow, and equal to it if no path limits."""
     flow = np.zeros_like(path)
     left, room = supply.copy(), demand.copy()
     for _ in range(ROUNDS):
@@ -410,17 +403,17 @@ def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The shares in the order of `Placement.stages`; each stage's numbers are positive and add to 1."""
+    """Each member's part of its stage's traffic and of its reduction, in the order of `Placement.stages`; each stage's
+    numbers are positive and add to 1."""
 
     shares: tuple[tuple[float, ...], ...]
-    """Each member's share of the stage's microbatches."""
     parts: tuple[tuple[float, ...], ...]
     """The part of the stage's gradient that each member adds up for the others."""
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
-    """Split a placement's work. Shares follow each member's capacity for a step (`ThroughputObjective`): its compute,
-    its paths to both neighbours, and the part of its card that the reduction leaves. Empty stages give empty tuples."""
+    """Split a placement's work as the objective assumes it: shares follow each member's capacity for a step. Every plan
+    is made with this. Empty stages give empty tuples."""
     return Split(
         shares=ThroughputObjective(topology, workload).shares(placement),
         parts=tuple(

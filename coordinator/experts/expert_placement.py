@@ -1,8 +1,7 @@
 """Choose which node holds which expert, so that the fewest sets of failures lose an expert. Pure.
 
-Where the nodes are alike and the paper's premise holds, its placement is optimal and no search runs. Elsewhere many
-placements are constructed and the best few are annealed. On up to 12 nodes costs are exact.
-"""
+Where the nodes are alike and the paper's premise holds, its placement is optimal. Elsewhere many placements are
+constructed and the best few are annealed. On up to 12 nodes costs are exact."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ FAILURE_PROBABILITY_ASSUMED = 0.05
 
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
 """(starts, iterations of each). The later rounds run only while MRO or spread is better at some number of failures: 2
-of 3,000 random settings of up to 12 nodes needed the second, none more than the third."""
+of 3,000 random settings needed the second, none more than the third."""
 _UNEQUAL_ROUND = (4, 2_500)
 _LARGE_ROUND = (1, 600)
 _ITERATIONS_PER_SLOT = 60
@@ -44,12 +43,10 @@ def place(
         replicas: int [E], of each expert, >= 1; they fill the slots exactly.
         slots: int [N], of each node, >= 0.
         failure_probability: float [N], in [0, 1]; None: all nodes alike.
-        min_replicas: each expert gets this number of different nodes, or the largest that all can have at once, so that
-            fewer failures lose nothing.
+        min_replicas: each expert gets this number of different nodes, or the largest that all can have at once.
         effort: >= 0, of the search; 0: rules only.
     Returns: a placement with no expert twice on one node, unless it has more replicas than there are nodes or
-        separating them would do harm elsewhere.
-    """
+    separating them would do harm elsewhere."""
     chances = None if failure_probability is None else list(failure_probability)
     task = _Task(
         replicas=replicas,

@@ -1,13 +1,11 @@
 """Records of each peer's past: the time it was seen and the number of its losses, so how likely it is to fail. Pure.
 
-Theory of operation. The coordinator hears every peer's heartbeats and adds up the time between them. If its plan leaves
-out a peer that neither drained nor said good-bye, that is a failure of the peer. At a hand-over the records go to the
-next coordinator, so they grow along the chain of coordinators. A coordinator that dies hands nothing over: its
-successor goes on from the records of its own last term, at worst from the prior.
+The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
+said good-bye, that is a failure. At a hand-over the records go to the next coordinator; after a crash its successor
+goes on from the records of its own last term, at worst from the prior.
 
-A record belongs to an identity, across restarts of its process. It fades: what is older than `SEEN_S_MAX` counts less
-and less, so a machine that moved to a better place recovers.
-"""
+A record belongs to an identity, across restarts of its process. What is older than `SEEN_S_MAX` counts less and less,
+so a machine that moved to a better place recovers."""
 
 import math
 from collections import OrderedDict
@@ -46,13 +44,10 @@ class _Past:
 
 @dataclass(slots=True)
 class FailureRecords:
-    """The records of all peers."""
-
     _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
     """The records; the peer silent for longest is first."""
 
     def heard(self, peer: PeerID, now_s: float) -> None:
-        """Record a heartbeat of `peer`."""
         past = self._past(peer)
         gap_s = now_s - past.heard_s if past.heard_s is not None else 0.0
         past.heard_s = now_s
@@ -118,10 +113,8 @@ class FailureRecords:
 
 
 def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = PRIOR_S) -> float:
-    """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate.
-
-    The rate's prior is a gamma distribution worth `PRIOR_FAILURES` in `PRIOR_S`: a newcomer counts as average, and
-    after a day or two only its own record counts.
+    """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. Its prior is a gamma
+    distribution worth `PRIOR_FAILURES` in `PRIOR_S`: after a day or two only a peer's own record counts.
 
     Args:
         num_failures: the times it was lost without a good-bye; old ones count in part.

@@ -14,18 +14,16 @@ def mend(
     *,
     min_replicas: int,
     ratio_max: float,
-    failure_probability: Sequence[float] | None = None,
+    failure_probability: Sequence[float],
 ) -> ExpertPlacement | None:
     """Repair a placement.
 
     Args:
         current: the experts of each live node, twice for two parts of the work; a node above its slots is cut.
-        loads: float [E].
         ratio_max: the `busiest_replica_load_ratio` at which moving ends.
     Returns: a placement with all slots full and each expert on `min_replicas` different nodes; None if single changes
-        do not reach one.
-    """
-    table = _Table(current, slots, loads, failure_probability or [0.0] * len(slots))
+    do not reach one."""
+    table = _Table(current, slots, loads, failure_probability)
     while (scarce := table.scarcest(min_replicas)) is not None:
         if not table.add(scarce, min_replicas):
             return None

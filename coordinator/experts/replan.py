@@ -4,11 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.coordinator.experts.allocation import (
-    attainable_min_replicas,
-    busiest_replica_load_ratio,
-    replica_counts,
-)
+from shoal.coordinator.experts.allocation import attainable_min_replicas, busiest_replica_load_ratio, replica_counts
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.failure_records import rounded
 from shoal.coordinator.experts.mending import mend
@@ -27,18 +23,14 @@ _GLANCE_EFFORT = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNode:
-    """A live peer as a holder of experts."""
-
     slots: int
-    """The limit on its experts; 0: it holds none after the next plan, for example because it drains."""
+    """The limit on its experts; 0: it holds none after the next plan."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
     """The probability of failure before the next placement (`failure_records`), rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """The chosen placement, and the reason."""
-
     placement: Mapping[str, tuple[int, ...]]
     """The experts in each peer's slots. An expert twice is two parts of the work and one copy."""
     min_replicas: int
@@ -61,7 +53,6 @@ def replan(
     Args:
         current: the experts in the slots of each peer, by the live plan; peers that are not in `nodes` are dead.
         loads: float [E], >= 0, measured and smoothed.
-        nodes: the live peers.
         min_replicas: different holders of each expert, >= 1; fewer if there are too few slots.
     """
     return _Decision(current, loads, nodes, min_replicas, seed).made()
@@ -133,13 +124,9 @@ class _Decision:
         return max(RISK_IGNORED, riskier * self._loss(fresh))
 
     def _fresh(self, replicas: Sequence[int], effort: float) -> ExpertPlacement:
+        chances, least = self.chances, self.promised
         target = place(
-            replicas,
-            self.slots,
-            failure_probability=self.chances,
-            min_replicas=self.promised,
-            seed=self.seed,
-            effort=effort,
+            replicas, self.slots, failure_probability=chances, min_replicas=least, seed=self.seed, effort=effort
         )
         return fewest_fetches(self.now, target, kinds=list(zip(self.slots, self.chances, strict=True)))
 
