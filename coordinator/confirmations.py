@@ -1,11 +1,9 @@
 """Holds what a majority confirms: the version of each group's state, and the end of the run. Pure.
 
-A version of a group counts once a majority of the members that hold the group's state report at least that version. A
-member that is still downloading the state does not count, or progress would stand still on the screen meanwhile. The
+A version of a group counts once a majority of the members that hold the group's state report at least that version. The
 end of the run counts once a majority of *all* members of every group has signed it: a member that ends cannot come
 back, so silence is no consent. A learner may sign with the last version's weights alone. The signatures travel with the
-news (`HeartbeatReply.ends`), and each peer checks them before it ends.
-"""
+news (`HeartbeatReply.ends`), and each peer checks them before it ends."""
 
 from collections.abc import Collection, Iterable
 

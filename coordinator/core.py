@@ -51,8 +51,8 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     Command,
+    CoordinationEvent,
     CoordinationTimerFired,
-    Event,
     ExclusionHeard,
     Expelled,
     HeadFound,
@@ -281,13 +281,13 @@ class CoordinationCore:
     def next_timer_s(self) -> float:
         return min(self._heartbeat_at_s, self._tick_at_s)
 
-    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+    def handle(self, event: CoordinationEvent, *, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
         if self.is_coordinator or self._follower.is_fast_tick(now_s):
             self._tick_at_s = min(self._tick_at_s, now_s + BRISK_HEARTBEATS * self._heartbeat_s)
         return commands
 
-    def _handle(self, event: Event, now_s: float) -> list[Command]:
+    def _handle(self, event: CoordinationEvent, now_s: float) -> list[Command]:
         match event:
             case Received():
                 return self._received(event, now_s)

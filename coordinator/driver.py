@@ -24,8 +24,8 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     Command,
+    CoordinationEvent,
     CoordinationTimerFired,
-    Event,
     ExclusionHeard,
     Expelled,
     HeadFound,
@@ -359,7 +359,7 @@ class Coordination:
             self._signs_s[peer] = now_s
             self._feed(Heard(peer=peer))
 
-    def _feed(self, event: Event) -> msgspec.Struct | None:
+    def _feed(self, event: CoordinationEvent) -> msgspec.Struct | None:
         """Give the core an event and carry out its commands. Returns: the reply, if the event was a call."""
         if self._closed:
             return Refusal(reason="is closing")

@@ -170,7 +170,9 @@ class FailureDetector:
             if peer in awaited and not roster.is_dead(peer):
                 self._suspect(peer, now_s)
             elif roster.is_gone(peer, now_s):
-                self._end_unless_refused(peer)
+                # The check of a member that may return with its state goes on: only its refusals end that wait.
+                if (inquiry := self._inquiries.get(peer)) is not None and inquiry.returns_by_s == -math.inf:
+                    del self._inquiries[peer]
             elif roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
         for peer, inquiry in list(self._inquiries.items()):
@@ -209,13 +211,6 @@ class FailureDetector:
         ]
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:2]
-
-    def _end_unless_refused(self, peer: PeerID) -> None:
-        """End the check of a member after its timeout, unless it may return with its state: only its refusals end that
-        wait."""
-        inquiry = self._inquiries.get(peer)
-        if inquiry is not None and inquiry.returns_by_s == -math.inf:
-            del self._inquiries[peer]
 
     @property
     def are_open(self) -> bool:

@@ -23,10 +23,8 @@ class PlanNotes:
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
-        """(time, note)."""
 
     def obey(self, plan: Plan, now_s: float) -> None:
-        """Record a live plan."""
         reason = plan.reason[:REASON_CHARS_MAX]
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
@@ -59,7 +57,6 @@ class PlanNotes:
         self._notes = deque([*missed, *own], maxlen=NOTES_MAX)
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
-        """The notes, oldest first."""
         return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
 
 

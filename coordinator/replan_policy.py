@@ -32,8 +32,8 @@ NOTHING_TO_READ = (
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""Time until all members know a plan that ends at a version: our view of the versions is a heartbeat old, and the plan
-needs two round trips and the votes."""
+"""Time until all members know a plan that ends at a version: two round trips and the votes, and our view of the
+versions is a heartbeat old."""
 SURE_HEARTBEATS = 6.0
 """The same without a reserve of one step."""
 NOTICE_STEPS_MAX = 256
@@ -67,7 +67,7 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none of them can be
+    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none can be
     read."""
 
     def __init__(
@@ -84,8 +84,8 @@ class ReplanPolicy:
         """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The smallest number of bytes that the members of the following layout still lacked, and when it was reached.
-        """
+        """The smallest number of bytes that the members of the following layout still lacked, and when it was
+        reached."""
         self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
         """The stages after the live plan's, and when we first saw them."""
@@ -93,7 +93,7 @@ class ReplanPolicy:
         """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
         """When the live layout was first seen to be finished: every stage had committed its last version, and every
-        layer of that version had a holder. None: it is not finished."""
+        layer of that version had a holder. None: it is not."""
         self._too_few_s = math.inf
         """The last sign of life of the lost stage's members; inf unless too few peers are left for the number of
         stages."""
@@ -123,8 +123,6 @@ class ReplanPolicy:
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """Begin a term as coordinator, or continue as such (`continuing`). Args: silent: as in
-        `ClusterView.begin_term`."""
         searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
         self._settled_for = self._ended_s = self._unfetched_bytes = None
         if not (continuing and self._holders.is_waiting(now_s)):
@@ -135,7 +133,6 @@ class ReplanPolicy:
             self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
 
     def settle(self, live: Plan, now_s: float) -> None:
-        """Record that the current swarm has its plan."""
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
@@ -152,8 +149,7 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
-        snapshots.
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
         Returns: (layout or search, why not yet)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
@@ -288,12 +284,11 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while a snapshot may still become complete. A coordinator that waits for this keeps the role: the wait
-        may exceed a term, and an heir would start it anew."""
+        """True while a snapshot may still become complete. A coordinator that waits for this keeps the role: an heir
+        would start the wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float) -> TransferLeadership:
-        """Build the message for the next coordinator, as much as fits."""
         return self.view.hand_over(live, now_s, searched=self._has_searched(live.plan, now_s))
 
     # --- inside ---
@@ -315,8 +310,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the newest sign of life of any member of these groups, on our clock. A leaving member asks others to
-        keep its state before it goes, so every such copy was begun before this time."""
+        """Return the newest sign of life of any member of these groups. A leaving member asks others to keep its state
+        before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -439,8 +434,7 @@ class ReplanPolicy:
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
-        in time.
-        Args: times: multiplies the usual notice."""
+        in time. Args: times: multiplies the usual notice."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
@@ -463,9 +457,8 @@ class ReplanPolicy:
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, cutover_version: int) -> int:
         """Return the first version that every member knows in time, or the one after it, if that costs less than
-        waiting until `cutover_version`. Ending early repeats the started part of the next step; until `cutover_version`
-        all started steps are finished. A stage at its maximum lead makes one whole step more after the others' next
-        commit."""
+        waiting until `cutover_version`. Ending early repeats the started part of the next step. A stage at its maximum
+        lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(layout.stages, now_s)
         if slow is None or quick is None:
@@ -503,9 +496,8 @@ class ReplanPolicy:
             self._ended_s = None
         elif self._ended_s is None:
             self._ended_s = now_s
-        # A group reports after its members have compared their states, so all of them have reached the end by then; a
-        # layer with a single holder could be lost. The reports may have gone to a previous coordinator, or never come,
-        # so the wait is limited.
+        # A group reports after its members have compared their states: by then no layer has a single holder. The
+        # reports may have gone to a previous coordinator, or never come, so the wait is limited.
         patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
         late = self._ended_s is not None and now_s >= self._ended_s + patience_s
         if self._ended_s is not None and (late or view.ledger.has_reported(version)):
@@ -530,10 +522,9 @@ class ReplanPolicy:
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait.
-        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as
-        the roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary
-        roll-back."""
+        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait. A
+        peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
@@ -554,9 +545,8 @@ class ReplanPolicy:
         return frozenset(silent), sentence
 
     def _awaited(self, catalog: CheckpointCatalog, beginning: Beginning, now_s: float) -> str:
-        """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing. The present
-        disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left politely has
-        saved its layers at the same version as the others."""
+        """Say what to wait for before the run rolls back to `beginning`; empty: nothing. The present disks have a part
+        of a newer snapshot, and a returning peer may have the rest."""
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, catalog.newest
@@ -586,7 +576,6 @@ class ReplanPolicy:
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Return the layers of each stage."""
     return tuple(stage.layers for stage in stages)
 
 
@@ -604,7 +593,6 @@ def _holds_all(live: Plan, next_layout: Sequence[Stage]) -> bool:
 
 
 def _divided(live: Plan, version: int) -> str:
-    """Describe the change of stages after `live`."""
     before, after = len(live.stages), len(live.next_layout)
     layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.next_layout))
     noun = "stage" if before == 1 else "stages"
@@ -614,7 +602,6 @@ def _divided(live: Plan, version: int) -> str:
 
 
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
-    """Return the live layout without its planned end."""
     reason = f"the stages stay as they are: {why}"
     return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
 
@@ -622,7 +609,7 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
     """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead to
     a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
-    member drains and waits for a copy of its own."""
+    member drains."""
     draining = any(peer.draining for peer in peers)
     told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
     return (*told, tuple(sorted(unreachable)))

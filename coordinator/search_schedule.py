@@ -1,19 +1,16 @@
 """Decides when the coordinator searches for a better layout than the live one, and keeps the results. Pure.
 
-Theory of operation. A change is answered at once with a repaired layout. The search follows, in its own thread in a
-live swarm, and returns a layout or none. A search begins
+A change is answered at once with a repaired layout. The search follows, and returns a layout or none. It begins
 
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
-- at once, if the only change is a lost member: a stage that has lost one of few members delays all others, and the
-  remaining peers are already measured;
+- at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's pace has, or differs much from
   the prediction (`calibration`), unless the last search for this plan and swarm failed with an error;
 - never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` if a member is gone.
 
-A result is valid only for the swarm and plan of its search, and is dropped if either changes. A successor learns
-whether the plan has been searched, so that a quiet hour of sixty terms does not cost sixty searches.
-"""
+A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
+that a quiet hour of sixty terms does not cost sixty searches."""
 
 import math
 from dataclasses import dataclass
@@ -28,12 +25,11 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
-"""Time until newcomers have their state and links are reported, four a heartbeat; a download in progress delays the
-search further."""
+"""Time until newcomers have their state and links are reported, four a heartbeat."""
 REST_HEARTBEATS = 30.0
 LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
-"""Searching this many peers takes a second or two. With more, searches and checks are further apart, in proportion."""
+"""Searching this many peers takes a second or two. With more, searches and checks are further apart."""
 LOOK_HEARTBEATS = 10.0
 """Interval at which the coordinator checks for changed measurements."""
 AFRESH_TERMS = 10
@@ -69,8 +65,6 @@ class SearchJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Searched:
-    """The search that ended last."""
-
     places: Places | None
     """The places of the plan that was searched; None: a first plan."""
     swarm: Swarm
@@ -103,8 +97,7 @@ class SearchSchedule:
     ) -> None:
         """Begin a term of ours, and drop the stale knowledge of an earlier one.
         Args: searched: the predecessor has searched for a better layout than the plan's. unreachable: the pairs of
-        members that could not reach each other, as far as it knew.
-        """
+        members that could not reach each other, as far as it knew."""
         self._running = self._found = self._last = self._seen = None
         self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
         self._members = frozenset(plan.members)
@@ -165,8 +158,7 @@ class SearchSchedule:
         has_pace: bool = True,
     ) -> SearchJob | None:
         """Return the search to begin now; None: there is no reason for one.
-        Args: is_off: as in `is_due`. has_pace: the run has made more than one step.
-        """
+        Args: is_off: as in `is_due`. has_pace: the run has made more than one step."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:

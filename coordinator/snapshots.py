@@ -2,12 +2,8 @@
 
 Heartbeats report how long ago each stage last wrote a snapshot (`Heartbeat.unsaved_s`). If that is too long for any
 peer, the coordinator's replies name a version that no stage has reached yet (`HeartbeatReply.save_at`). A stage that
-learns of it too late writes no snapshot, still reports itself as unsaved, and the coordinator names another version. A
-leadership transfer contains nothing of this: the next heartbeats tell a new coordinator all.
-
-A young run saves sooner: after `_FIRST_S`, and each time that its age has doubled. So once the first snapshot is
-copied, a roll-back loses at most half of the run's time.
-"""
+learns of it too late still reports itself as unsaved, and the coordinator names another version. A young run saves
+sooner: after `_FIRST_S`, and each time that its age has doubled."""
 
 import math
 from collections import deque
@@ -39,19 +35,17 @@ class SnapshotSchedule:
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
-        """Start anew, in another era or in a term of ours: earlier versions say nothing."""
         self.save_at = 0
         self._pace.clear()
         self._look_at_s = -math.inf
 
     def is_due_to_look(self, now_s: float) -> bool:
-        """True if `look` should be called now; it reads every peer's heartbeat, so not each heartbeat may call it."""
+        """True if `look` should be called now; it reads every peer's heartbeat."""
         return self._interval_s > 0 and now_s >= self._look_at_s
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era. elapsed_s: since the run began.
-        """
+        Args: beats: the newest of every live peer in the live era. elapsed_s: since the run began."""
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:

@@ -20,8 +20,6 @@ FORMER_PLACES_MAX = 4096
 
 
 class Survey:
-    """The measurements and former places of peers."""
-
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
@@ -85,8 +83,7 @@ class Survey:
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, catalog: CheckpointCatalog, *, knows_network: bool
     ) -> SwarmSnapshot:
         """Collect all inputs of a layout.
-        Args: knows_network: include the links between `peers`, which takes a while for many peers.
-        """
+        Args: knows_network: include the links between `peers`, which takes a while for many peers."""
         model = self._spec.model
         whole = catalog.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 

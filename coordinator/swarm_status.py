@@ -72,7 +72,7 @@ def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) 
 
 
 def status_before_the_plan(run: str, spec: RunSpec, owner: PeerID, waits_for: str) -> SwarmStatus:
-    """Build the status of a run without a plan: no peer holds a stage, and `waits_for` is what the first plan needs."""
+    """Build the status of a run without a plan. Args: waits_for: what the first plan needs."""
     return SwarmStatus(
         run=run,
         name=spec.name,
@@ -151,9 +151,8 @@ def risks(
     if step <= 0:
         return ()  # the seed can rebuild it
     alone: list[tuple[int, PeerID]] = []
-    for index, held in enumerate(
-        holders(live, roster, catalog, model, not_started=False, now_s=now_s)[: len(live.stages)]
-    ):
+    by_group = holders(live, roster, catalog, model, not_started=False, now_s=now_s)
+    for index, held in enumerate(by_group[: len(live.stages)]):
         if len(held) == 1:
             (holder,) = held
             if not _has_copy(catalog, holder, frozenset(group_keys(model, live, index))):
@@ -168,8 +167,7 @@ def risks(
 
 
 def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
-    """Say which peers cannot reach each other, in one sentence at most: "bob and eve cannot reach each other (both
-    behind routers)"."""
+    """Say which peers cannot reach each other: "bob and eve cannot reach each other (both behind routers)"."""
     if not pairs:
         return ()
     named = sorted(tuple(sorted(roster.name_of(peer) for peer in pair)) for pair in pairs)
@@ -181,9 +179,7 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members whose contributions others refuse, a sentence each: "bob sends what is no gradient (NaN,
-    infinity) or restarts without end, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude
-    bob`)"."""
+    """Name the members whose contributions others refuse, a sentence each."""
     sentences, accusers = [], roster.accusers()
     placed = [peer for stage in live.stages for peer in stage.peers]
     for accused in live.members:
@@ -246,7 +242,6 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _has_copy(catalog: CheckpointCatalog, holder: PeerID, keys: frozenset[str]) -> bool:
-    """True if one snapshot has all of `keys` on disks of peers other than `holder`."""
     return any(
         keys <= frozenset().union(*(held for peer, held in parts.items() if peer != holder))
         for parts in catalog.parts.values()

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.protocol.topology import Floats, Ints
@@ -86,17 +86,15 @@ def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> P
         for index in sorted(range(len(placement.stages)), key=computes_s, reverse=True):
             joined = replace(placement, stages=with_device(placement.stages, index, device))
             tried = objective.cost(joined)
-            if _is_no_slower(tried, cost):
+            most = 1.0 + ROUNDING
+            if (
+                math.isfinite(tried.seconds)
+                and tried.seconds <= most * cost.seconds
+                and tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]
+            ):
                 placement, cost = joined, tried
                 break
     return placement
-
-
-def _is_no_slower(tried: Cost, cost: Cost) -> bool:
-    most = 1.0 + ROUNDING
-    if not math.isfinite(tried.seconds) or not tried.seconds <= most * cost.seconds:
-        return False
-    return tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:

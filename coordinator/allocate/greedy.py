@@ -5,7 +5,11 @@ it takes the fewest that fit into the peers' memory. It deals the peers out, fas
 least speed for its cost that it has the memory for (longest processing time first, Graham 1969). Later plans keep the
 boundaries and each peer's stage, because moving state is expensive. A newcomer joins the poorest stage, or its old
 stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
-stage. A draining peer is left out once another member holds its stage's state."""
+stage. A draining peer is left out once another member holds its stage's state.
+
+All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits one member of each
+stage, so a member must reach at least one of the stage before and of the stage after. The member that fails to reach
+most others leaves at once (`separated`); a search may find a better place for it later."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,8 +20,7 @@ from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
-from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
+from shoal.coordinator.allocate.reachability import Pair, pair_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
@@ -336,3 +339,52 @@ def _cheapest(
             for j in range(k, num_layers - (num_stages - k) + 1)
         }
     return best[num_layers]
+
+
+def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:
+    """True if `peer` can reach each of `others`."""
+    return not unreachable or all(pair_of(peer.peer, other.peer) not in unreachable for other in others)
+
+
+def is_cut_off(
+    peer: MeasuredPeer, index: int, groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]
+) -> bool:
+    """True if `peer` at stage `index` reaches no member of a neighbouring stage that has members."""
+    if not unreachable:
+        return False
+    near = (groups[k] for k in (index - 1, index + 1) if 0 <= k < len(groups))
+    return any(group and not any(reaches_all(peer, [other], unreachable) for other in group) for group in near)
+
+
+def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
+    """Choose the members of `groups` that must leave so that each remaining one reaches its whole group and a member of
+    each neighbouring one. The last member of a group never leaves."""
+    if not unreachable:
+        return []
+    left = [list(group) for group in groups]
+    leaving: list[MeasuredPeer] = []
+    while (found := _next_to_leave(left, unreachable)) is not None:
+        index, peer = found
+        left[index].remove(peer)
+        leaving.append(peer)
+    return leaving
+
+
+def _next_to_leave(groups: list[list[MeasuredPeer]], unreachable: frozenset[Pair]) -> tuple[int, MeasuredPeer] | None:
+    everybody = [peer for group in groups for peer in group]
+
+    def lost(peer: MeasuredPeer, others: Iterable[MeasuredPeer]) -> int:
+        return sum(not reaches_all(peer, [other], unreachable) for other in others)
+
+    candidates = [
+        # A peer without the stage's state leaves before one with it; among equals the slower one leaves.
+        ((lost(peer, group), lost(peer, everybody), peer.synced_stage != index, -peer.flop_per_s, rank), index, peer)
+        for index, group in enumerate(groups)
+        if len(group) > 1
+        for rank, peer in enumerate(group)
+        if lost(peer, group) or is_cut_off(peer, index, groups, unreachable)
+    ]
+    if not candidates:
+        return None
+    _, index, peer = max(candidates, key=lambda each: each[0])
+    return index, peer
