@@ -47,8 +47,7 @@ OFF_STEPS = 4
 SLOW = 0.75
 CHANGED = 1.25
 UNSEEN_ERROR = 0.3
-"""The minimum of `forecast_error` from a new layout's start until its throughput is measured: a further change has to
-promise 63 % more."""
+"""The least `forecast_error` until a layout's throughput is measured: a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
 """Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
@@ -144,8 +143,7 @@ class Calibration:
 
     @property
     def is_unexplained(self) -> bool:
-        """True if the layout is far slower than the current prediction with the usual error: some figures are out of
-        date."""
+        """True if the layout is far slower than the current figures explain: some are out of date."""
         if self._seen[1] < OFF_STEPS:
             return False
         return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
@@ -262,8 +260,7 @@ class Calibration:
         return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: LayoutCalibration | None) -> None:
-        """Continue from another coordinator's comparison if it describes the live layout; its corrections apply to
-        any."""
+        """Continue from another coordinator's comparison of the live layout; its corrections apply to any."""
         if told is None or not (
             len(told.learned) <= NUMBERS_KEPT
             and all(_is_possible(*learned) for learned in told.learned)

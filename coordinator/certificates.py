@@ -23,8 +23,8 @@ ATTESTED_MAX = 4
 
 
 class Certificates:
-    """Versions that the live plan certifies, or that the next plan can certify.
-    Args: placed: plans of the run assign experts to members."""
+    """Versions that the live plan certifies, or that the next plan can. Args: placed: plans assign experts to
+    members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough
@@ -50,8 +50,7 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
-        """Count the attestations of `peer` for the layers that the live plan gives it. Others, and invalid signatures,
-        are ignored."""
+        """Count the attestations of `peer` for its own layers. Ignore others, and invalid signatures."""
         plan = self._plan
         if plan is None:
             return
@@ -88,8 +87,7 @@ class Certificates:
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """Return the layers that are certified at (era, version); None before the first plan, when the owner trusts
-        what there is."""
+        """Return the layers certified at (era, version); None before the first plan, when nothing can be."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:

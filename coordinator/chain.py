@@ -64,8 +64,8 @@ class Adoption(NamedTuple):
 
 
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The promises that must survive a restart. Live plans are stored as links, the plan voted for as an envelope;
-    empty: none."""
+    """The promises that must survive a restart: links of live plans, the envelope of the plan voted for; empty:
+    none."""
 
     run: str
     granted_term: int = 0
@@ -373,8 +373,7 @@ def answer_offer(
     *,
     sign_vote: Callable[[bytes], bytes],
 ) -> PlanVote:
-    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer.
-    Args: sign_vote: signs the body of a vote in our name."""
+    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer."""
     if refusal := chain.vote(source, offer.term, plan, base):
         newer = b"" if base is None else _newer(chain, base)
         return PlanVote(accepted=False, reason=refusal, term=chain.granted_term, live=newer)

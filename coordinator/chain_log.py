@@ -19,8 +19,7 @@ class ChainLog:
         """Oldest first; the last is the live plan."""
         self._bytes = 0
         self.mandated: SignedPlan | None = None
-        """The last plan that the owner mandated, kept at any age: it has no votes, and later plans of its reign build
-        on it."""
+        """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
 
     @property
     def before_last(self) -> SignedPlan | None:

@@ -202,8 +202,7 @@ class ClusterView:
     # --- between coordinators ---
 
     def inherit(self, handover: TransferLeadership) -> None:
-        """Keep the transferred state of the previous coordinator, for the term that we may get. Its first plan places
-        experts by it."""
+        """Keep the transferred state of the previous coordinator, for the term that we may get."""
         self._inherited = handover
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
@@ -397,8 +396,7 @@ class ClusterView:
         return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """Choose the formats of these stages' tensors; None: the run allows only one. Args: kept: the current
-        formats."""
+        """Choose the formats of these stages' tensors; None: the run allows only one."""
         takes = self.survey.takes
         if not takes.are_choices:
             return None

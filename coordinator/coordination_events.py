@@ -25,8 +25,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Received(CoordinationEvent, frozen=True):
-    """A call from a peer; the core answers with `Reply`. `plan` is the message's plan, `base` the one that it builds
-    on."""
+    """A call from a peer, to which the core replies; `plan` is the message's plan, on `base`."""
 
     source: PeerID
     message: msgspec.Struct

@@ -206,8 +206,7 @@ class CoordinationCore:
         before: SignedPlan | None,
         mandated: SignedPlan | None,
     ) -> None:
-        """Continue after a restart, before any event. `record` has the state of the chain; the caller has opened its
-        plans."""
+        """Continue after a restart, before any event. The caller has opened the plans of `record`."""
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
@@ -403,8 +402,7 @@ class CoordinationCore:
         return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._verify_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
-        """Return the valid signatures in `ends` if they prove that the run is done, else nothing. Those of former
-        members do not count, and no signature is checked twice."""
+        """Return the valid signatures of members if they prove that the run is done, else nothing."""
         plan = self.plan
         if plan is None:
             return ()

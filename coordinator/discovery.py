@@ -27,8 +27,7 @@ DIALS_MAX = 16
 """Number of peers introduced at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses this often in a row, then once every `MOVE_S`: we dial them, and they may belong to a
-victim."""
+"""A peer may change its addresses so often in a row, then once every `MOVE_S`: they may be a victim's."""
 
 
 def peers_key(run: str) -> str:
@@ -42,8 +41,7 @@ def plan_key(run: str) -> str:
 
 
 class Discovery:
-    """Posts and reads signed records. A record counts only under its signer's own name, so no peer speaks for
-    another."""
+    """Posts and reads records, which count only under their signers' own names."""
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -80,8 +78,8 @@ class Discovery:
         return True
 
     async def advertise(self, advert: Advert) -> None:
-        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer that has posted
-        under the same name (`Endpoint.is_displaced`)."""
+        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer
+        (`Endpoint.is_displaced`)."""
         is_renewal, self._has_posted = self._has_posted, True
         if not is_renewal:
             await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)

@@ -128,8 +128,7 @@ class Callbacks:
     on_plan: Callable[[SignedPlan], None]
     """Called with every plan that this peer must obey, in order."""
     on_step: Callable[[StepRecord], None] = ignore
-    """Called with every step that completes while this peer coordinates; around a transfer of the role two peers may
-    report one."""
+    """Called with every step that completes while this peer coordinates; two peers may report one."""
     on_save: Callable[[int], None] = ignore
     """Called, maybe repeatedly, with the version at which every stage should write a snapshot."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
@@ -567,8 +566,7 @@ class Coordination:
         )
 
     def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
-        """Report a failed call to the core. An early failure means that no process listens there; a timeout may mean a
-        busy peer."""
+        """Report a failed call to the core. An early failure means that no process listens there."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
             if isinstance(asked, TermRequest | PlanOffer):
@@ -625,8 +623,7 @@ class Coordination:
         self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Sign the run's end once all that we hold has reached it; empty before. A learner signs with the last
-        version's weights."""
+        """Sign the run's end once all that we hold has reached it; empty before."""
         plan, steps = self._core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):

@@ -22,7 +22,6 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 
 def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
-    """Return how many peers try before `peer` if the coordinator of `term` fails; None if `peer` is no candidate, or
-    the coordinator itself."""
+    """Return how many peers try before `peer` if the coordinator of `term` fails; None if it is no candidate."""
     order = [p for p in rank(run, term, candidates) if p != coordinator]
     return order.index(peer) if peer in order else None

@@ -226,8 +226,8 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 def next_beginning(
     live: Plan | None, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, placed: bool
 ) -> Beginning:
-    """Return the beginning of the next era, after all eras that any peer has reported: the newest snapshot that is
-    complete on `catalog`."""
+    """Return the beginning of the next era, after all reported eras: the newest snapshot that is complete on
+    `catalog`."""
     heard = (beat.era for _, beat in roster.beats(roster.presences))
     last = live.era if live else 0
     # A later era is not believed: no peer would follow a plan with such a jump.

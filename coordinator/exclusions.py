@@ -95,8 +95,7 @@ class Exclusions:
         return True
 
     def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
-        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it.
-        Args: name_of: a member's name, or an empty text."""
+        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it."""
         told, twice = [], set(self.excluded.keys)
         for order in self._orders:
             twice.difference_update(order.keys)

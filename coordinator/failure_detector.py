@@ -42,8 +42,7 @@ HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
-"""A member that others have reached for this long, and we have not, is unreachable for us; before that it may be slow.
-"""
+"""A member that others have reached for this long, and we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
 """How long a plan that drops a member waits for others that are close to their timeout."""
 
@@ -134,8 +133,7 @@ class FailureDetector:
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
-        """Record that a ping of `peer` was refused.
-        Args: irreplaceable: the state of some group would be lost with it."""
+        """Record that a ping was refused. Args: irreplaceable: the state of some group would be lost."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []

@@ -20,8 +20,7 @@ HEAD_HEARTBEATS = 10.0
 ALONE_HEARTBEATS = 1.0
 """The same without a majority: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished: an heir
-would have to begin it anew."""
+"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0
 """Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
@@ -212,8 +211,7 @@ class Leader:
         return commands + more, want
 
     def _heirs(self, plan: Plan, vouchers: Collection[PeerID], now_s: float) -> list[PeerID]:
-        """Return the possible heirs, first choice first: those that most members reach, then those that reach a member
-        that we cannot."""
+        """Return the possible heirs: those that most members reach, then those that reach a member that we cannot."""
         view = self._policy.view
         order = view.successors(plan, now_s)
         return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))

@@ -25,8 +25,7 @@ BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: after this time one is missing."""
 ALARM_HEARTBEATS = 2.0
 GONE_ON_HEARTBEATS = 3.0
-"""A coordinator that obeys another plan names it in each reply; a peer that can follow has the missing links by then.
-"""
+"""A coordinator that obeys another plan names it: a peer that can follow has the missing links by then."""
 HINT_HEARTBEATS = 5.0
 """How long we believe that a peer coordinates a plan above ours, and report to it."""
 DOUBT_HEARTBEATS = 60.0
@@ -57,8 +56,7 @@ class LeaderMonitor:
         self._is_named = False
         self._behind_until_s = now_s
         self.doubted: dict[PeerID, float] = {}
-        """Peers that have not shown the higher plan that they are said to coordinate -> until when they are not
-        believed, oldest first."""
+        """Peers that have not shown the plan that they are said to coordinate -> until when, oldest first."""
         self.head_known = False
         """True once the directory has been asked for the head of the chain."""
 

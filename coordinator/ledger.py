@@ -213,8 +213,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses. Such a loss is one member's claim, but its version must be confirmed; the leader of
-        stage 0 repeats the report until it is."""
+        """Record validation losses of confirmed versions; the leader of stage 0 repeats its report until then."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -236,8 +235,7 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that are due, in the order of steps. Args: flush: all that have a loss are
-        due."""
+        """Return the records of the steps that are due, in order. Args: flush: all that have a loss are."""
         records = []
         self._confirm(flush=flush)
         waits = False

@@ -37,8 +37,7 @@ DOUBT_STALE_S = 10.0
 """The same while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""If a peer's line may have become slow, all its links older than `SUSPECT_STALE_S` are measured again, this many a
-heartbeat."""
+"""All links of a peer with a suspected line, older than `SUSPECT_STALE_S`, are measured, this many a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time for the answer to such a request: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -139,8 +138,7 @@ class LinkSurvey:
         return tuple(p for p in others if p != peer and self._card(p) == self._card(peer))
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float, *, in_doubt: bool = False) -> tuple[PeerID, ...]:
-        """Return the peer to which `peer` should measure its link while the run trains; usually none.
-        Args: in_doubt: the run is far slower than the figures explain."""
+        """Return the peer to which `peer` should measure its link while the run trains; usually none."""
         if tried := self._to_try(peer, plan, now_s):
             return self._chosen(peer, tried, now_s, most=1)
         if peer in plan.spares and not self.is_known(peer, plan.members, now_s):

@@ -75,8 +75,7 @@ class PlanRounds:
         return [LookUp()]  # the chain has grown without us
 
     def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
-        """Handle the reply to our heartbeat. If our coordinator knows only a lower term, it has lost its disk: send it
-        its plan."""
+        """Send our coordinator its plan if it knows only a lower term: it has lost its disk."""
         live = self._chain.live
         forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
         return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []

@@ -70,8 +70,7 @@ class Ballot:
         return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """Record that a member has voted for `plan` in `term`. A plan that can never be live is a lie, since no honest
-        member votes for it."""
+        """Record that a member has voted for `plan` in `term`, unless that is a lie: no honest member can have."""
         if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
             self.learned.append((term, plan))
 
@@ -111,8 +110,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted:
-    """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. It may be
-    another's plan."""
+    """A majority of the electors among `voters` has voted for `plan`, maybe another's; it contains their votes."""
 
     plan: SignedPlan
     voters: tuple[PeerID, ...]
@@ -266,8 +264,7 @@ class Proposer:
         mandate: bytes = b"",
         override_epoch: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`. Args: override_epoch: the reign that a mandate begins; None: the
-        base's."""
+        """Sign a plan with this layout, on `base`. Args: override_epoch: None: the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning
@@ -364,8 +361,7 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` for each member: as in `before`, a plan of this era, if its place is the same there, else
-    `sequence`."""
+    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
         for index, stage in enumerate(before.stages if before else ())

@@ -32,8 +32,7 @@ NOTHING_TO_READ = (
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""Time until all members know a plan that ends at a version: two round trips and the votes, and our view of the
-versions is a heartbeat old."""
+"""Time until all members know a plan that ends at a version: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
 """The same without a reserve of one step."""
 NOTICE_STEPS_MAX = 256
@@ -67,8 +66,7 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none can be
-    read."""
+    """Chooses layouts from the view. Args: has_lost_all: this peer's disk had snapshots and none can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -84,19 +82,16 @@ class ReplanPolicy:
         """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The smallest number of bytes that the members of the following layout still lacked, and when it was
-        reached."""
+        """The fewest bytes that members of the following layout still lacked, and since when."""
         self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
         """The stages after the live plan's, and when we first saw them."""
         self._change: Change | None = None
         """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
-        """When the live layout was first seen to be finished: every stage had committed its last version, and every
-        layer of that version had a holder. None: it is not."""
+        """When every stage, and a holder of every layer, was first seen at the last version; None: not yet."""
         self._too_few_s = math.inf
-        """The last sign of life of the lost stage's members; inf unless too few peers are left for the number of
-        stages."""
+        """The last sign of life of the lost stage's members; inf: enough peers are left."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
@@ -251,8 +246,7 @@ class ReplanPolicy:
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """Return a layout for the reachable peers that the owner has found. A later plan handles state that is lost
-        with the others."""
+        """Return a layout for the reachable peers that the owner has found; a later plan handles lost state."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
@@ -284,8 +278,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while a snapshot may still become complete. A coordinator that waits for this keeps the role: an heir
-        would start the wait anew."""
+        """True while a snapshot may still become complete: an heir would start that wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float) -> TransferLeadership:
@@ -317,8 +310,7 @@ class ReplanPolicy:
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
 
     def _divided_anew(self, look: _Look) -> Layout | None:
-        """Return another division into stages, for a run that rolls back with too few peers for its stages; None: these
-        peers could not begin a run either."""
+        """Return another division, for a run that rolls back with too few peers for its stages; None: there is none."""
         layout, _ = self._repaired(look, None)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
@@ -353,8 +345,7 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """True if the next search must wait, for at most `FIGURES_HEARTBEATS`: links are being measured again, or the
-        run is slower than the figures explain."""
+        """True if the next search must wait: links are being measured again, or figures are out of date."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.survey.links
         return now_s < self._due_s + patience_s and (
@@ -433,8 +424,7 @@ class ReplanPolicy:
         return next_layout_change(self._compared(live, look), live, next_layout)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
-        """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
-        in time. Args: times: multiplies the usual notice."""
+        """Return the live layout with the version at which `layout` replaces it, `times` the usual notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
@@ -484,8 +474,7 @@ class ReplanPolicy:
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
-        """Return the layout after the live one, once every stage and placed expert is at the version at which that
-        ends."""
+        """Return the layout after the live one, once all groups are at the version at which that ends."""
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.

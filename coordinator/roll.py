@@ -47,8 +47,7 @@ class Electorate:
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """Record that `plan`, ours, was refused. If its roll may be the reason, newcomers join one by one to find the
-        cause."""
+        """Record that `plan`, ours, was refused. If it may be for its roll, newcomers join one by one."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:

@@ -49,8 +49,7 @@ class Presence:
     dead: bool = False
     """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
     silent_since_s: float | None = None
-    """The time at which the previous coordinator, or we in an earlier term, heard it last, if we have not heard it in
-    this term."""
+    """When the previous coordinator, or we in an earlier term, heard it last, if it is silent in this term."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since its last heartbeat, or since one was due."""
@@ -90,8 +89,7 @@ class Roster:
             self.presences[peer].arrivals.signed(now_s)
 
     def heard_otherwise(self, peer: PeerID, now_s: float) -> None:
-        """Record a call or frame of `peer`. It counts only if the peer is alive: after a failure, old messages may
-        still arrive."""
+        """Record a call or frame of `peer`, unless it is gone: old messages may still arrive."""
         if not self.is_gone(peer, now_s):
             self.signed(peer, now_s)
 
@@ -144,8 +142,8 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record the peers that the previous coordinator missed, and since when. They get a full timeout like the
-        others; the length of their silence is for people."""
+        """Record, for people, the peers that the previous coordinator missed; they get a full timeout like the
+        others."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.presences.get(absence.peer)
             if seen is not None and seen.heartbeat is None:
@@ -166,8 +164,7 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these statistics from the peers' first heartbeats on, or each would be removed once before they are
-        learned. Ignore impossible values."""
+        """Use these statistics, if they are possible, from the peers' first heartbeats on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, ARRIVALS_TOLD_MAX):
             if all(
@@ -264,8 +261,7 @@ class Roster:
         )
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in the place that `live` gives it; None: it is
-        none."""
+        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: it is none."""
         beat, stage = self.beat(peer), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -132,8 +132,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called, which may still find no reason for a search. This is cheap.
-        Args: is_off: the layout's pace is a reason for a search."""
+        """True if `begin` should be called. Args: is_off: the pace is a reason for a search."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -157,8 +156,8 @@ class SearchSchedule:
         is_off: bool = False,
         has_pace: bool = True,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: there is no reason for one.
-        Args: is_off: as in `is_due`. has_pace: the run has made more than one step."""
+        """Return the search to begin now; None: there is no reason. Args: has_pace: the run has made more than one
+        step."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -179,8 +178,7 @@ class SearchSchedule:
         return self._running
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
-        """Record the end of `job`. Args: is_bug: it raised an exception. Returns: False if its result is not wanted any
-        more."""
+        """Record the end of `job`. Returns: False if its result is not wanted any more."""
         if job is not self._running:
             return False
         self._running = None

@@ -44,8 +44,7 @@ class SnapshotSchedule:
         return self._interval_s > 0 and now_s >= self._look_at_s
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
-        """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era. elapsed_s: since the run began."""
+        """Choose a version if a snapshot is due. Args: beats: the newest of every live peer in the live era."""
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:

@@ -82,8 +82,8 @@ class Survey:
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, catalog: CheckpointCatalog, *, knows_network: bool
     ) -> SwarmSnapshot:
-        """Collect all inputs of a layout.
-        Args: knows_network: include the links between `peers`, which takes a while for many peers."""
+        """Collect all inputs of a layout. Args: knows_network: include the links, which takes a while for many
+        peers."""
         model = self._spec.model
         whole = catalog.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 

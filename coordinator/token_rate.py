@@ -63,8 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. A step that we learn of late was already counted with the
-        next."""
+        """Record that `step` was committed at `at_s`. One that we learn of late was counted with the next."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))

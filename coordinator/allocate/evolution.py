@@ -31,8 +31,7 @@ HOMELESS = -2
 WORK_PER_SECOND = 100_000_000
 """Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
 POPULATION = 8
-"""A smaller population lacks alternatives for the crossover; a larger one leaves each individual too little of a
-one-second search."""
+"""A smaller one lacks alternatives; a larger one leaves each individual too little of a one-second search."""
 _CHILD_WORK = 20_000
 _CHILD_WORK_PER_DEVICE = 200
 """The units that one child costs the loop itself, which is Python."""

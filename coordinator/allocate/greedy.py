@@ -7,7 +7,7 @@ boundaries and each peer's stage, because moving state is expensive. A newcomer 
 stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
 stage. A draining peer is left out once another member holds its stage's state.
 
-All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits one member of each
+All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits a member of each
 stage, so a member must reach at least one of the stage before and of the stage after. The member that fails to reach
 most others leaves at once (`separated`); a search may find a better place for it later."""
 

@@ -26,8 +26,7 @@ class Level:
     """A view of a swarm as units."""
 
     topology: Topology
-    """Of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and latency and
-    paths are those of its first device."""
+    """Of U units: sums of FLOP/s and cards, the smallest memory, latency and paths of the first device."""
     weight: Ints
     unit_of: Ints
     """[N], the unit of each device."""

@@ -80,8 +80,7 @@ third of 4.8 GB took 456 s, 128 s by the lines.)"""
 
 
 REPLACED_COST = 0.01
-"""A peer that replaces a lost member may lengthen the foreseen step by this part: it frees another holder to move to a
-stage that needs one."""
+"""A peer that replaces a lost member may lengthen the foreseen step by this part: it frees another holder to move."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
@@ -167,8 +166,7 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage for a newcomer, or the best of its homes within `MARGIN` of that. Stages with too few
-        holders come first."""
+        """Return the best stage, or the best home within `MARGIN` of it. Stages with too few holders come first."""
         fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())

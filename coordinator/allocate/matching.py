@@ -207,8 +207,8 @@ def price(x, share, hop, groups, sizes, order):
 
 @njit(cache=True)
 def settle(x, share, hop):
-    """Put the stages of x in the best order and the devices in the best columns, in place.
-    Args: as of `price`. Returns: (dp, pp, work)."""
+    """Put stages in the best order and devices in the best columns, in place. Args: as of `price`. Returns: (dp, pp,
+    work)."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)

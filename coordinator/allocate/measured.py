@@ -26,8 +26,7 @@ STEADY_REPORTS = 16
 """Reports in the logarithmic average; after that each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""A figure replaces the average after this many reports in a row that differ by more than a factor of `ODD` in one
-direction."""
+"""A figure replaces the average after this many reports in a row that are more than a factor of `ODD` off."""
 SPEED_REPORTS = 3
 """Reports before a device's figure counts, because its first forward includes one-time costs."""
 LINKS_KEPT_MAX = 64
@@ -159,8 +158,7 @@ class LinkBook:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return the peers with a possibly slow line -> number of their slow links: several, and more than at any peer
-        at the other ends."""
+        """Return peer -> number of its slow links, if several, and more than at any peer at the other ends."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._degraded:
             ends.setdefault(reporter, set()).add(target)

@@ -38,8 +38,7 @@ from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s where no link is known, so that compute and memory decide. (With 100 Mbit/s two peers of 32 equal ones got
-20 of 24 layers.)"""
+"""10 Gbit/s where no link is known, so that compute and memory decide."""
 SAME_MACHINE_S = 0.001
 """Two peers that claim the same machine are believed if their latency is lower."""
 CARD_MAX = 16.0

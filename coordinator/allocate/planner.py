@@ -1,5 +1,4 @@
-"""The throughput planner: decides which device holds which layers. The same arguments give the same placement on any
-machine."""
+"""The throughput planner: decides which device holds which layers, alike on any machine."""
 
 import math
 
@@ -181,8 +180,7 @@ class _Search:
         return Placement(stages=stages, bounds=bounds), found.cost, spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start where some devices do not reach others and random groups may all be infeasible; None
-        if all reach each other, or none is found."""
+        """Return a feasible start where some devices do not reach others; None if all do, or none is found."""
         t = self._topology
         num_paths = int((t.bytes_per_s > 0.0).sum())
         if num_paths >= t.num_devices * (t.num_devices - 1):

@@ -37,7 +37,7 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 1.0
-"""The seconds that a change of layout costs for coordination alone. With heartbeats of 2 s it was 0.7 s beyond a step
+"""The seconds that coordination costs alone: with heartbeats of 2 s, 0.7 s beyond a step
 (`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
@@ -250,8 +250,7 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the part of `stop_and_copy_s` that is left for the halt: one step's gradient of fetched layers, and other
-    layers."""
+    """Return the part that is left for the halt: one step's gradient of fetched layers, and other layers."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0

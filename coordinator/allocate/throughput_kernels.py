@@ -45,8 +45,7 @@ CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(
 last stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire,
 its total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
-"""The rows of `PlacementState.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's
-gradient."""
+"""The rows of `PlacementState.loads`, by unit. `REDUCED`: bytes over its card for each byte of its stage's gradient."""
 PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
 """The rows of `PlacementState.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members,
 `STRAIN` the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
@@ -76,8 +75,7 @@ class SearchProblem(NamedTuple):
     layers: Any
     """[5, L + 1]"""
     beyond: Any
-    """[devices + 1], the number of placed experts that a member of a stage of this many devices holds beyond its slots.
-    """
+    """[devices + 1], placed experts that a member of a stage of so many devices holds beyond its slots."""
     costs: Any
     """[10]"""
 
@@ -249,8 +247,7 @@ def _job(P, first, last):
 
 @_inner
 def _saturate(P, S, k, first, last):
-    """Compute T_stage of stage k, and its members' card, slope, offset and taken. Returns: (T_stage, reduction) in
-    seconds."""
+    """Compute the members' card, slope, offset and taken. Returns: (T_stage, seconds of the reduction)."""
     M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)

@@ -94,8 +94,7 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Give homeless devices to the stage with the least speed, and empty stages the slowest device of the
-        richest."""
+        """Give homeless devices to the slowest stage, and empty stages the slowest device of the richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS

@@ -27,8 +27,7 @@ _GIGABYTE = 1e9
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
-    """float64 [N, N], symmetric: what another member adds to dp in a stage of `replicas`; inf without a path, 0 to
-    itself."""
+    """float64 [N, N], symmetric: what another member adds to dp; inf without a path, 0 to itself."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
     return _both_ways(topology.latency_s, topology.bytes_per_s, part)
 
@@ -107,8 +106,8 @@ def _matches(near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
 
 
 def shortest_open_path(distances: Floats) -> float:
-    """Return the length of the shortest path through all K nodes, both ends free (Held and Karp 1962); above
-    `ORDER_EXACT_MAX` nodes, of the path in the given order."""
+    """Return the length of the shortest path through all nodes (Held and Karp 1962), or of the given one if there are
+    many."""
     K = len(distances)
     if K > ORDER_EXACT_MAX:
         return float(sum(distances[k, k + 1] for k in range(K - 1)))

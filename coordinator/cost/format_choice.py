@@ -31,8 +31,7 @@ def formats_of(
 
 
 class _Choice:
-    """The choice over 2 K - 1 *things* that may be widened: number k is stage k's sums, number K + k the cut behind
-    it."""
+    """2 K - 1 *things* may be widened: number k is stage k's sums, number K + k the cut behind it."""
 
     def __init__(
         self, topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, kept: Formats | None
@@ -53,8 +52,7 @@ class _Choice:
         return self._formats(self._with(wide, range(begin, end)) if self._most > 0.0 else wide)
 
     def _with(self, wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` and the accepted ones of `things`: all at once, then halves, since a subset of an acceptable
-        set is one."""
+        """Return `wide` and the accepted ones of `things`: all, or those of its halves."""
         if not things or self._tries >= TRIES_MAX:
             return wide
         least = KEPT if self._kept.issuperset(things) else SPARED

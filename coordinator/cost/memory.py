@@ -238,8 +238,7 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the graph bytes of one token in one decoder layer: residuals and norms in fp32, the rest in the compute
-    format (fp32 if peers choose, which is more)."""
+    """Return the graph bytes of one token in one layer: residuals and norms in fp32, the rest in the compute format."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -56,8 +56,7 @@ class StageLoad:
     path_rate: Floats
     """The microbatches/s that its paths to both neighbours carry."""
     away: Floats
-    """The edges to neighbouring stages, less the share within one card, each weighted by its bytes over
-    `Workload.cut_bytes`."""
+    """The edges to neighbouring stages, less the share within one card, weighted by their bytes."""
     reduced: Floats
     """R_d, the bytes of the reduction over each member's card."""
     reduce_path_s: float

@@ -206,8 +206,7 @@ class ThroughputObjective:
         return _Priced(Cost(seconds=step_s, parts=parts), flow, pace, stage_s, pairs_s)
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member of each stage sends over its network card in a step, in all frames of
-        training; as many arrive. Every stage needs a member."""
+        """Return the bytes that each member sends over its network card in a step, by stage; as many arrive."""
         w = self.workload
         return tuple(
             tuple(

@@ -136,8 +136,7 @@ class Workload:
         return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
-        """Return the bytes that a replica of those layers needs besides its microbatches in flight. With few `members`
-        each holds more of the placed experts."""
+        """Return the bytes that a replica of those layers needs besides its microbatches in flight."""
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])

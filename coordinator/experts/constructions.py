@@ -114,8 +114,7 @@ class _Table:
             self.put(expert, node)
 
     def _squeeze_in(self, expert: int) -> None:
-        """Place a replica where all nodes with room hold its expert: free another node's slot, or hold the expert
-        twice."""
+        """Place a replica where all nodes with room hold its expert: in another node's slot, or twice."""
         node = max(range(len(self.room)), key=lambda node: (self.room[node], -node))
         for other, held in enumerate(self.held):
             if expert not in held:

@@ -14,8 +14,7 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 _FORBIDDEN = -1e6
 """The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""The alternation restarts from random names, since it can stop early, on up to this many nodes: each takes half a
-millisecond with ten nodes."""
+"""The alternation can stop early, so it restarts from random names on up to this many nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
