@@ -17,11 +17,10 @@ from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
-from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.ledger import Ledger, StepRecord
+from shoal.coordinator.ledger import Confirmations, Ends, Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster

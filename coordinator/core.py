@@ -44,7 +44,6 @@ from shoal.coordinator.chain import (
     no_grant,
 )
 from shoal.coordinator.chain_sync import ChainSync
-from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
@@ -76,6 +75,7 @@ from shoal.coordinator.coordination_events import (
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.judge import Judge
 from shoal.coordinator.leader import Leader
+from shoal.coordinator.ledger import Ends, end_body, proves_end
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy

@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.adjustments import (
+    best_with_stayers,
     loss_alone,
     with_device,
     with_fewest_moves,
@@ -41,6 +42,7 @@ from shoal.coordinator.allocate.greedy import (
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import placement_of, predict_step_time, topology_of
 from shoal.coordinator.allocate.plan_layout import Layout, places_of
+from shoal.coordinator.allocate.planner import default_work, plan, plan_each
 from shoal.coordinator.allocate.repartitioning import (
     expected_gain,
     fetch_s,
@@ -48,6 +50,7 @@ from shoal.coordinator.allocate.repartitioning import (
     seen_or_foreseen_s,
     worth_its_standstill,
 )
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
@@ -125,7 +128,6 @@ class EvolutionaryAllocator:
             return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
 
     def prepare(self) -> None:
-        from shoal.coordinator.allocate.planner import plan
 
         pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
         plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
@@ -243,7 +245,6 @@ def _num_lacking(
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
-    from shoal.coordinator.allocate.planner import plan, plan_each  # numba takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
@@ -277,9 +278,6 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
 
 
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    from shoal.coordinator.allocate.planner import plan
-    from shoal.coordinator.allocate.resident import best_with_stayers
-    from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous, by_id)
@@ -382,7 +380,6 @@ def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
 def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
     """Return the layout with other boundaries that is most worth its change; else the best of the number of stages that
     the run asks for, if the live plan has another; else None. Raises: NoLayout, LocalError."""
-    from shoal.coordinator.allocate.planner import plan_each
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
@@ -479,7 +476,6 @@ def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -
 
 
 def _work(num_devices: int) -> int:
-    from shoal.coordinator.allocate.planner import default_work
 
     return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))
 

@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 
-from shoal.coordinator.allocate.at_once import one_a_stage
+from shoal.coordinator.allocate.at_once import one_a_stage, take_in
 from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import allocate_swarms as swarms
+from shoal.coordinator.allocate.at_once import take_in
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split

@@ -4,8 +4,8 @@ import random
 import numpy as np
 import pytest
 
+from shoal.coordinator.allocate.adjustments import best_with_stayers
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.resident import best_with_stayers
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
