@@ -26,6 +26,8 @@ PROPOSAL_HEARTBEATS = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
+    """One ballot on one base plan. `plan` is None while the term is being requested."""
+
     base: SignedPlan
     term: int
     owner: PeerID

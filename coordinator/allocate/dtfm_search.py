@@ -174,6 +174,7 @@ def plan_dtfm(
 
 
 def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
+    """Return a placement with layers dealt evenly, at least one for each stage."""
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))

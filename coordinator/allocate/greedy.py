@@ -65,66 +65,62 @@ class GreedyAllocator:
     """Implements `Allocator`."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
-        return self.arrange(snapshot, previous, seed=seed)
+        return arrange(snapshot, previous, seed=seed)
 
-    def arrange(
-        self,
-        snapshot: SwarmSnapshot,
-        previous: Plan | None,
-        *,
-        seed: int,
-        standby: Collection[PeerID] = (),
-        choose: Choose | None = None,
-    ) -> Layout:
-        """Make a layout.
 
-        Args:
-            standby: spares that stay spares.
-            choose: picks the stage where a newcomer helps most; by speed if None.
-        Raises: NoLayout."""
-        by_id = {peer.peer: peer for peer in snapshot.peers}
-        if previous is not None:
-            slots = slots_of(snapshot, previous, by_id)
-            return self._filled(snapshot, slots, previous, seed=seed, standby=standby, choose=choose)
-        if snapshot.num_stages is not None:
-            return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
+def arrange(
+    snapshot: SwarmSnapshot,
+    previous: Plan | None,
+    *,
+    seed: int,
+    standby: Collection[PeerID] = (),
+    choose: Choose | None = None,
+) -> Layout:
+    """Make a layout.
+
+    Args:
+        standby: spares that stay spares.
+        choose: picks the stage where a newcomer helps most; by speed if None.
+    Raises: NoLayout."""
+    if previous is not None:
+        divisions: Iterable[list[Slot]] = [slots_of(snapshot, previous)]
+    else:
         most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
-        why = NoLayout("no peer is here")
-        for num_stages in range(1, most + 1):
-            try:
-                return self._filled(snapshot, _cut(snapshot, num_stages), None, seed=seed)
-            except NoLayout as flaw:
-                why = flaw
-        raise why
-
-    def _filled(
-        self,
-        snapshot: SwarmSnapshot,
-        slots: list[Slot],
-        previous: Plan | None,
-        *,
-        seed: int,
-        standby: Collection[PeerID] = (),
-        choose: Choose | None = None,
-    ) -> Layout:
-        by_id = {peer.peer: peer for peer in snapshot.peers}
-        placed = {peer.peer for slot in slots for peer in slot.holders}
-        newcomers = sorted(
-            (p for p in snapshot.peers if p.peer not in placed and p.peer not in standby and not p.draining),
-            key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
-        )
-        kept_standby = [peer for peer in standby if peer in by_id and not by_id[peer].draining]
-        spares = tuple(sorted((*_deal(slots, newcomers, choose or poorest), *kept_standby)))
-        moved = _rescue(slots)
-        _release(slots)
-        for slot in slots:
-            if not slot.holders:
-                if len(placed) + len(newcomers) < len(slots):
-                    raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
-                raise NoLayout(_why_empty(slot, snapshot.peers))
+        numbers = range(1, most + 1) if snapshot.num_stages is None else (snapshot.num_stages,)
+        divisions = (_cut(snapshot, number) for number in numbers)
+    why = NoLayout("no peer is here")
+    for slots in divisions:
+        try:
+            spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
+        except NoLayout as flaw:
+            why = flaw
+            continue
         stages = tuple(stage_of(slot) for slot in slots)
         reason = _reason(stages, spares, previous, moved, snapshot.unreachable)
         return Layout(stages=stages, spares=spares, reason=reason)
+    raise why
+
+
+def _fill(
+    snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
+) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
+    """Fill the stages. Returns: (spares, (peer, stage) of each rescuer). Raises: NoLayout."""
+    by_id = {peer.peer: peer for peer in snapshot.peers}
+    placed = {peer.peer for slot in slots for peer in slot.holders}
+    newcomers = sorted(
+        (p for p in snapshot.peers if p.peer not in placed and p.peer not in standby and not p.draining),
+        key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
+    )
+    kept_standby = [peer for peer in standby if peer in by_id and not by_id[peer].draining]
+    spares = tuple(sorted((*_deal(slots, newcomers, choose), *kept_standby)))
+    moved = _rescue(slots)
+    _release(slots)
+    for slot in slots:
+        if not slot.holders:
+            if len(placed) + len(newcomers) < len(slots):
+                raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
+            raise NoLayout(_why_empty(slot, snapshot.peers))
+    return spares, moved
 
 
 def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
@@ -152,8 +148,9 @@ def _slot(
     return Slot(index, first, last, cost, holders, needed_bytes, snapshot.unreachable)
 
 
-def slots_of(snapshot: SwarmSnapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
+def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
     """Return the stages of `previous` with their live holders, without those that `separated` removes."""
+    by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
             snapshot,

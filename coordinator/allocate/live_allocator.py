@@ -31,8 +31,8 @@ from shoal.coordinator.allocate.adjustments import (
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
-    GreedyAllocator,
     Slot,
+    arrange,
     first_reason,
     may_serve,
     poorest,
@@ -95,12 +95,9 @@ SPARES_TRIED = 8
 class EvolutionaryAllocator:
     """Implements `Searching`."""
 
-    def __init__(self) -> None:
-        self._greedy = GreedyAllocator()
-
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
-            return self._arrange(snapshot, previous, seed, _standby(snapshot, previous, None), None)
+            return _arranged(snapshot, previous, seed, _standby(snapshot, previous, None), None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
             placement, _ = plan_at_once(topology, snapshot.workload)
@@ -111,24 +108,10 @@ class EvolutionaryAllocator:
         known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
         choose = place.choose if previous and few else None
-        layout = self._arrange(snapshot, previous, seed, standby, choose)
+        layout = _arranged(snapshot, previous, seed, standby, choose)
         return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
 
-    def _arrange(
-        self,
-        snapshot: SwarmSnapshot,
-        previous: Plan | None,
-        seed: int,
-        standby: tuple[PeerID, ...],
-        choose: Choose | None,
-    ) -> Layout:
-        try:
-            return self._greedy.arrange(snapshot, previous, seed=seed, standby=standby, choose=choose)
-        except NoLayout:
-            return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
-
     def prepare(self) -> None:
-
         pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
         plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
 
@@ -143,6 +126,15 @@ class EvolutionaryAllocator:
             return _unless_slower(snapshot, previous, found)
         except NoLayout as flaw:
             return None, f"a search found no layout: {flaw}"
+
+
+def _arranged(
+    snapshot: SwarmSnapshot, previous: Plan | None, seed: int, standby: tuple[PeerID, ...], choose: Choose | None
+) -> Layout:
+    try:
+        return arrange(snapshot, previous, seed=seed, standby=standby, choose=choose)
+    except NoLayout:
+        return arrange(snapshot, previous, seed=seed, choose=choose)
 
 
 def _unless_slower(
@@ -200,7 +192,7 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
-    slots = slots_of(snapshot, previous, by_id)
+    slots = slots_of(snapshot, previous)
     known = {*previous.spares, *(peer for stage in previous.stages for peer in stage.peers)}
     newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining]
     holding = {peer.peer for slot in slots for peer in slot.holders}
@@ -280,7 +272,7 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
 
     by_id = {peer.peer: peer for peer in snapshot.peers}
-    slots = slots_of(snapshot, previous, by_id)
+    slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
     free = [
         number

@@ -49,6 +49,8 @@ RATE_MAX = 1e12
 
 
 class Smoothed:
+    """A positive figure with its noise removed, which still follows changes."""
+
     __slots__ = ("_odd", "count", "log")
 
     def __init__(self) -> None:

@@ -22,6 +22,8 @@ _GLANCE_EFFORT = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNode:
+    """A live peer as a holder of experts."""
+
     slots: int
     """The limit on its experts; 0: it holds none after the next plan."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
