@@ -137,8 +137,6 @@ class Persist(Command, frozen=True):
 
 
 class Obey(Command, frozen=True):
-    """Obey this plan from now on."""
-
     plan: SignedPlan
 
 
@@ -178,14 +176,10 @@ class Search(Command, frozen=True):
 
 
 class TellNode(Command, frozen=True):
-    """Tell the node that a step is complete."""
-
     record: StepRecord
 
 
 class LogReason(Command, frozen=True):
-    """Log the reason of a decision."""
-
     text: str
 
 

@@ -30,7 +30,6 @@ from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
-AGAIN_HEARTBEATS = 0.06
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
 peer's network daemon on a busy machine. A roll-back costs more."""
@@ -142,7 +141,7 @@ class FailureDetector:
             return []
         if inquiry.refused_s is None:
             inquiry.refused_s = now_s
-            inquiry.ping_at_s = now_s + AGAIN_HEARTBEATS * self._heartbeat_s
+            inquiry.ping_at_s = now_s + 0.06 * self._heartbeat_s
             for other in plan.members:
                 if other != self._me and not roster.is_gone(other, now_s):
                     self._suspect(other, now_s)

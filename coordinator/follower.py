@@ -21,7 +21,6 @@ CLOSE_PEERS = 2
 coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
 """Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
-STAGGER_ROUND_TRIPS = 3.0
 GIVES_WAY_HEARTBEATS = 0.4
 BACK_OFF_HEARTBEATS = 0.5
 SOUNDING_HEARTBEATS = 3.0
@@ -105,7 +104,7 @@ class Follower:
         if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands, None
         # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
-        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
+        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + 3.0 * self.watch.round_trip_s
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
             return commands, None

@@ -35,8 +35,6 @@ NOTICE_HEARTBEATS = 3.0
 """Time until all members know a plan that ends at a version: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
 """The same without a reserve of one step."""
-NOTICE_STEPS_MAX = 256
-NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
@@ -428,9 +426,7 @@ class ReplanPolicy:
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
-        cutover_version = (
-            view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
-        )
+        cutover_version = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), 256)
         if times == 1:
             cutover_version = self._sooner(live, layout, now_s, cutover_version=cutover_version)
         if cutover_version >= view.spec.training.steps:
@@ -479,7 +475,7 @@ class ReplanPolicy:
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
             after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
-            return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
+            return self._announced(live, after, now_s, times=min(2 * self._notice, 16))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
         if view.ledger.step < version or not catalog.covers((live.era, version), wanted):
             self._ended_s = None

@@ -23,7 +23,6 @@ ARRIVALS_TOLD_MAX = 64
 """Maximum numbers of silent peers, and of peers with irregular heartbeats, in a leadership transfer."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
-FORGOTTEN_HEARTBEATS = 60.0
 
 
 _ENDS = 2
@@ -211,7 +210,7 @@ class Roster:
 
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
         """Drop peers outside `keep` that left or have been silent for long, to bound the roster."""
-        horizon_s = FORGOTTEN_HEARTBEATS * self.heartbeat_s
+        horizon_s = 60.0 * self.heartbeat_s
         for peer, presence in list(self.presences.items()):
             if peer not in keep and (presence.left or now_s - presence.arrivals.last_s > horizon_s):
                 del self.presences[peer]

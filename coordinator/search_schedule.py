@@ -36,18 +36,9 @@ AFRESH_TERMS = 10
 """One term in this many searches regardless of the predecessor, to find changes that are too slow for one term."""
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once a machine."""
-LINKS_PATIENCE_S = 5.0
 LINKS_PATIENCE_HEARTBEATS = 10.0
-"""Longest wait of the first plan for links, the longer of the two for `FEW_PEERS`. Each further peer adds the time
-below, because each machine measures one link at a time."""
-FEW_PEERS = 8
-LINKS_PATIENCE_HEARTBEATS_EACH = 0.5
-LINKS_PATIENCE_HEARTBEATS_MAX = 30.0
-SPEED_DRIFT = 1.3
-LINK_DRIFT = 1.6
-LATENCY_DRIFT_S = 0.005
-NEWLY_KNOWN = 0.25
-"""New links that justify a search, as a part of those known before."""
+"""Longest wait of the first plan for the links of up to eight peers, at least 5 s. Each further peer adds half a
+heartbeat, because each machine measures one link at a time."""
 
 Swarm = tuple[object, ...]
 """The facts about the present peers on which layouts depend."""
@@ -118,9 +109,8 @@ class SearchSchedule:
         if not self._enabled:
             return False
         self._links_asked_s = now_s if self._links_asked_s is None else self._links_asked_s
-        heartbeats = LINKS_PATIENCE_HEARTBEATS + LINKS_PATIENCE_HEARTBEATS_EACH * max(0, num_peers - FEW_PEERS)
-        patience_s = min(heartbeats, LINKS_PATIENCE_HEARTBEATS_MAX) * self._heartbeat_s
-        return now_s < self._links_asked_s + max(LINKS_PATIENCE_S, patience_s)
+        heartbeats = min(LINKS_PATIENCE_HEARTBEATS + 0.5 * max(0, num_peers - 8), 30.0)
+        return now_s < self._links_asked_s + max(5.0, heartbeats * self._heartbeat_s)
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
         """True if the first plan should wait for a search; its result is in `found_for`."""
@@ -213,16 +203,16 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
     """True if figures of the same peers have changed by more than noise, or many are new."""
     pairs = zip(before.peers, after.peers, strict=True)
-    if any(_ratio(a.flop_per_s, b.flop_per_s) > SPEED_DRIFT for a, b in pairs):
+    if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
         return True
     if before.network is None or after.network is None:
         return before.network is not after.network
     old, new = before.network, after.network
-    late = np.fabs(old.latency_s - new.latency_s) > LATENCY_DRIFT_S
+    late = np.fabs(old.latency_s - new.latency_s) > 0.005
     if (late & _far(old.latency_s, new.latency_s)).any() or _far(old.bytes_per_s, new.bytes_per_s).any():
         return True
     was, known = ~np.isnan(old.bytes_per_s), ~np.isnan(new.bytes_per_s)
-    return bool((known & ~was).sum() > NEWLY_KNOWN * was.sum())
+    return bool((known & ~was).sum() > was.sum() / 4)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -232,4 +222,4 @@ def _ratio(a: float, b: float) -> float:
 def _far(a: Floats, b: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
     """bool [N, N]: both figures are known and too far apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.fabs(np.log(a / b)) > math.log(LINK_DRIFT)
+        return np.fabs(np.log(a / b)) > math.log(1.6)

@@ -30,8 +30,6 @@ from shoal.protocol.topology import Floats, Ints
 
 TRIED = 16
 """The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
-ROUNDING = 1e-6
-"""Costs with a smaller relative difference count as equal."""
 EXCHANGES_TRIED = 64
 """The limit on tried exchanges, those that save most first: each costs an evaluation."""
 AS_GOOD = 1.001
@@ -96,7 +94,7 @@ def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> P
         for index in sorted(range(len(placement.stages)), key=computes_s, reverse=True):
             joined = replace(placement, stages=with_device(placement.stages, index, device))
             tried = objective.cost(joined)
-            most = 1.0 + ROUNDING
+            most = 1.0 + 1e-6  # smaller differences are rounding
             if (
                 math.isfinite(tried.seconds)
                 and tried.seconds <= most * cost.seconds

@@ -20,14 +20,10 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Floats, Topology
 
-_HELD = (2.0, 8.0, 24.0)
-_CHAINS = 8
 _TRIES = 5
 """The limit on evaluations for joining spares; each takes 2 ms with 64 devices."""
 GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
-_EVALUATIONS = 16_000
-"""The limit on evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices."""
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
@@ -35,7 +31,7 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
     Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text."""
     objective = ThroughputObjective(topology, workload)
     best, cost = one_a_stage(topology, workload, objective, num_stages)
-    left = max(20, _EVALUATIONS // topology.num_devices)
+    left = max(20, 16_000 // topology.num_devices)  # evaluations, of 1 to 3 ms for 16 devices
     before = None
     while left > 0 and before is not best:
         before = best
@@ -68,8 +64,8 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return one cut for each number of held microbatches in `_HELD`, since that number depends on the cut."""
-    found = (cut(topology, workload, stages, held=held) for held in _HELD)
+    """Return one cut for each of a few numbers of held microbatches, since that number depends on the cut."""
+    found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
 
@@ -140,13 +136,13 @@ def one_a_stage(
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield layouts of `count` stages with one device each, in which neighbouring stages can send to each other; none
-    if all devices can. A chain begins with one of the first `_CHAINS` devices of `row` that have the text, and goes on
+    if all devices can. A chain begins with one of the first eight devices of `row` that have the text, and goes on
     with the first device of `row` that has a path to its last."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     if meets.all():
         return
-    for first in [d for d in row if topology.may_feed[d]][:_CHAINS]:
+    for first in [d for d in row if topology.may_feed[d]][:8]:
         chain = [first]
         while len(chain) < count:
             after = next((d for d in row if d not in chain and meets[chain[-1], d]), None)

@@ -19,12 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-_REFRESH = 4096
-"""The number of trials after which all running sums are recomputed, so that rounding errors cannot accumulate."""
 _PROBES = 128
 """The number of first trials that only measure the size of changes, to scale the temperature."""
-_SMOOTH_END = 0.01
-"""The share of the smooth objective that remains at the end, to break ties."""
 
 
 class LayoutState(NamedTuple):
@@ -295,12 +291,12 @@ def anneal(x, links, seed, work, heat, smooth):
     spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0
     while spent < work:
         if trials % 64 == 0:
-            if trials % _REFRESH == 0:
+            if trials % 4096 == 0:  # rounding errors must not accumulate
                 _refresh(s, links)
                 spent += K * R * R
             rest = max(0.0, 1.0 - spent / work)
             heat_now = mean * heat * rest * rest * rest
-            smooth_now = max(smooth * rest, _SMOOTH_END)
+            smooth_now = max(smooth * rest, 0.01)  # what remains at the end breaks ties
             now = _energy(s, len(links.classes), smooth_now)
         trials += 1
         probing = heat > 0.0 and probed < _PROBES

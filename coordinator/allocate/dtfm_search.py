@@ -20,13 +20,9 @@ _SHARE_PER_PAIR = 1_000
 2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
 _KERNEL_UNITS = 2
 """The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
-_POLISH = 8
-"""The last 1 / 8 of a local search starts from exact matching and order and accepts no loss."""
 _HEAT = 0.3
 """The first temperature at heat 1, in mean changes of a trial; it scales with the square of the heat. 0.2 to 0.35 give
 equal results, 1 is 1 % worse."""
-_POPULATION = 5
-"""The number of individuals that the search keeps. With 8, making them takes all of a one-second search."""
 
 
 class DtfmEvaluator:
@@ -98,7 +94,7 @@ class DtfmEvaluator:
         budget = work * _KERNEL_UNITS
         found, best = before, x.copy()
         if heat > 0.0:
-            hot = budget - budget // _POLISH - spent
+            hot = budget - budget // 8 - spent  # the last eighth starts from exact matching and order
             spent += self._kernels.anneal(x, self._links, np.uint64(seed), hot, _HEAT * heat * heat, 1.0)
             found, more = self._settle(x)
             best = x.copy()
@@ -168,7 +164,8 @@ def plan_dtfm(
     evenly.
     Raises: LocalError: more stages than devices."""
     evaluator = DtfmEvaluator(topology, workload, num_stages)
-    found = evolve(evaluator, seed=seed, work=work, keep=_POPULATION)
+    # With 8 individuals, making them takes all of a one-second search.
+    found = evolve(evaluator, seed=seed, work=work, keep=5)
     placement = even(evaluator.stages(found.assignment), workload.num_layers)
     return placement, DtfmObjective(topology, workload).cost(placement)
 

@@ -32,13 +32,6 @@ WORK_PER_SECOND = 100_000_000
 """Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
 POPULATION = 8
 """A smaller one lacks alternatives; a larger one leaves each individual too little of a one-second search."""
-_CHILD_WORK = 20_000
-_CHILD_WORK_PER_DEVICE = 200
-"""The units that one child costs the loop itself, which is Python."""
-_MUTANTS = 0.35
-"""The share of children with one parent and a mutation; the others have two parents."""
-_WARM_HEAT = 0.5
-"""The heat of a child's local search: it leaves the parents' local minimum, but keeps what was inherited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +118,7 @@ def evolve(
     """
     rng = random.Random(seed)
     share = evaluator.share if share is None else share
-    child_work = _CHILD_WORK + _CHILD_WORK_PER_DEVICE * evaluator.num_devices
+    child_work = 20_000 + 200 * evaluator.num_devices  # what one child costs this loop, which is Python
     population = _Population(evaluator, keep)
     spent = 0
 
@@ -155,7 +148,8 @@ def evolve(
             newcomers -= 1
             take(newcomer(), 1.0)
         else:
-            take(_child(population, rng), _WARM_HEAT)
+            # At this heat it leaves its parents' local minimum, but keeps what was inherited.
+            take(_child(population, rng), 0.5)
     cost, _, best = population.members[0]
     return Improved(assignment=best, cost=cost, work=spent)
 
@@ -163,7 +157,7 @@ def evolve(
 def _child(population: _Population, rng: random.Random) -> Assignment:
     evaluator = population.evaluator
     first = population.parent(rng)
-    if rng.random() < _MUTANTS:
+    if rng.random() < 0.35:
         child = mutate(first, evaluator.num_stages, rng)
     else:
         second = align(first, population.parent(rng), evaluator.classes, evaluator.num_stages)

@@ -16,9 +16,6 @@ UNITS = 128
 """The number of units on the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
 """Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
-_NEIGHBOURHOODS = 48
-_NEAR = 0.05
-"""A device that is nearer to a leader than this part of the largest distance belongs to its neighbourhood."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +66,7 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)
     leader, reach = 0, 0.0
-    for number in range(_NEIGHBOURHOODS):
+    for number in range(48):
         to_leader = _exchange_s(topology, leader, frame_bytes)
         closer = to_leader < distance
         nearest[closer] = number
@@ -77,7 +74,7 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
         if number == 0:
             reach = float(distance.max())
         leader = int(np.argmax(distance))
-        if distance[leader] <= _NEAR * reach:
+        if distance[leader] <= 0.05 * reach:  # all others are near to a leader
             break
     return nearest
 

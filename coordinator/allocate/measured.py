@@ -39,7 +39,6 @@ BOAST_MEASURED = 64.0
 """Bound of a device's report about its own work over the median: a data centre's card among processors."""
 PROBES_CERTAIN = 3
 """Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
-SUSPECT_LINKS = 2
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
 """A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
 CLAIM_MIN = 2.0
@@ -168,7 +167,7 @@ class LinkBook:
         return {
             peer: len(others)
             for peer, others in ends.items()
-            if len(others) >= SUSPECT_LINKS and all(len(ends[other]) < len(others) for other in others)
+            if len(others) > 1 and all(len(ends[other]) < len(others) for other in others)
         }
 
     def _has_slow_line(self, num_others: int) -> set[PeerID]:

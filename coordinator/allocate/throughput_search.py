@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 IMPOSSIBLE = 1e9
 """`throughput_kernels.IMPOSSIBLE`; that module takes a second to import, which only a search needs."""
-_SHARE_PER_DEVICE = 20_000
 
 
 class ThroughputEvaluator:
@@ -52,7 +51,7 @@ class ThroughputEvaluator:
         self.num_stages = num_stages
         self.classes: Assignment = np.arange(topology.num_devices)
         self.draws = 16
-        self.share = _SHARE_PER_DEVICE * topology.num_devices
+        self.share = 20_000 * topology.num_devices
         self.topology = topology
         self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)
         self._current = current

@@ -22,9 +22,6 @@ from shoal.protocol.plan import Bound
 Bottleneck = tuple[Bound, int]
 """(kind, stage). Paths lead from the stage to the next one, or to the previous one if the stage is the last."""
 
-_EQUAL = 1e-6
-"""Relative tolerance: the throughput of a pair equals that of its slower stage unless its paths carry less."""
-
 
 def bottleneck(
     workload: Workload, flow: Flow, pace: Pace, *, stages_s: Sequence[float], pairs_s: Sequence[float]
@@ -40,7 +37,8 @@ def bottleneck(
             return "reduction" if reduce_s >= commit_s / 2.0 else "commit", waited_for
         if trip_s >= flow.issue_s:
             return "round trip", waited_for
-    if pairs_s and max(pairs_s) > (1.0 + _EQUAL) * max(stages_s):
+    # A pair equals its slower stage, to rounding, unless its paths carry less.
+    if pairs_s and max(pairs_s) > (1.0 + 1e-6) * max(stages_s):
         return "paths", pairs_s.index(max(pairs_s))
     slowest = stages_s.index(max(stages_s))
     return _busiest(workload, flow, slowest), slowest

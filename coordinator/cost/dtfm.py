@@ -48,8 +48,6 @@ def _both_ways(latency_s: Floats, bytes_per_s: Floats, size_bytes: float) -> Flo
 class DtfmObjective:
     """Implements `placement.Objective`. `Cost.parts`: `dp_s` and `pp_s`, which is 2 pp; their sum is `seconds`."""
 
-    name = "dtfm"
-
     def __init__(self, topology: Topology, workload: WorkloadEntry) -> None:
         self.topology = topology
         self.workload = workload

@@ -45,7 +45,5 @@ class Cost:
 class Objective(Protocol):
     """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
 
-    name: str
-
     def cost(self, placement: Placement) -> Cost:
         """Return the exact cost, slowly; the searches' incremental versions are tested against this."""

@@ -110,8 +110,6 @@ class ThroughputObjective:
 
     Args: wire: bytes of each cut and each reduction, for this number of stages; None: those of the workload."""
 
-    name = "throughput"
-
     def __init__(self, topology: Topology, workload: Workload, wire: WireBytes | None = None) -> None:
         self.topology = topology
         self.workload = workload

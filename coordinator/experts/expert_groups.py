@@ -28,8 +28,6 @@ SHARE_MIN = 0.01
 """The least share of a holder in an expert's tokens: a member needs some."""
 HANDED_OVER_MAX = 4096
 """The limit on handed-over loads of all stages: 36 KB of a message."""
-FADE = 0.9
-"""The factor on older loads at each heartbeat: a few dozen heartbeats are remembered."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer's microbatches have sent to each expert since its last heartbeat."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older ones fade."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -73,7 +71,7 @@ class ExpertPlaces:
         self._told[peer] = counts
         loads = self._loads.get(heartbeat.stage, [0.0] * self.num_experts)
         self._loads[heartbeat.stage] = [
-            FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
+            0.9 * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:

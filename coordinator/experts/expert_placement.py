@@ -20,12 +20,6 @@ FAILURE_PROBABILITY_ASSUMED = 0.05
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
 """(starts, iterations of each). The later rounds run only while MRO or spread is better at some number of failures: 2
 of 3,000 random settings needed the second, none more than the third."""
-_UNEQUAL_ROUND = (4, 2_500)
-_LARGE_ROUND = (1, 600)
-_ITERATIONS_PER_SLOT = 60
-"""The limit on iterations for small cases, which are solved long before."""
-_ORDERS = 300
-"""The number of tried orders of unequal nodes."""
 
 
 def place(
@@ -85,14 +79,14 @@ def _place_unequal(task: "_Task") -> ExpertPlacement:
     cost = ExactCost(chance=task.chances, promised=task.promised)
     starts = [*task.rules(), *task.between()]
     starts.append(task.ordered(cost))
-    return part_twins(task.improved(starts, cost, _UNEQUAL_ROUND, 0.5)[0], len(task.replicas), cost)
+    return part_twins(task.improved(starts, cost, (4, 2_500), 0.5)[0], len(task.replicas), cost)
 
 
 def _place_large(task: "_Task") -> ExpertPlacement:
     """Place on many nodes: few starts, a sum as cost, and the bound of the loss for the final choice."""
     starts = task.rules()
     starts += [mro(task.replicas, task.slots, order=task.by_chance()), task.mixed(task.by_chance(), None)]
-    starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), _LARGE_ROUND, 0.5)
+    starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), (1, 600), 0.5)
 
     def broken_then_loss(placement: ExpertPlacement) -> tuple[int, float]:
         masks = task.masks(placement)
@@ -146,7 +140,7 @@ class _Task:
         order, num_groups = self.by_chance(), self.num_groups_max()
         best = self.mixed(order, num_groups)
         lowest = cost(self.masks(best))
-        for _ in range(round(_ORDERS * self.effort)):
+        for _ in range(round(300 * self.effort)):
             i, j = (int(self.rng.random() * len(order)) for _ in range(2))
             changed = list(order)
             changed[i], changed[j] = order[j], order[i]
@@ -169,7 +163,7 @@ class _Task:
     ) -> list[ExpertPlacement]:
         """Anneal from the best starts with different holders. Returns: the results, the best first."""
         num_starts, iterations = round_
-        iterations = round(self.effort * min(iterations, _ITERATIONS_PER_SLOT * sum(self.slots)))
+        iterations = round(self.effort * min(iterations, 60 * sum(self.slots)))  # small cases are solved long before
         ranked: dict[tuple[int, ...], tuple[float, int, ExpertPlacement]] = {}
         for i, placement in enumerate(starts):
             masks = self.masks(placement)

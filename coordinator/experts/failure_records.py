@@ -19,8 +19,6 @@ from shoal.protocol.messages import PeerRecord
 PRIOR_FAILURES = 1.0
 PRIOR_S = 6 * 3600.0
 """The time in which an unknown node is assumed to fail once: a volunteer's evening."""
-PROBABILITY_MIN = 2.0**-20
-"""The smallest result of `rounded`, since every node may fail."""
 HORIZON_S = 600.0
 """The life of a placement without membership changes: `expert_groups.LOOK_STEPS` steps of about ten seconds."""
 SEEN_S_MAX = 7 * 24 * 3600.0
@@ -127,4 +125,4 @@ def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = 
 
 def rounded(probability: float) -> float:
     """Round to a power of two: noise must not move experts, and similar nodes can exchange parts of a placement."""
-    return math.ldexp(1.0, round(math.log2(min(1.0, max(PROBABILITY_MIN, probability)))))
+    return math.ldexp(1.0, round(math.log2(min(1.0, max(2.0**-20, probability)))))

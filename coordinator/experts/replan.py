@@ -16,8 +16,6 @@ RISKIER = 4.0
 """The placement stays while a loss is at most this many times as probable as necessary."""
 RISK_IGNORED = 1e-6
 """A loss less probable than this is ignored."""
-_GLANCE_EFFORT = 0.1
-"""The search effort that estimates the attainable safety: a few ms, at every look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ class _Decision:
         why = self._why_not_stay(ratio * BUSIER)
         if not why and self._loss(self.now) <= RISK_IGNORED:
             return self._result(self.now, "nothing to gain")
-        glance = self._fresh(replicas, _GLANCE_EFFORT)
+        glance = self._fresh(replicas, 0.1)  # a few ms, at every look: how safe could it be?
         if not why:
             if self._loss(self.now) <= self._loss_max(glance, RISKIER):
                 return self._result(self.now, "nothing to gain")

@@ -60,6 +60,6 @@ def test_what_a_search_has_found_is_taken_as_it_is_where_enough_stay() -> None:
     topology = three_cities(6, 1)
     current = Placement(stages=((0, 1), (2, 3), (4, 5)), bounds=(0, 1, 2, 3))
     evaluator = ThroughputEvaluator(topology, WORKLOAD, STAGES, current=current)
-    best, seconds = best_with_stayers(evaluator, current, current, stay=1.0)
+    best, seconds = best_with_stayers(evaluator, current, current, stay=1.0, holders_min=1)
     assert best == current
     assert seconds == pytest.approx(ThroughputObjective(topology, WORKLOAD).cost(current).seconds)
