@@ -57,14 +57,6 @@ class StepRecord:
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has reported its part."""
 
-    @property
-    def validation_loss(self) -> float | None:
-        return self.validation.loss if self.validation is not None else None
-
-    @property
-    def validation_step(self) -> int | None:
-        return self.validation.step if self.validation is not None else None
-
 
 class Ledger:
     """The commits of one run, as far as this peer has heard of them."""

@@ -169,13 +169,7 @@ class TokenRate:
     def tell(self, now_s: float) -> tuple[PaceMark, ...]:
         """Return the marks with their ages, for other peers."""
         return tuple(
-            PaceMark(
-                era=mark.era,
-                step=mark.step,
-                age_s=round(max(0.0, now_s - mark.at_s), 3),
-                num_steps=mark.num_steps,
-                tokens=mark.tokens,
-            )
+            PaceMark(mark.era, mark.step, round(max(0.0, now_s - mark.at_s), 3), mark.num_steps, mark.tokens)
             for mark in self._marks
         )
 
