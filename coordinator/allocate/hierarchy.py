@@ -23,7 +23,7 @@ class Level:
     """A view of a swarm as units."""
 
     topology: Topology
-    """Of U units: sums of FLOP/s and cards, the smallest memory, latency and paths of the first device."""
+    """U units: the sums of FLOP/s and cards, the smallest memory, and the latency and paths of the first device."""
     weight: Ints
     unit_of: Ints
     """[N], the unit of each device."""
