@@ -1,20 +1,15 @@
 """Learns from past gaps how long a peer may be silent before it is suspect. Pure.
 
-Theory of operation. A regular message arrives: a heartbeat, or the answer to a ping. Three numbers describe the gaps
-between arrivals: the mean and the mean deviation (the estimator of TCP's retransmission timer, RFC 6298, with gains 1/8
-and 1/4), and the worst recent gap (an envelope that halves every `memory_s`). A silence is suspicious when it is longer
-than
+Theory of operation. Three numbers describe the gaps between regular messages: the mean and the mean deviation (as for
+TCP's retransmission timer, RFC 6298, with gains 1/8 and 1/4), and the worst recent gap (an envelope that halves every
+`memory_s`). A silence is suspicious when it is longer than
 
     max(floor, mean + 4 deviations, 1.5 worst) + round trip
 
-The worst gap is there because the gaps of a busy machine are not normally distributed. Such a machine is on time for a
-minute and then stands still for three heartbeats (garbage collection, a disk flush, another process). The deviation
-forgets that pause after two samples, and would take the next one for a failure. The phi accrual detector (Hayashibara
-2004) fits a normal distribution to a window of gaps, and forgets the same way unless the window is so long that it
-learns nothing new; its phi is then the same function of mean and deviation.
-
-The round trip is added for answers to pings, because the last ping cannot have been answered yet.
-"""
+The worst gap is there because a busy machine is on time for a minute and then stands still for three heartbeats
+(garbage collection, a disk flush, another process). The deviation forgets that pause after two samples, and so does the
+phi accrual detector (Hayashibara 2004), unless its window is so long that it learns nothing new. The round trip is
+added for answers to pings, because the last ping cannot have been answered yet."""
 
 from dataclasses import dataclass, field
 
@@ -46,9 +41,8 @@ class Arrivals:
 
     def arrived(self, now_s: float) -> None:
         """Learn from the gap that ends with this arrival."""
-        # A gap beyond the timeout may be a fault of the link or of our own machine. We count at most the timeout, so
-        # that one such gap does not blunt the estimate for minutes, while a slower rhythm is still learned. The worst
-        # gap may be twice the timeout, or it would be forgotten before the next one.
+        # A gap beyond the timeout may be a fault of the link or of our own machine: it counts as at most the timeout,
+        # and as the worst gap at most twice that, or it would be forgotten before the next one.
         silent_s, patience_s = now_s - self.last_s, self.patience_s
         gap_s = min(silent_s, patience_s)
         self.deviation_s += (abs(gap_s - self.mean_s) - self.deviation_s) / 4
@@ -66,7 +60,6 @@ class Arrivals:
         self.last_s = self.sign_s = now_s
 
     def age(self, silent_s: float, now_s: float) -> None:
-        """Set the length of the current silence to `silent_s`."""
         self.last_s = self.sign_s = now_s - silent_s
 
     @property
@@ -82,7 +75,6 @@ class Arrivals:
 
     @property
     def suspect_at_s(self) -> float:
-        """The time at which the current silence becomes suspicious."""
         return self.sign_s + self.patience_s
 
 

@@ -1,36 +1,28 @@
 """Compares the predicted throughput of the live layout with the measured one, and learns the difference. Pure.
 
 Theory of operation. A plan contains the throughput that its coordinator predicted (`Plan.foreseen`). The measured
-throughput comes from the run's curve of tokens over time (`token_rate`): the median over the last marks, from
-`WARM_UP_STEPS` after all members have their state. With the median, a single standstill does not count as slowness.
-
-Every few heartbeats the coordinator predicts the same layout again from current figures. This separates two
-differences:
+throughput is the median over the last marks of the run's curve of tokens (`token_rate`), from `WARM_UP_STEPS` after all
+members have their state. Every few heartbeats the coordinator predicts the same layout again from current figures. This
+separates two differences:
 
 - Plan's prediction to current prediction: a measurement has changed, for instance a device has become slower.
 - Current prediction to measurement: the error of the objective in this swarm. It is learned for each number of stages,
-  smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`). Later plans and
-  searches use the correction.
+  smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`).
 
 The first steps of a run are synchronous (`RunSpec.synchronous_steps`), while plans are made for the steps after them.
 The objective predicts the live layout both ways, and the measured rate of a synchronous step is divided by the ratio of
-the two predictions. (Lost: no division. Deep pipelines lose most in synchronous steps, so searches in the first minute
-chose too few stages.)
+the two. (Lost: no division. Deep pipelines lose most in synchronous steps, so early searches chose too few stages.)
 
 `forecast_error` is the error of past predictions from one layout to the next; it discounts the gain that a search
 predicts. A predicted gain that has not been measured yet counts as an error. Otherwise each search would believe the
-figures that misled the last one, and a run with slow steps would change its layout repeatedly before any layout had
-been measured.
+figures that misled the last one.
 
 `is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by `CHANGED` since
 the last search. It asks once: when the search finds nothing better, the ratio becomes the usual one.
 
 The median sees a change two steps late, which is minutes where a slow device makes long steps. If both the current
-prediction and the newest step (`TokenRate.newest`) are far below the median, the current prediction replaces the
-median.
-
-A leadership transfer includes what was learned. After a coordinator's crash the successor starts the comparison anew.
-"""
+prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
+includes what was learned; after a crash the successor starts the comparison anew."""
 
 import math
 from collections import deque
@@ -55,8 +47,7 @@ OFF_STEPS = 4
 SLOW = 0.75
 CHANGED = 1.25
 UNSEEN_ERROR = 0.3
-"""The minimum of `forecast_error` from a new layout's start until its throughput is measured. The figures behind that
-layout are only seconds old. With this error a further change has to promise 63 % more."""
+"""The least `forecast_error` until a layout's throughput is measured: a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
 """Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
@@ -71,8 +62,7 @@ _WORDS: dict[Bound, str] = {
 
 
 class Calibration:
-    """The comparison for the live layout, and the corrections learned so far.
-    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
+    """Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
@@ -153,8 +143,7 @@ class Calibration:
 
     @property
     def is_unexplained(self) -> bool:
-        """True if the layout is far slower than the current prediction with the usual error: some figures are out of
-        date."""
+        """True if the layout is far slower than the current figures explain: some are out of date."""
         if self._seen[1] < OFF_STEPS:
             return False
         return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
@@ -199,8 +188,8 @@ class Calibration:
         return version < self._synchronous_steps
 
     def predict_step_time(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
-        """Record the objective's current prediction for the live layout.
-        Args: synchronous: the same for synchronous steps; None: those are over."""
+        """Record the objective's current prediction for the live layout. Args: synchronous: the same for synchronous
+        steps; None: those are over."""
         self._today = today
         self._synchronous_share = 1.0
         if today is not None and synchronous is not None:
@@ -271,8 +260,7 @@ class Calibration:
         return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: LayoutCalibration | None) -> None:
-        """Continue from another coordinator's comparison if it describes the live layout; its corrections apply to any
-        layout."""
+        """Continue from another coordinator's comparison of the live layout; its corrections apply to any."""
         if told is None or not (
             len(told.learned) <= NUMBERS_KEPT
             and all(_is_possible(*learned) for learned in told.learned)

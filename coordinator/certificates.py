@@ -1,9 +1,8 @@
 """Decides to which versions a run may roll back: a majority of each layer group must have signed them. Pure.
 
 A coordinator collects the attestations in its members' heartbeats, and its next plan contains what a majority of a
-group has signed, from at least two invites if its members joined by several. Voters check the signatures before they
-vote. `protocol/certificate.py` defines the signed bytes.
-"""
+group has signed, from at least two invites if its members joined by several. Voters check the signatures.
+`protocol/certificate.py` defines the signed bytes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
@@ -24,8 +23,8 @@ ATTESTED_MAX = 4
 
 
 class Certificates:
-    """Versions that the live plan certifies, or that the next plan can certify.
-    Args: placed: plans of the run assign experts to members. are_enough: decides if a jury's signatures suffice."""
+    """Versions that the live plan certifies, or that the next plan can. Args: placed: plans assign experts to
+    members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough
@@ -51,8 +50,7 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
-        """Count the attestations of `peer` for the layers that the live plan gives it. Ignore other layers and invalid
-        signatures."""
+        """Count the attestations of `peer` for its own layers. Ignore others, and invalid signatures."""
         plan = self._plan
         if plan is None:
             return
@@ -86,18 +84,15 @@ class Certificates:
 
     @property
     def are_any(self) -> bool:
-        """True if anything has been certified in this run."""
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """Return the layers that are certified at (era, version); None before the first plan, when nothing can be
-        certified and the owner trusts the existing snapshots."""
+        """Return the layers certified at (era, version); None before the first plan, when nothing can be."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
         """Return the certificates of the next plan: the newest complete versions, everything newer, and the version at
-        which the plan's era began.
-        Args: restored: (restore_era, restore_version) of that plan."""
+        which the plan's era began (`restored`)."""
         whole = sorted(_whole(self._all, self._wanted))[-KEPT:]
         oldest = min(whole, default=(-1, 0))
         kept = (entry for entry in self._all if entry.age >= oldest or entry.age == restored)

@@ -17,28 +17,25 @@ for it that it cannot have a majority (`Ballot.found`). Without this rule the ch
 its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
 later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote. `judge` refuses plans that contradict what the member knows, before this module is
-asked.
+A member may always refuse its vote: `judge` refuses plans that contradict what the member knows. Hence the live plans
+of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live plan above its own,
+so every peer that has moved on refuses a coordinator that wakes up after its term.
 
-Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live
-plan above its own, so every peer that has moved on refuses a coordinator that wakes up after its term.
-
-When half of a plan's members are lost for good, no majority is left. The run's owner may then let one peer make the
-successor without votes (`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it
-overrides whatever the missing members agreed on. A person decides here between two histories.
+When half of a plan's members are lost for good, the run's owner may let one peer make the successor without votes
+(`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it overrides whatever the missing
+members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
-term, sequence and era. A peer that lacks intermediate links asks for them (`chain_sync`). Two valid plans of one height
-raise an alarm; a plan without proof is only refused.
+term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height raise an
+alarm.
 
 A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
-term far above the known ones is believed only from a peer that repeats it, one increment with each message.
-"""
+term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -49,12 +46,13 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
+from shoal.protocol.messages import Heartbeat, PlanOffer, PlanVote, Standing, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""How many plans are remembered, to detect forks: four hours of terms if no peer joins or leaves."""
+"""How many plans are remembered, to detect forks: four hours of terms."""
 
 
 class Adoption(NamedTuple):
@@ -65,27 +63,9 @@ class Adoption(NamedTuple):
     lacks: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermPermission:
-    """The answer to a candidate. `accepted` is the plan that we voted for after `live`."""
-
-    granted: bool
-    reason: str = ""
-    accepted: SignedPlan | None = None
-    accepted_term: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """Our vote on a plan, with the reason of a refusal."""
-
-    accepted: bool
-    reason: str = ""
-
-
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The promises that must survive a restart. Live plans are stored as links, the plan voted for as an envelope;
-    empty: none."""
+    """The promises that must survive a restart: links of live plans, the envelope of the plan voted for; empty:
+    none."""
 
     run: str
     granted_term: int = 0
@@ -105,8 +85,8 @@ class PlanChain:
 
     Args:
         owner: the only peer that may make plan (1, 1).
-        holds: checks the signature of a vote.
-        holds_order: checks the signature of an exclusion order.
+        verify: checks the signature of a vote.
+        verify_order: checks the signature of an exclusion order.
     """
 
     def __init__(self, run: str, *, owner: PeerID, verify: VerifySignature, verify_order: VerifySignature) -> None:
@@ -135,28 +115,26 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is believable. If it is not, raise the bound by one increment. Without these increments liars
-        could lead honest peers so far apart that they never believe each other again."""
+        """True if `term` is believable; else raise the bound by one increment. Without increments liars could lead
+        honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
         return term <= limit
 
-    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> TermPermission:
-        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan."""
+    def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
+        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan.
+        Returns: why not; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
-            return TermPermission(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
+            return f"obeys plan {self.order}, not {base.plan.order}"
         if not base.plan.has(candidate):
-            return TermPermission(granted=False, reason=f"plan {base.plan.order} does not know the candidate")
+            return f"plan {base.plan.order} does not know the candidate"
         if term <= base.plan.term and candidate != base.plan.coordinator:
-            return TermPermission(granted=False, reason=f"term {term} is not above the live plan's {base.plan.term}")
+            return f"term {term} is not above the live plan's {base.plan.term}"
         if not self.takes_term(term):
-            return TermPermission(granted=False, reason=f"no honest candidate is at term {term}")
-        refusal = self._claim(candidate, term)
-        if refusal:
-            return TermPermission(granted=False, reason=refusal)
-        return TermPermission(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
+            return f"no honest candidate is at term {term}"
+        return self._claim(candidate, term)
 
     def must_judge(self, plan: SignedPlan) -> bool:
         """True if `plan` may follow the live plan and this peer has not voted for it yet."""
@@ -164,43 +142,41 @@ class PlanChain:
         is_known = voted is not None and voted.digest == plan.digest
         return live is not None and not is_known and not link_flaw(plan, live)
 
-    def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
+    def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> str:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
-        above our plan."""
+        above our plan. Returns: why not; empty: this is our vote."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
-            return Vote(accepted=False, reason="obeys no plan yet")
+            return "obeys no plan yet"
         if plan.digest == self.live.digest:
-            return Vote(accepted=True)
+            return ""
         if plan.plan.height <= self.height:
-            return Vote(accepted=False, reason=f"obeys plan {self.order}, not below {plan.plan.order}")
-        flaw = link_flaw(plan, self.live)
-        if flaw:
-            return Vote(accepted=False, reason=flaw)
+            return f"obeys plan {self.order}, not below {plan.plan.order}"
+        if flaw := link_flaw(plan, self.live):
+            return flaw
         known = set(self.live.plan.exclusions)
         if not all(self.exclusions.proves(order) for order in plan.plan.exclusions if order not in known):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes a peer without a valid order")
+            return f"plan {plan.plan.order} excludes a peer without a valid order"
         if plan.plan.term > term or (plan.plan.term == term and plan.plan.coordinator != source):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offering peer's in term {term}")
+            return f"plan {plan.plan.order} is not the offering peer's in term {term}"
         voted = self.accepted
         if voted is not None and self.accepted_term == term and voted.digest != plan.digest:
             if voted.plan.order == plan.plan.order:
-                return Vote(accepted=False, reason=f"voted for another plan {plan.plan.order}")
+                return f"voted for another plan {plan.plan.order}"
             if voted.plan.order > plan.plan.order:
-                return Vote(accepted=False, reason=f"voted for plan {voted.plan.order}, above {plan.plan.order}")
+                return f"voted for plan {voted.plan.order}, above {plan.plan.order}"
         if not self.takes_term(term):
-            return Vote(accepted=False, reason=f"no honest coordinator is at term {term}")
-        refusal = self._claim(source, term)
-        if refusal:
-            return Vote(accepted=False, reason=refusal)
+            return f"no honest coordinator is at term {term}"
+        if refusal := self._claim(source, term):
+            return refusal
         self.accepted, self.accepted_term = plan, term
-        return Vote(accepted=True)
+        return ""
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
-        Args: after: the predecessor of `plan`, taken on trust. Needed by a peer that knows no plan of the run, or was
-        away for longer than links are kept."""
+        Args: after: the predecessor of `plan`, taken on trust: this peer knows no plan, or was away for longer than
+        links are kept."""
         known = self._obeyed.get(plan.plan.height)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
@@ -243,8 +219,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a plan that has the height of another plan that we obeyed. Votes for both mean that electors voted
-        twice; a plan without votes may come from anybody, and is only refused."""
+        """Handle a plan with the height of another that we obeyed. Votes for both mean that electors voted twice; a
+        plan without votes may come from anybody."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
@@ -259,7 +235,6 @@ class PlanChain:
         return tuple(plan for plan in (self.live, self.links.before_last) if plan is not None)
 
     def record(self) -> ChainRecord:
-        """The record that must be durable before an answer that depends on it is sent."""
         return ChainRecord(
             run=self.run,
             granted_term=self.granted_term,
@@ -280,8 +255,8 @@ class PlanChain:
         before: SignedPlan | None = None,
         mandated: SignedPlan | None = None,
     ) -> None:
-        """Continue from `record`. Its plans are opened by the caller and trusted, because we wrote them. Drop a promise
-        that no honest candidate could outbid: older releases could be tricked into one."""
+        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a promise that no honest candidate
+        could outbid: older releases could be tricked into one."""
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
         if live is not None:
@@ -359,3 +334,69 @@ def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: Ver
     body = vote_body(proof.ballot, plan.digest)
     forged = next((peer for peer, signature in votes.items() if not verify(peer, signature, body)), None)
     return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""
+
+
+# --- answers ---
+
+
+def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Grant a term or refuse it. Make the chain's record durable before sending the answer."""
+    if refusal := chain.grant(source, request.term, base):
+        return no_grant(chain, base, refusal)
+    accepted = chain.accepted.envelope if chain.accepted else b""
+    return TermGrant(granted=True, term=chain.granted_term, accepted=accepted, accepted_term=chain.accepted_term)
+
+
+def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+    """Say whether the request would be granted, without a promise."""
+    live = chain.live
+    if live is None or live.digest != base.digest or not base.plan.has(source):
+        return no_grant(chain, base, f"obeys plan {chain.order}")
+    if request.term <= chain.granted_term:
+        return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
+    if not chain.takes_term(request.term):
+        return no_grant(chain, base, f"no honest candidate is at term {request.term}")
+    return TermGrant(granted=True, term=chain.granted_term)
+
+
+def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
+    """Refuse a term; attach our live plan if the candidate's is older."""
+    return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
+
+
+def answer_offer(
+    chain: PlanChain,
+    source: PeerID,
+    offer: PlanOffer,
+    plan: SignedPlan,
+    base: SignedPlan | None,
+    *,
+    sign_vote: Callable[[bytes], bytes],
+) -> PlanVote:
+    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer."""
+    if refusal := chain.vote(source, offer.term, plan, base):
+        newer = b"" if base is None else _newer(chain, base)
+        return PlanVote(accepted=False, reason=refusal, term=chain.granted_term, live=newer)
+    signature = sign_vote(vote_body(offer.term, plan.digest))
+    return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
+
+
+def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
+    """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
+    voter before it refuses a plan. Args: own: this peer's last heartbeat."""
+    return Standing(
+        live=chain.live.link if chain.live else b"",
+        term=max(chain.granted_term, chain.order[0]),
+        era=own.era if own else 0,
+        stage=own.stage if own else None,
+        version=own.version if own else 0,
+        synced=own is not None and own.synced,
+        holdings=own.holdings if own else (),
+        held=own.held if own else (),
+        leaves=leaves,
+        revision=revision,
+    )
+
+
+def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
+    return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

@@ -1,7 +1,6 @@
 """Keeps the last live plans with their votes, from which returning peers catch up. Pure.
 
-The log is bounded in bytes. A peer that was away for longer than the log reaches takes a plan on trust (`chain_sync`).
-"""
+A peer that was away for longer than the log reaches takes a plan on trust (`chain_sync`)."""
 
 from collections import deque
 
@@ -9,19 +8,18 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX, LINKS_KEPT_BYTES, LINKS_PER
 from shoal.protocol.plan import SignedPlan
 
 ENVELOPE_BYTES = 1024
-"""Upper bound of the bytes that an envelope and a message's own fields take in a control message."""
+"""Upper bound of what an envelope and a message's own fields take in a control message."""
 
 
 class ChainLog:
-    """The last links of the chain."""
+    """The last links of the chain, bounded in bytes."""
 
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
-        """The plans, oldest first; the last is the live plan."""
+        """Oldest first; the last is the live plan."""
         self._bytes = 0
         self.mandated: SignedPlan | None = None
-        """The last plan that the owner mandated, which has no votes. It is kept at any age, since a peer that missed it
-        cannot verify later plans of its reign."""
+        """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
 
     @property
     def before_last(self) -> SignedPlan | None:
@@ -29,7 +27,6 @@ class ChainLog:
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
-        """Append the next live plan."""
         if self._links and plan.plan.previous != self._links[-1].digest:
             self._links.clear()  # a peer at an earlier plan could not continue across this gap
             self._bytes = 0

@@ -1,30 +1,25 @@
 """Fetches the links of the chain that a peer lacks. Pure.
 
-A plan that does not follow ours may still be live, because we may have missed plans in between. We ask the peer that
-named it for the links after ours, and each link proves itself against the one before. Two kinds of peers have no base
-for that: a newcomer, which has no plan, and a peer that was away for longer than links are kept. These take the oldest
-link that they receive on trust, and check all later ones against it. A peer that hears its coordinator never trusts a
-link.
-"""
+A plan that does not follow ours may still be live. We ask the peer that named it for the links after ours, and each
+link proves itself against the one before. A newcomer, and a peer that was away for longer than links are kept, have no
+base for that: they take the oldest link that they receive on trust, and check all later ones against it. A peer that
+hears its coordinator never trusts a link."""
 
 from collections.abc import Sequence
 
 from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.coordination_events import Ask, Command
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ChainLinks, ChainRequest
+from shoal.protocol.messages import ChainRequest
 from shoal.protocol.plan import SignedPlan
 
 ASK_AGAIN_HEARTBEATS = 1.0
 """A question without an answer counts as lost after this time."""
 ASKED_MAX = 8
-"""Maximum number of peers that are asked at the same time; more than one, so that a silent peer cannot block the sync.
-"""
+"""Maximum number of peers that are asked at the same time: a silent peer must not block the sync."""
 
 
 class ChainSync:
-    """The pending questions for links."""
-
     def __init__(self, *, me: PeerID, chain: PlanChain, heartbeat_s: float) -> None:
         self._me, self._chain = me, chain
         self._patience_s = ASK_AGAIN_HEARTBEATS * heartbeat_s
@@ -76,7 +71,3 @@ class ChainSync:
     def _question(self, peer: PeerID, behind: SignedPlan | None) -> Ask:
         digest, override_epoch = (behind.digest, behind.plan.override_epoch) if behind is not None else ("", 0)
         return Ask(peer=peer, message=ChainRequest(after=digest, override_epoch=override_epoch))
-
-
-def answer(chain: PlanChain, request: ChainRequest) -> ChainLinks:
-    return ChainLinks(links=chain.links.after(request.after, request.override_epoch))

@@ -1,8 +1,7 @@
 """Holds what a peer knows of the swarm when it coordinates: members, commits and measurements. Pure.
 
-Every peer has such a view, because every peer may coordinate. Heartbeats fill the view, and only the coordinator
-receives them: while another peer coordinates, the view learns only which plans are live.
-"""
+Every peer has such a view. Heartbeats fill it, and only the coordinator receives them: while another peer coordinates,
+the view learns only which plans are live."""
 
 import math
 from collections.abc import Sequence
@@ -12,34 +11,31 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.confirmations import Confirmations, Ends
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.ledger import Ledger, StepRecord
-from shoal.coordinator.plan_notes import PlanNotes
-from shoal.coordinator.refusals import Refusals
+from shoal.coordinator.ledger import Confirmations, Ends, Ledger, StepRecord
+from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
-from shoal.coordinator.swarm_status import swarm_status
-from shoal.coordinator.transfer_size import adverts, fitting
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
-from shoal.protocol.messages import Heartbeat, Reset, SwarmStatus, TransferLeadership
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import Heartbeat, Reset, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
 SAFE_PEERS = 64
-"""Above this size the coordinator looks for the newest safe snapshot less often, because it reads every peer's list of
-snapshots."""
+"""Above this size the coordinator looks for the newest safe snapshot less often: it reads every peer's list."""
 NETWORK_PEERS_MAX = 256
 """Only searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is predicted
 then, the shares of a repaired plan follow speeds only, and state for another division is always downloaded ahead."""
@@ -48,10 +44,18 @@ FORESEE_PEERS = 64
 """Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
-for a silent peer that holds the only copy of a state: a peer with a crashed network daemon is back by then."""
+for a silent peer that holds the only copy of a state."""
 
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
+
+ADVERTS_MAX = 64
+"""Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
+LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
+"""Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
+plan leaves no room for all. Plans and absences are for people; records choose among placements. Without loads the heir
+keeps a hot expert's shares until it has measured where tokens go; without unreachable pairs it may group peers that
+cannot talk; without arrivals it may remove a peer with late heartbeats."""
 
 
 class ClusterView:
@@ -84,7 +88,7 @@ class ClusterView:
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
         """(sequence of a plan, the best formats for its tensors by recent figures)."""
-        self._notes = PlanNotes()
+        self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
@@ -109,8 +113,7 @@ class ClusterView:
     # --- inputs ---
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
-        """Record a heartbeat; check `roster.has_room_for` first.
-        Returns: the impossible reports in it, as sentences."""
+        """Record a heartbeat. Returns: the impossible reports in it, as sentences."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
             self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
@@ -129,7 +132,7 @@ class ClusterView:
         return [f"{peer} reports {flaw}" for flaw in flaws]
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. The first one is our best estimate of the run's start.
+        """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         for peer in sorted(self._members.difference(plan.members)) if leads else ():
             if self.roster.has_vanished(peer, now_s):
@@ -147,7 +150,7 @@ class ClusterView:
         self.certificates.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
-        self._notes.obey(plan, now_s)
+        self.notes.obey(plan, now_s)
         self.calibration.obey(plan)
         self.survey.obey(plan)
         if plan.era != self.ledger.era:
@@ -166,8 +169,7 @@ class ClusterView:
         self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
-            # Knowledge from an earlier term of ours is stale: removed members may be back, draining ones gone. But the
-            # measured irregularity of heartbeats is still useful.
+            # Knowledge from an earlier term of ours is stale, except for the irregularity of heartbeats.
             irregular = self.roster.irregular()
             self.roster = Roster(self.spec.swarm.heartbeat_s)
             self.roster.take_over(irregular)
@@ -184,7 +186,7 @@ class ClusterView:
             self.begun_s = now_s - max(0.0, inherited.elapsed_s)
             self.ledger.take_over(inherited, now_s)
             if not continuing:
-                self._notes.inherit(inherited.plans, now_s)
+                self.notes.inherit(inherited.plans, now_s)
                 self.calibration.take_over(inherited.calibration)
                 self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=False)
         for peer in plan.members:
@@ -199,15 +201,13 @@ class ClusterView:
     # --- between coordinators ---
 
     def inherit(self, handover: TransferLeadership) -> None:
-        """Keep the transferred state of the previous coordinator, for the term that we may get. The first plan of that
-        term already uses it to place experts."""
+        """Keep the transferred state of the previous coordinator, for the term that we may get."""
         self._inherited = handover
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
-        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins.
-        Args: searched: as in `hand_over`."""
+        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -215,21 +215,20 @@ class ClusterView:
         )
 
     def forget_inherited(self) -> None:
-        """Drop the transferred state, because its plan failed."""
         self._inherited = None
 
     def stand_by(self) -> None:
-        """Follow another coordinator: drop the transferred state, and leave it to that coordinator to count the
-        experts' load."""
+        """Follow another coordinator, which counts the experts' load from now on."""
         self._inherited = None
         self.experts.rest()
 
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool, permit: bytes = b"") -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits.
         Args: searched: whether a search has found nothing better than the live plan's layout."""
+        known = ((peer, self.roster.presences[peer].advert) for peer in self.roster.alive(now_s))
         handover = TransferLeadership(
             plan=live.link,
-            roster=adverts(self.roster, now_s),
+            roster=tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX],
             permit=permit,
             era=self.ledger.era,
             version=self.version_max,
@@ -239,9 +238,9 @@ class ClusterView:
             validation_step=self.ledger.validation_step,
             pace=self.ledger.pace.tell(now_s),
             staleness_steps_mean=self.ledger.staleness_mean,
-            elapsed_s=self._elapsed_s(now_s),
+            elapsed_s=self.elapsed_s(now_s),
             searched=searched,
-            plans=self._notes.tell(now_s),
+            plans=self.notes.tell(now_s),
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members),
@@ -270,9 +269,8 @@ class ClusterView:
     @property
     def claimed(self) -> tuple[int, int]:
         """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
-        presences = self.roster.presences
-        beats = (presences[peer].heartbeat for peer in self._placed if peer in presences)
-        return max(((held.era, held.version) for beat in beats if beat for held in beat.holdings), default=(0, 0))
+        beats = self.roster.beats(self._placed)
+        return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 
     @property
     def version_max(self) -> int:
@@ -286,26 +284,24 @@ class ClusterView:
     @property
     def version_said(self) -> int:
         """The highest version of this era in any peer's last heartbeat."""
-        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
-        return max((beat.version for beat in beats if beat.era == self.ledger.era), default=0)
+        beats = self.roster.beats(self.roster.presences)
+        return max((beat.version for _, beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
-        state counts as lost and a new era begins. A wrong True could begin one era twice, with two histories.
-        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate.
-        """
+        state counts as lost. A wrong True could begin one era twice, with two histories.
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate."""
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
         return live.not_started and known and max(self.version_max, version or 0) <= live.restore_version
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """True if the state of a group of `live` would be lost with `peer`."""
         held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
         """The peers that may coordinate the next term, first choice first. Peers that members cannot reach come last,
-        sorted by the number of such members, because a coordinator removes members that it cannot hear."""
+        because a coordinator removes members that it cannot hear."""
         candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
         order = election.rank(self.run, live.term + 1, candidates)
         return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
@@ -318,7 +314,7 @@ class ClusterView:
         nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
 
         def follows(peer: PeerID) -> bool:
-            beat = self.roster.presences[peer].heartbeat
+            beat = self.roster.beat(peer)
             return beat is not None and beat.era == live.era
 
         refused = self._refused(live)
@@ -359,8 +355,8 @@ class ClusterView:
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
-        past layouts. Layout changes are modelled as a Poisson process with a gamma prior of one in `HORIZON_S`. When
-        each new layout promises a little more and none lasts, this makes a change less and less attractive."""
+        past layouts (a Poisson process with a gamma prior of one in `HORIZON_S`). When no layout lasts, a change
+        becomes less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
@@ -370,13 +366,13 @@ class ClusterView:
         return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
 
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
-        """Estimate the seconds lost by a roll-back: the time of the roll-back, plus half a snapshot interval, or the
-        whole run so far if a snapshot is overdue and none exists."""
+        """Estimate the seconds lost by a roll-back: its own time, plus half a snapshot interval, or the whole run so
+        far if a snapshot is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
         has_any = catalog.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
-        elapsed_s = self._elapsed_s(now_s)
+        elapsed_s = self.elapsed_s(now_s)
         is_late = not has_any and elapsed_s > 2.0 * interval_s
         lost_s = elapsed_s if is_late or math.isinf(interval_s) else interval_s / 2.0
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
@@ -394,16 +390,13 @@ class ClusterView:
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead (s_max
-        = 0).
-        """
+        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead."""
         snapshot = self._snapshot_of(stages, now_s)
         wire = self.survey.takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """Choose the formats of these stages' tensors; None: the run allows only one.
-        Args: kept: the current formats."""
+        """Choose the formats of these stages' tensors; None: the run allows only one."""
         takes = self.survey.takes
         if not takes.are_choices:
             return None
@@ -425,8 +418,7 @@ class ClusterView:
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
-        """Compare the live plan's prediction with the measured throughput. Call it on the coordinator, once every
-        member has been heard."""
+        """Compare the live plan's prediction with the measured throughput, once every member has been heard."""
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
@@ -442,7 +434,7 @@ class ClusterView:
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)
         comparison = self.calibration.comparison()
-        self._notes.judge(comparison.sentence if comparison is not None else "")
+        self.notes.judge(comparison.sentence if comparison is not None else "")
 
     def probe(self, peer: PeerID, live: Plan | None, now_s: float) -> tuple[PeerID, ...]:
         if live is not None and not live.has(peer):
@@ -454,49 +446,37 @@ class ClusterView:
     def save_at(self, live: Plan, now_s: float) -> int:
         """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):
-            beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
-            of_era = (beat for beat in beats if beat is not None and beat.era == live.era)
-            self._snapshots.look(of_era, now_s, elapsed_s=self._elapsed_s(now_s))
+            beats = self.roster.beats(self.roster.alive(now_s))
+            of_era = (beat for _, beat in beats if beat.era == live.era)
+            self._snapshots.look(of_era, now_s, elapsed_s=self.elapsed_s(now_s))
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
         """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
-        because a plan that rolls back reads their disks only. No snapshot is safe while the era has not started,
-        because members may still roll back."""
+        because a plan that rolls back reads their disks only, and none while the era has not started: members may still
+        roll back."""
         if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
             self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
-            alive = [peer for peer in live.members if not self.roster.is_gone(peer, now_s)]
-            beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
-            holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
+            alive = (peer for peer in live.members if not self.roster.is_gone(peer, now_s))
+            holdings = ((peer, beat.holdings) for peer, beat in self.roster.beats(alive))
             layers = held_keys(self.spec.model, placed=self.places_experts)
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
             self._safe = catalog.newest_safe(layers) or (0, 0)
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that have become complete since the last call."""
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
-    def status(self, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
-        """Build the status message about the swarm, for people."""
-        return swarm_status(
-            self.run,
-            self.spec,
-            live,
-            self.roster,
-            self.ledger,
-            self.experts,
-            self._notes.tell(now_s),
-            self.calibration.comparison(),
-            self.survey.reach.pairs(now_s, live.members),
-            self.catalog(now_s),
-            self.refusals.tell(now_s),
-            owner=owner,
-            elapsed_s=self._elapsed_s(now_s),
-            now_s=now_s,
-        )
-
-    def _elapsed_s(self, now_s: float) -> float:
+    def elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0
+
+
+def fitting(handover: TransferLeadership) -> TransferLeadership:
+    """Drop fields from `handover` until it fits in a message; a plan that is too large alone cannot be sent at all."""
+    for name in LEAST_NEEDED:
+        if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
+            break
+        handover = msgspec.structs.replace(handover, **{name: ()})
+    return handover

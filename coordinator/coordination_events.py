@@ -1,5 +1,4 @@
-"""The events that the core handles and the commands that it returns. All are frozen values; the driver opens and
-verifies the plans in them."""
+"""The events that the core handles and its commands. The driver opens and verifies the plans in them."""
 
 import msgspec
 
@@ -13,24 +12,32 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, Heartbeat, PlanHead
 from shoal.protocol.plan import Mandate, SignedPlan
 
+
+class CoordinationEvent(msgspec.Struct, frozen=True):
+    """What the core handles."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What the driver carries out for the core, in order."""
+
+
 # --- events ---
 
 
-class Received(msgspec.Struct, frozen=True):
-    """A call from a peer; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds
-    on."""
+class Received(CoordinationEvent, frozen=True):
+    """A call from a peer, to which the core replies; `plan` is the message's plan, on `base`."""
 
     source: PeerID
     message: msgspec.Struct
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
     mandate: Mandate | None = None
-    """The owner's permission, in a `Reset`, to make a plan without votes."""
+    """The owner's permission, in a `Reset`."""
     knows: Acquaintance = NOBODY
     """The driver's knowledge of the peers in a `PlanOffer`."""
 
 
-class Answered(msgspec.Struct, frozen=True):
+class Answered(CoordinationEvent, frozen=True):
     """`peer` has answered `asked`. If the answer contains them: `live` is its newer live plan, `accepted` the plan that
     it has voted for, `links` the part of the chain that we lack, oldest first."""
 
@@ -43,9 +50,8 @@ class Answered(msgspec.Struct, frozen=True):
     took_s: float = 0.0
 
 
-class Unanswered(msgspec.Struct, frozen=True):
-    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: no process listens there, as was known at
-    once."""
+class Unanswered(CoordinationEvent, frozen=True):
+    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: no process listens there."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -54,50 +60,50 @@ class Unanswered(msgspec.Struct, frozen=True):
     took_s: float = 0.0
 
 
-class Beat(msgspec.Struct, frozen=True):
+class Beat(CoordinationEvent, frozen=True):
     """The current content of our heartbeat."""
 
     heartbeat: Heartbeat
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """A call or a frame of `peer` has arrived that is no heartbeat; one event may stand for many."""
+class Heard(CoordinationEvent, frozen=True):
+    """Something of `peer` that is no heartbeat has arrived; one event may stand for many."""
 
     peer: PeerID
 
 
-class ReportDue(msgspec.Struct, frozen=True):
+class ReportDue(CoordinationEvent, frozen=True):
     """This peer should send the coordinator a heartbeat now."""
 
 
-class HeadFound(msgspec.Struct, frozen=True):
+class HeadFound(CoordinationEvent, frozen=True):
     """The directory's record of the chain; None: it has none."""
 
     head: PlanHead | None
 
 
-class ExclusionHeard(msgspec.Struct, frozen=True):
+class ExclusionHeard(CoordinationEvent, frozen=True):
     """An exclusion order, or a vote for one, has arrived. `is_ours`: it comes from this machine."""
 
     order: Exclusion
     is_ours: bool
 
 
-class Expelled(msgspec.Struct, frozen=True):
+class Expelled(CoordinationEvent, frozen=True):
     """These peers have been excluded from the run; no plan may contain them."""
 
     peers: tuple[PeerID, ...]
 
 
-class CoordinationTimerFired(msgspec.Struct, frozen=True):
+class CoordinationTimerFired(CoordinationEvent, frozen=True):
     """The timer has fired."""
 
 
-class Leaving(msgspec.Struct, frozen=True):
-    """This peer is about to leave and transfers the role now."""
+class Leaving(CoordinationEvent, frozen=True):
+    """This peer transfers the role now, because it leaves."""
 
 
-class Searched(msgspec.Struct, frozen=True):
+class Searched(CoordinationEvent, frozen=True):
     """A `Search` has ended. `is_bug`: it raised an exception."""
 
     job: SearchJob
@@ -106,117 +112,78 @@ class Searched(msgspec.Struct, frozen=True):
     is_bug: bool = False
 
 
-Event = (
-    Received
-    | Answered
-    | Unanswered
-    | Beat
-    | ReportDue
-    | HeadFound
-    | Heard
-    | CoordinationTimerFired
-    | Leaving
-    | ExclusionHeard
-    | Expelled
-    | Searched
-)
-
-# --- commands, carried out in order ---
+# --- commands ---
 
 
-class SendHeartbeat(msgspec.Struct, frozen=True):
+class SendHeartbeat(Command, frozen=True):
     target: PeerID
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(Command, frozen=True):
     """Call `peer`. The answer is an `Answered` or `Unanswered` event with this very message."""
 
     peer: PeerID
     message: msgspec.Struct
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(Command, frozen=True):
     message: msgspec.Struct
 
 
-class Persist(msgspec.Struct, frozen=True):
+class Persist(Command, frozen=True):
     """Make the record durable before carrying out later commands of the list."""
 
     record: ChainRecord
 
 
-class Obey(msgspec.Struct, frozen=True):
-    """Obey this plan from now on."""
-
+class Obey(Command, frozen=True):
     plan: SignedPlan
 
 
-class PutOut(msgspec.Struct, frozen=True):
+class PutOut(Command, frozen=True):
     """Treat the keys of this order as excluded, and tell every member."""
 
     order: Exclusion
     is_ours: bool
 
 
-class SpreadOrder(msgspec.Struct, frozen=True):
+class SpreadOrder(Command, frozen=True):
     """Tell every member of an order that is not in force yet, such as our vote for one."""
 
     order: Exclusion
 
 
-class Publish(msgspec.Struct, frozen=True):
+class Publish(Command, frozen=True):
     """Publish the head of the chain in the directory."""
 
     plan: SignedPlan
 
 
-class Introduce(msgspec.Struct, frozen=True):
+class Introduce(Command, frozen=True):
     """Tell the transport the addresses of these peers."""
 
     peers: tuple[tuple[PeerID, Advert], ...]
 
 
-class LookUp(msgspec.Struct, frozen=True):
+class LookUp(Command, frozen=True):
     """Look up the head of the chain in the directory. The answer is a `HeadFound` event."""
 
 
-class Search(msgspec.Struct, frozen=True):
+class Search(Command, frozen=True):
     """Search for a better layout without a time limit. The answer is a `Searched` event."""
 
     job: SearchJob
 
 
-class TellNode(msgspec.Struct, frozen=True):
-    """Tell the node that a step is complete."""
-
+class TellNode(Command, frozen=True):
     record: StepRecord
 
 
-class LogReason(msgspec.Struct, frozen=True):
-    """Log the reason of a decision."""
-
+class LogReason(Command, frozen=True):
     text: str
 
 
-class Alarm(msgspec.Struct, frozen=True):
+class Alarm(Command, frozen=True):
     """Log an error: a peer has broken an invariant."""
 
     text: str
-
-
-Command = (
-    SendHeartbeat
-    | Ask
-    | Reply
-    | Persist
-    | Obey
-    | PutOut
-    | SpreadOrder
-    | Publish
-    | Introduce
-    | LookUp
-    | Search
-    | TellNode
-    | LogReason
-    | Alarm
-)

@@ -14,22 +14,18 @@ The life of a plan:
 - Before the first plan every peer reports to the owner.
 - Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
   live when a majority of its predecessor's electors has voted for it; `PlanLive` and heartbeat replies spread it.
-- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank. That peer
-requests the
-  term from the electors, then votes for a plan with the same layout. The old coordinator keeps the role until that plan
-  is live, and asks the next peer if it takes too long.
-- A silent coordinator is replaced by the first peer in rank that notices: a pre-vote, the term, the votes, three round
-  trips in all. A member that still hears the coordinator refuses, and checks the coordinator more closely from then on.
+- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank, which requests
+  the term, then votes for a plan with the same layout. The old coordinator keeps the role until that plan is live.
+- A silent coordinator is replaced by the first peer in rank that notices, after a pre-vote. A member that still hears
+  the coordinator refuses, and checks it more closely from then on.
 - A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
 - If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
   makes a plan without votes. It begins a reign, which is compared before term and sequence.
 
-At most one `Ballot` is in flight. It requests the term if that changes, then the votes, and ends as live, expired, or
-overtaken by a plan above its base. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
+At most one `Ballot` is in flight. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
 failures, otherwise twice.
 
-The file is long because all events enter through one door, which is one thing to read.
-"""
+The file is long because all events enter through one door."""
 
 import random
 from collections.abc import Callable
@@ -37,26 +33,25 @@ from functools import partial
 
 import msgspec
 
-from shoal.coordinator import chain_sync
-from shoal.coordinator.acceptor import (
+from shoal.coordinator.certificates import certified_flaw, newest_whole
+from shoal.coordinator.chain import (
+    ChainRecord,
+    PlanChain,
     answer_offer,
     answer_pre_vote,
     answer_request,
     answer_standing,
     no_grant,
 )
-from shoal.coordinator.certificates import certified_flaw, newest_whole
-from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
-from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
     Ask,
     Beat,
     Command,
+    CoordinationEvent,
     CoordinationTimerFired,
-    Event,
     ExclusionHeard,
     Expelled,
     HeadFound,
@@ -77,14 +72,14 @@ from shoal.coordinator.coordination_events import (
     TellNode,
     Unanswered,
 )
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
 from shoal.coordinator.judge import Judge, goes_back
-from shoal.coordinator.leader import Leader
-from shoal.coordinator.leadership_transfer import transfer_body
+from shoal.coordinator.leader import Leader, transfer_body
+from shoal.coordinator.ledger import Ends, end_body, proves_end
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.membership import Excluded
@@ -123,8 +118,7 @@ TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
 """Tick interval of peers that watch for failures: the coordinator, and followers that doubt it."""
 JITTER = 0.1
-"""Heartbeat intervals vary by this share, so that a thousand peers with the same plan do not report in one millisecond.
-"""
+"""Heartbeat intervals vary by this share: a thousand peers with one plan must not report in one millisecond."""
 HEAD_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
@@ -141,8 +135,6 @@ class CoordinationCore:
     """Decides what one peer does in coordination.
 
     Args:
-        me: this peer.
-        owner: the peer that makes the run's first plan.
         chain: possibly restored from disk.
         policy: chooses the next layout; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
@@ -226,8 +218,7 @@ class CoordinationCore:
         before: SignedPlan | None,
         mandated: SignedPlan | None,
     ) -> None:
-        """Continue after a restart, before any event. `record` has the state of the chain; the caller has opened its
-        plans. A coordinator continues as coordinator."""
+        """Continue after a restart, before any event. The caller has opened the plans of `record`."""
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
@@ -268,21 +259,14 @@ class CoordinationCore:
 
     @property
     def exclusions_told(self) -> tuple[str, ...]:
-        """One sentence for each exclusion order: the excluded peers and the signer."""
-        presences = self.view.roster.presences
-
-        def name_of(peer: PeerID) -> str:
-            seen = presences.get(peer)
-            return seen.advert.name if seen is not None and seen.advert is not None else ""
-
-        return self.chain.exclusions.told(name_of)
+        """One sentence for each exclusion order."""
+        return self.chain.exclusions.told(self.view.roster.own_name_of)
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
         """Known exclusion orders that `plan` does not contain."""
         return self.chain.exclusions.lacks(plan)
 
     def record(self) -> ChainRecord:
-        """The current promises of this peer."""
         return self.chain.record()
 
     def known_peers(self) -> frozenset[PeerID]:
@@ -295,10 +279,9 @@ class CoordinationCore:
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
     def status(self, now_s: float) -> SwarmStatus | None:
-        """The status of the swarm, if this peer coordinates."""
         if self.plan is None or not self.is_coordinator:
             return None
-        status = self.view.status(self.plan, now_s, owner=self.owner)
+        status = swarm_status(self.view, self.plan, now_s, owner=self.owner)
         return msgspec.structs.replace(status, risks=(*status.risks, *self.exclusions_told))
 
     def has_heirs(self, now_s: float) -> bool:
@@ -309,13 +292,13 @@ class CoordinationCore:
     def next_timer_s(self) -> float:
         return min(self._heartbeat_at_s, self._tick_at_s)
 
-    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+    def handle(self, event: CoordinationEvent, *, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
         if self.is_coordinator or self._follower.is_fast_tick(now_s):
             self._tick_at_s = min(self._tick_at_s, now_s + BRISK_HEARTBEATS * self._heartbeat_s)
         return commands
 
-    def _handle(self, event: Event, now_s: float) -> list[Command]:
+    def _handle(self, event: CoordinationEvent, now_s: float) -> list[Command]:
         match event:
             case Received():
                 return self._received(event, now_s)
@@ -372,7 +355,8 @@ class CoordinationCore:
                 assert event.plan is not None
                 return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
             case ChainRequest() as request:
-                return [Reply(message=chain_sync.answer(self.chain, request))]
+                links = self.chain.links.after(request.after, request.override_epoch)
+                return [Reply(message=ChainLinks(links=links))]
             case TransferLeadership() as message:
                 assert event.plan is not None
                 return self._take_over(event.source, message, event.plan, now_s)
@@ -393,8 +377,7 @@ class CoordinationCore:
 
     def _hear(self, source: PeerID, heartbeat: Heartbeat, now_s: float) -> list[Command]:
         if heartbeat.revision != self.revision:
-            # This peer trains by another spec. No plan may contain both of us until one has changed to the other's
-            # revision.
+            # This peer trains by another spec: no plan may contain both of us.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.view.roster.lose(source)
             return [Reply(message=self._answer(source, heartbeat, now_s, leads=self.is_coordinator, ends=()))]
@@ -422,7 +405,7 @@ class CoordinationCore:
         self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
-        """Return the bytes that members sign at the end of the run, in the era and by the spec of this peer."""
+        """Return the bytes that members sign at the end of the run."""
         era = self.plan.era if self.plan else 0
         return end_body(era=era, steps=self._steps, revision=self.revision)
 
@@ -431,8 +414,7 @@ class CoordinationCore:
         return tuple((p, sign) for p, sign in ends if plan and plan.has(p) and self._verify_end(p, sign, body))
 
     def _proof(self, ends: Ends) -> Ends:
-        """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
-        Signatures of former members do not count, and no signature is checked twice."""
+        """Return the valid signatures of members if they prove that the run is done, else nothing."""
         plan = self.plan
         if plan is None:
             return ()
@@ -445,7 +427,7 @@ class CoordinationCore:
         return bool(self.ends)
 
     def _answer(self, source: PeerID, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
-        """Answer a heartbeat. Args: leads: answer as the coordinator."""
+        """Answer a heartbeat, as the coordinator if this peer `leads`."""
         live = self.chain.live
         governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
         probe = self.view.probe(source, live.plan if live is not None else None, now_s) if leads else ()
@@ -502,8 +484,7 @@ class CoordinationCore:
             )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
-                # A coordinator that we can hear but that cannot hear us removes us from the plan; then our vote does
-                # not reach it either, so a note is enough.
+                # A coordinator that cannot hear us removes us; our vote does not reach it either, so a note is enough.
                 is_ours = not plan.plan.has(self.me)
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
@@ -689,4 +670,4 @@ class CoordinationCore:
 
     def _name_of(self, peer: PeerID) -> str:
         own = self._own.advert.name if peer == self.me and self._own is not None else ""
-        return own or name_of(peer, self.view.roster)
+        return own or self.view.roster.name_of(peer)

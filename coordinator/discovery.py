@@ -27,8 +27,7 @@ DIALS_MAX = 16
 """Number of peers introduced at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses this often in a row, then once every `MOVE_S`. We dial these addresses, and they may
-belong to a victim. An honest peer learns its own in its first minute."""
+"""A peer may change its addresses so often in a row, then once every `MOVE_S`: they may be a victim's."""
 
 
 def peers_key(run: str) -> str:
@@ -42,8 +41,7 @@ def plan_key(run: str) -> str:
 
 
 class Discovery:
-    """Posts and reads signed records. A record counts only under its signer's own name, so no peer speaks for another.
-    Addresses from here or from messages are passed on to the transport."""
+    """Posts and reads records, which count only under their signers' own names."""
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -57,7 +55,6 @@ class Discovery:
         self._has_posted = False
 
     def knows(self, peer: PeerID) -> bool:
-        """True if we have heard an address of `peer`."""
         return peer == self._endpoint.peer_id or peer in self._addresses
 
     def should_read(self, plan: Plan) -> bool:
@@ -81,8 +78,8 @@ class Discovery:
         return True
 
     async def advertise(self, advert: Advert) -> None:
-        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer that has posted
-        under the same name (`Endpoint.is_displaced`)."""
+        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer
+        (`Endpoint.is_displaced`)."""
         is_renewal, self._has_posted = self._has_posted, True
         if not is_renewal:
             await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
@@ -92,7 +89,6 @@ class Discovery:
             await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
 
     async def publish(self, signed: SignedPlan) -> None:
-        """Post that the chain is at our plan."""
         head = PlanHead(
             term=signed.plan.term,
             sequence=signed.plan.sequence,
@@ -103,8 +99,7 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """Return the highest plan that a coordinator has posted. A `doubted` coordinator's plan counts only if there is
-        no other."""
+        """Return the highest plan that a coordinator has posted; a `doubted` one's counts only if there is no other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)
@@ -113,8 +108,7 @@ class Discovery:
         return head
 
     async def meet(self) -> None:
-        """Read the adverts of all peers. In a swarm of hundreds, do so less often, because every peer reads every
-        record."""
+        """Read the adverts of all peers; in a swarm of hundreds less often, because every peer reads every record."""
         await self.adverts()
         self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
 

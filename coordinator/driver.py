@@ -1,7 +1,6 @@
 """Runs one peer's coordination on its endpoint, directory and clock, and carries out the core's commands.
 
-The file is long because it answers every coordination call and carries out every command in one place.
-"""
+The file is long because it answers every coordination call and carries out every command in one place."""
 
 import asyncio
 import contextlib
@@ -25,8 +24,8 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     Command,
+    CoordinationEvent,
     CoordinationTimerFired,
-    Event,
     ExclusionHeard,
     Expelled,
     HeadFound,
@@ -54,10 +53,9 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
-from shoal.coordinator.store import PlanStore
+from shoal.coordinator.store import PlanStore, WriteAhead
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.verified_plans import VerifiedPlans
-from shoal.coordinator.write_ahead import WriteAhead
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
@@ -103,8 +101,7 @@ TURNED_AWAY_TIMES = 5
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""Minimum interval between two signs of life from one member's calls and frames: each is an event for the core, and
-hundreds may arrive in a second."""
+"""Minimum interval between two signs of life of one member for the core: hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
 
@@ -131,8 +128,7 @@ class Callbacks:
     on_plan: Callable[[SignedPlan], None]
     """Called with every plan that this peer must obey, in order."""
     on_step: Callable[[StepRecord], None] = ignore
-    """Called with every step that completes while this peer coordinates. Around a leadership transfer two peers may
-    report the same step."""
+    """Called with every step that completes while this peer coordinates; two peers may report one."""
     on_save: Callable[[int], None] = ignore
     """Called, maybe repeatedly, with the version at which every stage should write a snapshot."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
@@ -147,11 +143,10 @@ class Coordination:
     """One peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
 
     Args:
-        endpoint: answers heartbeats, offers and other calls after `start`; its `term` follows the plan.
+        endpoint: answers calls after `start`; its `term` follows the plan.
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
             coordinator has them.
-        callbacks: receive plans, steps and snapshots.
         has_lost_all: as in `ReplanPolicy`.
         run_blocking: runs layout searches, which may take a minute; inline in virtual time.
     """
@@ -221,13 +216,13 @@ class Coordination:
         """Member -> time of the last sign of life given to the core."""
         self._came_s: dict[PeerID, float] = {}
         self.num_alarms = 0
-        """Number of violated invariants: two plans of one order, or an inconsistent ledger."""
+        """Number of violated invariants."""
 
     # --- for the node ---
 
     @property
     def plan(self) -> SignedPlan | None:
-        """The plan that this peer obeys."""
+        """The plan that this peer obeys, with its signatures."""
         return self._core.live
 
     @property
@@ -241,12 +236,11 @@ class Coordination:
 
     @property
     def done(self) -> bool:
-        """True if the run has reached its last step."""
         return self._core.done
 
     @property
     def newest_revision(self) -> int:
-        """The highest known revision of the spec, of this peer or any that it has heard."""
+        """The highest known revision of the spec."""
         return self._core.newest_revision
 
     @property
@@ -255,7 +249,7 @@ class Coordination:
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
-        """The swarm as this peer sees it, if it coordinates."""
+        """The swarm, if this peer coordinates."""
         return self._core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
@@ -267,7 +261,7 @@ class Coordination:
         return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
-        """Restore the stored state, then answer calls, send heartbeats and take part in coordination.
+        """Restore the stored state, then take part in coordination.
         Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         self._restore()
         for kind in (
@@ -280,9 +274,9 @@ class Coordination:
             Ping,
             StandingRequest,
             Reset,
+            ChainRequest,
         ):
             self._endpoint.on(kind, self._answer)
-        self._endpoint.on(ChainRequest, self._answer)
         self._endpoint.on_heard = self._hear
         self._endpoint.on(Exclude, self._answer_exclude)
         self._endpoint.on(StatusRequest, self._answer_status)
@@ -295,7 +289,6 @@ class Coordination:
 
     @property
     def excluded(self) -> Excluded:
-        """The excluded peers and keys."""
         return self._core.excluded
 
     def exclude(self, order: Exclusion) -> None:
@@ -303,8 +296,7 @@ class Coordination:
         self._feed(ExclusionHeard(order=order, is_ours=True))
 
     async def close(self, leave: bool) -> None:
-        """Stop. With `leave`, first transfer the role if this peer coordinates, and tell the coordinator not to wait
-        for us."""
+        """Stop. With `leave`, first transfer the role if this peer coordinates, and say good-bye."""
         if leave and not self._closed:
             try:
                 async with asyncio.timeout(LEAVE_HEARTBEATS * self._spec.swarm.heartbeat_s):
@@ -366,7 +358,7 @@ class Coordination:
             self._signs_s[peer] = now_s
             self._feed(Heard(peer=peer))
 
-    def _feed(self, event: Event) -> msgspec.Struct | None:
+    def _feed(self, event: CoordinationEvent) -> msgspec.Struct | None:
         """Give the core an event and carry out its commands. Returns: the reply, if the event was a call."""
         if self._closed:
             return Refusal(reason="is closing")
@@ -441,8 +433,7 @@ class Coordination:
             self._obey(live)
 
     def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
-        """Open a plan of our record. Forget a plan that no peer can follow, as an older release may have stored; other
-        peers know the chain."""
+        """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
         me = self._endpoint.peer_id
         if not voted:
             with contextlib.suppress(RemoteError):
@@ -477,9 +468,7 @@ class Coordination:
             case PlanOffer():
                 plan, base = self._plans.need(message.plan, source), self._plans.open_link(message.predecessor, source)
                 knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
-            case PlanLive():
-                plan = self._plans.need_link(message.plan, source)
-            case TransferLeadership():
+            case PlanLive() | TransferLeadership():
                 plan = self._plans.need_link(message.plan, source)
             case Reset():
                 base = self._plans.need_link(message.live, source)
@@ -519,7 +508,7 @@ class Coordination:
         return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
-        """Return the status of the run. If another peer coordinates, ask that peer."""
+        """Return the status of the run, which another coordinator may have to be asked for."""
         mine, coordinator = self.status(), self._core.coordinator
         if mine is not None:
             return mine
@@ -548,7 +537,7 @@ class Coordination:
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent
-        plan. An open run without a plan admits all peers, so that it can begin."""
+        plan. An open run without a plan admits all, so that it can begin."""
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
@@ -565,21 +554,19 @@ class Coordination:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
             live = self._plans.open_link(reply.live, peer) if isinstance(reply, TermGrant | PlanVote) else None
-            links = [self._plans.need_link(link, peer) for link in _links(reply)]
+            links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()
+            opened = tuple(self._plans.need_link(link, peer) for link in links)
             accepted = self._plans.open(reply.accepted, peer) if isinstance(reply, TermGrant) else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
             return
         took_s = self._clock.now_s() - asked_s
         self._feed(
-            Answered(
-                peer=peer, asked=message, reply=reply, live=live, accepted=accepted, links=tuple(links), took_s=took_s
-            )
+            Answered(peer=peer, asked=message, reply=reply, live=live, accepted=accepted, links=opened, took_s=took_s)
         )
 
     def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
-        """Report a failed call to the core. An early failure means that no process listens there; a timeout may mean a
-        busy peer."""
+        """Report a failed call to the core. An early failure means that no process listens there."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
             if isinstance(asked, TermRequest | PlanOffer):
@@ -636,8 +623,7 @@ class Coordination:
         self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Sign the run's end once all that we hold has reached it; empty before. A learner signs with the last
-        version's weights, because its state may take an hour more."""
+        """Sign the run's end once all that we hold has reached it; empty before."""
         plan, steps = self._core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):
@@ -666,7 +652,3 @@ class Coordination:
 
     async def _look_up(self) -> None:
         self._feed(HeadFound(head=await self._discovery.look_up(self._core.doubted)))
-
-
-def _links(reply: msgspec.Struct) -> tuple[bytes, ...]:
-    return reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()

@@ -1,9 +1,6 @@
 """Ranks the peers that may coordinate, by a hash of run, term and peer, so that every peer computes the same order.
 
-The first peer in a term's order gets the role in a planned transfer. If the coordinator fails, the first of the others
-proposes the next term, then the next peer. This is not a vote: two peers that see different candidates may both try,
-and `chain.PlanChain` lets only one through.
-"""
+This is not a vote: two peers that see different candidates may both try, and `PlanChain` lets only one through."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -14,7 +11,7 @@ from shoal.protocol.identity import PeerID
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
-    """Return the candidates of `term`, first choice first; the order differs from term to term."""
+    """Return the candidates of `term`, first choice first."""
     return tuple(sorted(set(candidates), key=lambda peer: _lot(run, term, peer)))
 
 
@@ -25,8 +22,6 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 
 def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
-    """Return how many peers try before `peer` if the coordinator of `term` fails; 0: it is first.
-    Returns: None if `peer` is no candidate, or is the coordinator itself.
-    """
+    """Return how many peers try before `peer` if the coordinator of `term` fails; None if it is no candidate."""
     order = [p for p in rank(run, term, candidates) if p != coordinator]
     return order.index(peer) if peer in order else None

@@ -6,11 +6,9 @@ is complete on the disks of the remaining peers, or from the run's seed. An era 
 disks or in flight under the old number belongs to another history.
 
 The era's first plan is `not_started`: members without state start from the era's beginning. After the first commit
-comes a plan that is not fresh, so that a peer that restarts or joins late downloads the state instead of starting the
-era a second time. If a newer snapshot is complete except for absent disks, the run waits for them: thirty heartbeats,
-or as long as training the same steps again would take, whichever is longer. A swarm that was switched off as a whole
-recovers by the same rule.
-"""
+comes a plan that is not fresh, so that a peer that restarts or joins late downloads the state. If a newer snapshot is
+complete except for absent disks, the run waits for them: thirty heartbeats, or as long as training the same steps again
+would take. A swarm that was switched off as a whole recovers by the same rule."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +30,7 @@ MISSING_HEARTBEATS = 30.0
 RESIGNED_HEARTBEATS = 3.0
 """A coordinator that has given up waiting for disks keeps the role this long, to make the plan without them."""
 SAFE_COPIES = 2
-"""Each layer of a snapshot must be on this many disks before older snapshots may be deleted, so that one disk may fail.
-"""
+"""Each layer of a snapshot must be on this many disks before older snapshots may be deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,6 @@ class CheckpointCatalog:
 
     @property
     def era_max(self) -> int:
-        """The last era of any snapshot; -1: none."""
         return max((era for era, _ in self.parts), default=-1)
 
     def layers(self, snapshot: tuple[int, int]) -> frozenset[str]:
@@ -121,8 +117,7 @@ class HolderWatch:
 
         Args:
             holders: by group, the peers that hold its state now, or can rebuild it alone.
-            behind: groups with a state that a living peer reports at a version too old to count; its next heartbeat may
-                report a newer one.
+            behind: groups with a state that a living peer reports at a version too old to count, so far.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -140,8 +135,8 @@ class HolderWatch:
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
         """True if the wait for absent disks is over. Call only while a stage has lost its state.
-        Args: relearn_s: time to train the steps on those disks again. The wait is at least this long, so that waiting
-        in vain and training in vain cost the same at most."""
+        Args: relearn_s: time to train the steps on those disks again: waiting in vain and training in vain cost the
+        same at most."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
@@ -153,15 +148,15 @@ class HolderWatch:
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
 
 
-def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
+def disks_of(roster: Roster, now_s: float, *, among: Layout | None) -> CheckpointCatalog:
     """Return the snapshots of the live peers, and the layers that they carry from one layout to the next.
     Args: among: only peers that a plan with this layout would reach; None: all."""
     peers = roster.alive(now_s)
     if among is not None:
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
         peers = tuple(peer for peer in peers if peer in members)
-    beats = ((peer, roster.presences[peer].heartbeat) for peer in peers)
-    carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats if beat)
+    beats = roster.beats(peers)
+    carried = ((peer, (*beat.holdings, *([beat.carried] if beat.carried else ()))) for peer, beat in beats)
     return CheckpointCatalog.of(carried)
 
 
@@ -190,9 +185,8 @@ def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelS
 
 
 def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
-    """Return the lowest version that counts: a peer at an older one does not hold this era's state. A peer more than
-    one commit behind a complete snapshot has restarted the era on its own. One commit behind is possible: a group peer
-    committed and crashed before it sent its sums, and the member then commits without it."""
+    """Return the lowest version that counts. A peer more than one commit behind a complete snapshot has restarted the
+    era on its own. One commit behind is possible: a group peer committed and crashed before it sent its sums."""
     snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -203,9 +197,8 @@ def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, in
     """Yield (peer, group, version) of all state that living peers report in this era."""
     num_stages = len(live.stages)
     # one pass: a loop over groups is too slow for a thousand peers with hundreds of groups
-    for peer in roster.alive(now_s):
-        beat = roster.presences[peer].heartbeat
-        if beat is None or beat.era != live.era:
+    for peer, beat in roster.beats(roster.alive(now_s)):
+        if beat.era != live.era:
             continue
         if beat.synced and beat.stage is not None and beat.stage < num_stages:
             yield peer, beat.stage, beat.version
@@ -220,7 +213,6 @@ def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) 
 
 
 def group_name(plan: Plan, group: int) -> str:
-    """Return the group's name for people."""
     if group < len(plan.stages):
         return f"stage {group}"
     entry = plan.experts[group - len(plan.stages)]
@@ -234,9 +226,9 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 def next_beginning(
     live: Plan | None, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, placed: bool
 ) -> Beginning:
-    """Return the beginning of the next era, after all eras that any peer has reported: the newest snapshot that is
-    complete on `catalog`."""
-    heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
+    """Return the beginning of the next era, after all reported eras: the newest snapshot that is complete on
+    `catalog`."""
+    heard = (beat.era for _, beat in roster.beats(roster.presences))
     last = live.era if live else 0
     # A later era is not believed: no peer would follow a plan with such a jump.
     era_max = (last + ERA_JUMP_MAX if live else ERA_MAX) - 1

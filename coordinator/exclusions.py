@@ -23,7 +23,7 @@ class Exclusions:
 
     Args:
         owner: the run's owner, whose order needs no votes.
-        holds: checks a signature of an order.
+        verify: checks a signature of an order.
         plans: the live plan, and its predecessor while some peers still vote by that.
     """
 
@@ -78,7 +78,7 @@ class Exclusions:
         if not self._is_news(order):
             return False
         # Each order of the owner names every key that it ever excluded, so it replaces earlier ones. An order with a
-        # key of its own stays, even if the owner's file is lost, because plans must never lose a key.
+        # key of its own stays: plans must never lose a key.
         kept = tuple(
             known
             for known in self._orders
@@ -95,8 +95,7 @@ class Exclusions:
         return True
 
     def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
-        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it.
-        Args: name_of: a member's name, or an empty text."""
+        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it."""
         told, twice = [], set(self.excluded.keys)
         for order in self._orders:
             twice.difference_update(order.keys)
@@ -105,7 +104,8 @@ class Exclusions:
             if len(keys) > _NAMED_MAX:
                 names.append(f"{len(keys) - _NAMED_MAX} more")
             if names:
-                told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
+                by = "the owner" if order.signature else f"{len(order.votes)} members"
+                told.append(f"excluded by {by}: {', '.join(names)}{_UNDO}")
         told += [
             f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
         ]
@@ -136,7 +136,3 @@ def _said_key(key: bytes, order: Exclusion, name_of: Callable[[PeerID], str]) ->
     peer = peer_id_of(key)
     name = name_of(peer)
     return f"{name} ({peer[-8:]})" if name else peer[-8:]
-
-
-def _said_orderer(order: Exclusion) -> str:
-    return "the owner" if order.signature else f"{len(order.votes)} members"

@@ -30,21 +30,18 @@ from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
-AGAIN_HEARTBEATS = 0.06
-"""Delay between a first refusal and the second ping."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
-peer's network daemon on a busy machine (0.5 to 0.9 s on an idle one). A roll-back costs more than this."""
+peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Share of a member's timeout for which our own pings must stay unanswered before two reports count: it may be busy."""
+"""Share of a busy member's timeout for which our own pings must stay unanswered before two reports count."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
-"""A member that others have reached for this long, and we have not, is unreachable for us; before that it may be slow.
-"""
+"""A member that others have reached for this long, and we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
 """How long a plan that drops a member waits for others that are close to their timeout."""
 
@@ -67,7 +64,6 @@ class Inquiry:
     vouchers: dict[PeerID, None] = field(default_factory=dict)
     """Members that it has answered while it did not answer us."""
     vouched_s: float = math.inf
-    """Time of the first such answer."""
 
 
 class FailureDetector:
@@ -87,7 +83,6 @@ class FailureDetector:
             self._suspect(peer, now_s)
 
     def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
-        """Record that `reporter` cannot reach the `silent` peers."""
         if not silent or not plan.has(reporter):
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
@@ -97,11 +92,9 @@ class FailureDetector:
                     inquiry.reporters[reporter] = None
 
     def heard(self, peer: PeerID) -> None:
-        """Record a heartbeat of `peer`."""
         self._inquiries.pop(peer, None)
 
     def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
-        """Record that `peer` has answered our ping."""
         inquiry = self._inquiries.get(peer)
         roster.signed(peer, now_s)
         if inquiry is None:
@@ -131,8 +124,7 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """Return the members that reach a peer that we cannot, from `OUT_OF_REACH_HEARTBEATS` after their first answer
-        on."""
+        """Return the members that have reached a peer for `OUT_OF_REACH_HEARTBEATS` that we cannot reach."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
@@ -140,8 +132,7 @@ class FailureDetector:
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
-        """Record that a ping of `peer` was refused: no process listens there.
-        Args: irreplaceable: the state of some group would be lost with it."""
+        """Record that a ping was refused. Args: irreplaceable: the state of some group would be lost."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -150,7 +141,7 @@ class FailureDetector:
             return []
         if inquiry.refused_s is None:
             inquiry.refused_s = now_s
-            inquiry.ping_at_s = now_s + AGAIN_HEARTBEATS * self._heartbeat_s
+            inquiry.ping_at_s = now_s + 0.06 * self._heartbeat_s
             for other in plan.members:
                 if other != self._me and not roster.is_gone(other, now_s):
                     self._suspect(other, now_s)
@@ -176,7 +167,9 @@ class FailureDetector:
             if peer in awaited and not roster.is_dead(peer):
                 self._suspect(peer, now_s)
             elif roster.is_gone(peer, now_s):
-                self._end_unless_refused(peer)
+                # The check of a member that may return with its state goes on: only its refusals end that wait.
+                if (inquiry := self._inquiries.get(peer)) is not None and inquiry.returns_by_s == -math.inf:
+                    del self._inquiries[peer]
             elif roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
         for peer, inquiry in list(self._inquiries.items()):
@@ -185,8 +178,8 @@ class FailureDetector:
                 unanswered
                 and not roster.is_gone(peer, now_s)
                 and len(inquiry.reporters) >= 2
-                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
-                and roster.sign_s(peer) <= inquiry.since_s
+                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.arrivals(peer).patience_s
+                and roster.arrivals(peer).sign_s <= inquiry.since_s
             ):
                 del self._inquiries[peer]
                 roster.lose(peer)
@@ -216,13 +209,6 @@ class FailureDetector:
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:2]
 
-    def _end_unless_refused(self, peer: PeerID) -> None:
-        """End the check of a member after its timeout. If it may return with its state, keep the check, because only
-        its refusals end that wait."""
-        inquiry = self._inquiries.get(peer)
-        if inquiry is not None and inquiry.returns_by_s == -math.inf:
-            del self._inquiries[peer]
-
     @property
     def are_open(self) -> bool:
         """True if a ping is unanswered, so that a result is near."""
@@ -246,7 +232,7 @@ class FailureDetector:
         return (
             inquiry.refused_s is not None
             or now_s < inquiry.since_s + ROLL_CALL_HEARTBEATS * self._heartbeat_s
-            or roster.suspect_at_s(peer) <= self._wait_until_s
+            or roster.arrivals(peer).suspect_at_s <= self._wait_until_s
         )
 
     def _suspect(self, peer: PeerID, now_s: float) -> Inquiry:

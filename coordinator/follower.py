@@ -1,11 +1,8 @@
-"""A peer's part while another peer coordinates: it watches the coordinator, and requests the next term in its turn if
-the coordinator fails. Pure.
+"""A peer's part while another coordinates: it watches the coordinator, and requests the next term in its turn. Pure.
 
 A candidate first holds a pre-vote: it asks the members whether they miss the coordinator too and would grant the term.
-An answer promises nothing. So a peer that has lost only its own connection, or half of a partitioned network, spends no
-terms: the coordinator keeps the members' votes and continues after the partition heals (Ongaro's thesis on Raft,
-section 9.6). A pre-vote adds one round trip to a take-over, and none to a planned transfer.
-"""
+An answer promises nothing. So half of a partitioned network spends no terms: the coordinator keeps the members' votes
+and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A planned transfer needs no pre-vote."""
 
 import random
 from dataclasses import dataclass, field
@@ -20,11 +17,10 @@ from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.quorum import is_quorum
 
 CLOSE_PEERS = 2
-"""Number of next peers in rank that ping the coordinator. The second is there in case the first fails together with the
-coordinator. With more, the coordinator of a thousand peers would get thousands of calls a second."""
+"""Number of next peers in rank that ping the coordinator: two, in case the first fails together with it. With more, the
+coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
 """Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
-STAGGER_ROUND_TRIPS = 3.0
 GIVES_WAY_HEARTBEATS = 0.4
 BACK_OFF_HEARTBEATS = 0.5
 SOUNDING_HEARTBEATS = 3.0
@@ -53,8 +49,6 @@ class Agreed(NamedTuple):
 
 
 class Follower:
-    """One peer's part while another peer coordinates."""
-
     def __init__(
         self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float
     ) -> None:
@@ -76,8 +70,7 @@ class Follower:
         self._not_before_s = max(self._not_before_s, until_s)
 
     def gives_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
-        """Let `candidate`, which we support, try first if it ranks before us. Otherwise we would split the members'
-        promises."""
+        """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
         theirs = election.standing(self._run, plan.term, plan.coordinator, plan.members, candidate)
         ours = self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
@@ -99,8 +92,7 @@ class Follower:
     ) -> tuple[list[Command], Agreed | None]:
         """Ping the coordinator if that is our task; hold a pre-vote if it is silent and it is our turn.
         Args: busy: a proposal of ours is under way. term: the next term that we could have.
-        Returns: (commands, what a majority agrees to if our own opinion is one).
-        """
+        Returns: (commands, what a majority agrees to if our own opinion is one)."""
         plan = live.plan
         turn = self._standing(plan) if eligible else None
         self.watch.keep_close(turn is not None and turn < CLOSE_PEERS, now_s)
@@ -112,7 +104,7 @@ class Follower:
         if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands, None
         # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
-        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
+        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + 3.0 * self.watch.round_trip_s
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
             return commands, None

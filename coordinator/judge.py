@@ -13,8 +13,7 @@ standing. Their answers count; silence does not.
 | has shares or bandwidths                      | one is two million times another of its stage                        |
 | has many members that this peer has not met   | they are more than all others                                        |
 
-Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick.
-"""
+Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ ASKED_MAX = 64
 """Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
 """The largest share or bandwidth over the smallest within a stage: a data centre's card beside a single core. A
-proposer stays within it for any claims of its members, and a voter objects to twice as much."""
+proposer stays within it for any claims, and a voter objects to twice as much."""
 UNMET_MIN = 16
 """A plan may always have this many members that a voter has not met: a small run may grow at once."""
 
@@ -55,8 +54,6 @@ NOBODY = Acquaintance()
 
 @dataclass(slots=True, kw_only=True)
 class PlanInquiry:
-    """The questions about one plan."""
-
     digest: str
     waiting: set[PeerID]
     expires_at_s: float
@@ -91,7 +88,6 @@ class Judge:
                 self._inquiry.told[peer] = standing
 
     def is_waiting(self, now_s: float) -> bool:
-        """True if an answer may still come."""
         return self._inquiry is not None and bool(self._inquiry.waiting) and now_s < self._inquiry.expires_at_s
 
     def flaw(

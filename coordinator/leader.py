@@ -1,14 +1,14 @@
-"""The coordinator's part: it checks which members are alive, asks for the next layout, and transfers the role at the
-term's end. Pure."""
+"""The coordinator's part: it checks which members are alive, asks for the next layout, and transfers the role. Pure."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Answered, Ask, Command, LogReason, LookUp, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
-from shoal.coordinator.leadership_transfer import LeadershipTransfer, transfer_body
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
@@ -20,18 +20,20 @@ from shoal.protocol.spec import SwarmSpec
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""Interval at which a coordinator without a majority reads the directory: the others may have another coordinator."""
+"""The same without a majority: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished. An heir has
-heard no heartbeat yet and would give every member its full timeout again."""
+"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0
 """Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
-"""A coordinator that cannot reach a member that others reach transfers the role, but only after this time: otherwise
-the role would never rest where no peer reaches all others."""
+"""A coordinator that cannot reach a member that others reach transfers the role after this time, or the role would
+never rest where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
-"""Interval at which the coordinator checks for a better plan. It checks at once when a peer joins, is first heard, or
-fails."""
+"""Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
+PATIENCE_HEARTBEATS = 1.25
+"""Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
+ROUND_TRIPS = 6.0
+"""Number of our round trips to the heir that are added; the heir's own to the members may be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,64 @@ class KeepRole:
 
 Want = Layout | KeepRole | None
 """The next proposal: a layout, another term of ours, or nothing."""
+
+
+def transfer_body(term: int, heir: PeerID) -> bytes:
+    """Return what the coordinator of `term` signs when it transfers the role to `heir`."""
+    return msgspec.msgpack.encode((term, heir))
+
+
+class LeadershipTransfer:
+    """Decides when the coordinator transfers the role, and to which heir."""
+
+    def __init__(self, *, term_s: float, heartbeat_s: float, now_s: float) -> None:
+        self._term_s, self._patience_s = term_s, PATIENCE_HEARTBEATS * heartbeat_s
+        self._due_s = now_s + term_s
+        self._asked: PeerID | None = None
+        self._asked_until_s = 0.0
+        self._passed_over: set[PeerID] = set()
+
+    def begin(self, now_s: float) -> None:
+        self._due_s = now_s + self._term_s
+        self._asked, self._passed_over = None, set()
+
+    def hasten(self, due_s: float) -> None:
+        """Move the end of the term forward to `due_s`."""
+        self._due_s = min(self._due_s, due_s)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if an heir has been asked and still has time for its plan. Meanwhile this peer makes none."""
+        return self._asked is not None
+
+    def is_due(self, now_s: float) -> bool:
+        """True if an heir should be asked now: the term is over, or the last heir did not take the role."""
+        return now_s >= (self._asked_until_s if self._asked is not None else self._due_s)
+
+    def may_wait(self, now_s: float, by_s: float) -> bool:
+        """True if the role has been due for less than `by_s`, and no heir has been asked."""
+        return self._asked is None and now_s < self._due_s + by_s
+
+    def next(self, order: Sequence[PeerID], now_s: float) -> PeerID | None:
+        """Return the next peer of `order` to ask; None: all have been asked, and the role stays for a while."""
+        self._asked = next((peer for peer in order if peer not in self._passed_over), None)
+        if self._asked is None:
+            self._passed_over = set()
+            self._due_s = now_s + self._patience_s
+        else:
+            self._passed_over.add(self._asked)
+            self._asked_until_s = now_s + self._patience_s
+        return self._asked
+
+    def accepted(self, peer: PeerID, round_trip_s: float, now_s: float) -> None:
+        """Record that `peer` takes the role; asking it took `round_trip_s`."""
+        if peer == self._asked:
+            self._asked_until_s = now_s + self._patience_s + ROUND_TRIPS * round_trip_s
+
+    def declined(self, peer: PeerID, now_s: float) -> None:
+        """Record that `peer` will not take the role, or cannot be reached."""
+        if peer == self._asked:
+            self._asked_until_s = now_s
 
 
 class Leader:
@@ -86,11 +146,9 @@ class Leader:
         self._detector.begin((), now_s)
 
     def hasten(self, due_s: float) -> None:
-        """Move the end of the term forward to `due_s`."""
         self._transfer.hasten(due_s)
 
     def lost(self, now_s: float, *, outbid: bool) -> None:
-        """Handle a failed plan of ours."""
         self._policy.unsettle()
         if outbid:
             # A majority may have promised our term to a candidate that then failed: only a later term helps.
@@ -99,8 +157,7 @@ class Leader:
     # --- what others say ---
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
-        """Handle a heartbeat that the view has recorded. Check the peers that it calls silent at the next tick, and
-        plan at once if it attests a state or reports the end of the live layout."""
+        """Handle a heartbeat that the view has recorded."""
         if heartbeat.attested or (plan.cutover_version and heartbeat.carried is not None):
             self._plan_at_s = now_s
         self._detector.heard(peer)
@@ -137,9 +194,7 @@ class Leader:
     ) -> tuple[list[Command], Want]:
         """Do what is due, and choose what to propose.
         Args: eligible: we may coordinate the next term too. busy: a proposal of ours is under way. outranked: another
-        coordinator's plan above ours is known.
-        Returns: (commands, what to propose).
-        """
+        coordinator's plan above ours is known."""
         roster = self._policy.view.roster
         members = frozenset(live.plan.members)
         self._lost_s = now_s if members < self._members else self._lost_s
@@ -176,15 +231,13 @@ class Leader:
         return commands + more, want
 
     def _heirs(self, plan: Plan, vouchers: Collection[PeerID], now_s: float) -> list[PeerID]:
-        """Return the possible heirs, first choice first. Among peers that equally many members reach, prefer those that
-        reach a member that we cannot."""
+        """Return the possible heirs: those that most members reach, then those that reach a member that we cannot."""
         view = self._policy.view
         order = view.successors(plan, now_s)
         return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
-        """True if we are about to learn what an heir would have to find out again: whether a member is gone, or the
-        best layout after a loss."""
+        """True if we are about to learn what an heir would have to find out again."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

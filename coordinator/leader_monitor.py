@@ -1,13 +1,11 @@
 """Knows which peer coordinates, and decides when its silence means that it is gone. Pure.
 
-Every peer hears the coordinator once a heartbeat, in the answer to its own heartbeat. The next peers in rank (`close`)
-also ping it several times a heartbeat, so they may suspect it after little more than one heartbeat, on the evidence of
-six missing answers. The other peers need no such evidence: a candidate asks for their consent (`follower`), and they
-then check for themselves (`alarm`).
+Every peer hears the coordinator once a heartbeat, in the answer to its own. The next peers in rank (`close`) also ping
+it several times a heartbeat, so they may suspect it after little more than one heartbeat. The other peers check for
+themselves once a candidate asks for their consent (`alarm`).
 
 A refused connection is stronger evidence than silence, because a suspended process keeps its connections. Two
-successive refusals need no timeout.
-"""
+successive refusals need no timeout."""
 
 from shoal.coordinator.adaptive_timeout import Arrivals, RoundTrip
 from shoal.coordinator.roster import MEMORY_HEARTBEATS
@@ -19,20 +17,19 @@ Order = tuple[int, int]
 
 PING_HEARTBEATS = 0.25
 CLOSE_FLOOR_HEARTBEATS = 1.2
-"""Five pings stay unanswered in this time. A new plan takes three more round trips (agree, grant, vote), so most of a
-heartbeat is left of the two within which it should be live."""
+"""Five pings stay unanswered in this time. A new plan takes three more round trips, so most of a heartbeat is left of
+the two within which it should be live."""
 FLOOR_HEARTBEATS = 3.0
 """Two answers are missing after this time without pings, and the third is late."""
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: after this time one is missing."""
 ALARM_HEARTBEATS = 2.0
 GONE_ON_HEARTBEATS = 3.0
-"""A coordinator that obeys another plan names it in each reply; a peer that can follow gets the missing links well
-within this time."""
+"""A coordinator that obeys another plan names it: a peer that can follow has the missing links by then."""
 HINT_HEARTBEATS = 5.0
-"""How long we believe that a peer coordinates a plan above ours, and report to it: it should answer with that plan."""
+"""How long we believe that a peer coordinates a plan above ours, and report to it."""
 DOUBT_HEARTBEATS = 60.0
-"""How long such a peer that has not shown the plan is not believed again. It may have been unreachable."""
+"""How long such a peer that has not shown the plan is not believed again."""
 DOUBTED_MAX = 64
 
 
@@ -59,8 +56,7 @@ class LeaderMonitor:
         self._is_named = False
         self._behind_until_s = now_s
         self.doubted: dict[PeerID, float] = {}
-        """Peers that have not shown the higher plan that they are said to coordinate -> until when they are not
-        believed, oldest first."""
+        """Peers that have not shown the plan that they are said to coordinate -> until when, oldest first."""
         self.head_known = False
         """True once the directory has been asked for the head of the chain."""
 
@@ -75,7 +71,6 @@ class LeaderMonitor:
         return self._hint is not None or self._is_named or now_s < self._behind_until_s
 
     def is_behind(self, now_s: float) -> None:
-        """Record that a peer obeys a later plan than we do."""
         self._behind_until_s = now_s + MEMORY_HEARTBEATS * self._heartbeat_s
 
     # --- is it there ---
@@ -97,16 +92,14 @@ class LeaderMonitor:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: its next answer is not late yet, by the delays seen so
-        far."""
+        """True if we back the coordinator against a candidate: by the delays so far, its next answer is not late."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def has_gone_on(self, now_s: float) -> bool:
-        """True if the coordinator of our plan answers, but has obeyed another plan for a while, which we cannot follow.
-        Its answers do not show that any peer obeys our plan."""
+        """True if the coordinator of our plan answers, but has obeyed another plan for a while."""
         since_s = self._behind_since_s
         return since_s is not None and now_s >= since_s + GONE_ON_HEARTBEATS * self._heartbeat_s
 
@@ -124,18 +117,15 @@ class LeaderMonitor:
         self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
 
     def is_fast_tick(self, now_s: float) -> bool:
-        """True if we ping the coordinator."""
         return self._close or now_s < self._alarm_until_s
 
     def takes_ping(self, now_s: float) -> bool:
-        """True, once for each ping, if it is time to ping the coordinator."""
         if not self.is_fast_tick(now_s) or now_s < self._ping_at_s:
             return False
         self._ping_at_s = now_s + PING_HEARTBEATS * self._heartbeat_s
         return True
 
     def answered(self, peer: PeerID, live: Plan | None, *, took_s: float, now_s: float) -> None:
-        """Record that `peer` has answered a ping."""
         if live is not None and peer == live.coordinator:
             if self._close:
                 self._pings.arrived(now_s)
@@ -167,8 +157,8 @@ class LeaderMonitor:
             self._replaced = None
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
-        """Record a live plan; a new term has another coordinator to watch. Keep the measured delays, which depend as
-        much on us and our network. Args: replaced: the coordinator that was replaced because it was silent."""
+        """Record a live plan; a new term has another coordinator to watch. The measured delays stay: they depend as
+        much on us. Args: replaced: the coordinator that was replaced because it was silent."""
         self._behind_since_s = None
         if new_term:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None

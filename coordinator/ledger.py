@@ -5,24 +5,34 @@ went to the previous coordinator. Each (stage, step) counts once. A step is repo
 stage's report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have
 passed since all committed it.
 
-A report is one peer's claim. A step, its loss and its effect on the rate count only once a majority of the last stage's
-members has passed it (`confirmations`).
+A report is one peer's claim: a step, its loss and its effect on the rate count only once a majority of the last stage's
+members has passed it (`Confirmations`). When the run rolls back (a new era), steps above the beginning happen, and are
+reported, again.
 
-When the run rolls back (a new era), the ledger does too: steps above the beginning happen, and are reported, again.
-"""
+A version of a group counts once a majority of the members that hold the group's state report at least that version. The
+end of the run counts once a majority of *all* members of every group has signed it: a member that ends cannot come
+back, so silence is no consent. A learner may sign with the last version's weights alone. The signatures travel with the
+news (`HeartbeatReply.ends`), and each peer checks them before it ends."""
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
+from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, TransferLeadership, ValidationReport
+from shoal.protocol.plan import Plan
 
 HISTORY_STEPS = 1024
 """Number of steps with records; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
+
+Ends = tuple[tuple[PeerID, bytes], ...]
+"""(member, its signature of `end_body`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +56,6 @@ class StepRecord:
     peers: int
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has reported its part."""
-
-    @property
-    def validation_loss(self) -> float | None:
-        return self.validation.loss if self.validation is not None else None
-
-    @property
-    def validation_step(self) -> int | None:
-        return self.validation.step if self.validation is not None else None
 
 
 class Ledger:
@@ -91,7 +93,6 @@ class Ledger:
         self._versions = [0] * num_stages
         self._expert_versions = [0] * (num_stages * num_experts)
         self.loss: float | None = None
-        """The loss of the newest known step."""
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
@@ -108,7 +109,6 @@ class Ledger:
 
     @property
     def version_max(self) -> int:
-        """The highest version of any stage."""
         return max(self._versions)
 
     @property
@@ -156,17 +156,16 @@ class Ledger:
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
         """Record reports. Returns: the flaws of inconsistent reports, which do not count."""
-        flaws = []
+        flaws, oldest = [], max(0, self.version_max - HISTORY_STEPS)
+        groups = self._num_stages + len(self._expert_versions)
         for report in reports:
-            oldest = max(0, self.version_max - HISTORY_STEPS)
-            if report.era == self.era and report.stage >= self._num_stages and oldest <= report.step < self._steps:
-                self._note_expert(report)
-            if not (0 <= report.stage < self._num_stages and oldest <= report.step < self._steps):
+            if report.era != self.era or not (0 <= report.stage < groups and oldest <= report.step < self._steps):
                 continue
-            if report.era != self.era:
+            if report.stage >= self._num_stages:  # of a group of experts only the norm counts, too
+                self._expert_groups.setdefault(report.step, set()).add(report.stage)
+                self._note_norm(report)
                 continue
-            flaw = self._flaw(report)
-            if flaw:
+            if flaw := self._flaw(report):
                 flaws.append(flaw)
                 continue
             by_stage = self._reports.setdefault(report.step, {})
@@ -202,21 +201,13 @@ class Ledger:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
 
-    def _note_expert(self, report: CommitReport) -> None:
-        """Record the commit of a group of experts, and its norm; nothing else of it is counted."""
-        if report.stage < self._num_stages + len(self._expert_versions):
-            self._expert_groups.setdefault(report.step, set()).add(report.stage)
-            self._note_norm(report)
-
     def _note_norm(self, report: CommitReport) -> None:
         norm = report.gradient_norm
-        groups = self._num_stages + len(self._expert_versions)
-        if norm is not None and report.stage < groups and 0.0 <= norm < math.inf:
+        if norm is not None and 0.0 <= norm < math.inf:
             self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
-        """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up; repeated
-        ones are duplicates."""
+        """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up."""
         held, lost, again = report.microbatches, report.given_up, report.duplicates
         if held >= 0 and lost >= 0 and again >= 0 and held + lost == self._microbatches:
             return ""
@@ -226,8 +217,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses. Such a loss is one member's claim, which only a recomputation could confirm. But
-        its version must be confirmed; the leader of stage 0 repeats the report until it is."""
+        """Record validation losses of confirmed versions; the leader of stage 0 repeats its report until then."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -249,8 +239,7 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that are due, in the order of steps: a step waits for those before it.
-        Args: flush: all that have a loss are due."""
+        """Return the records of the steps that are due, in order. Args: flush: all that have a loss are."""
         records = []
         self._confirm(flush=flush)
         waits = False
@@ -316,3 +305,66 @@ class Ledger:
 
 def _mean(reports: list[CommitReport], value: Callable[[CommitReport], float]) -> float:
     return sum(value(report) for report in reports) / len(reports) if reports else 0.0
+
+
+def end_body(*, era: int, steps: int, revision: int) -> bytes:
+    """Encode what a member signs, as an `end` statement, once all that it holds is at the run's last version."""
+    return msgspec.msgpack.encode((era, steps, revision))
+
+
+def proves_end(plan: Plan, signers: Collection[PeerID]) -> bool:
+    """True if the signers are a majority of every group of the plan."""
+    return all(
+        2 * sum(1 for peer in group if peer in signers) > len(group)
+        for group in ([stage.peers for stage in plan.stages] + [expert.peers for expert in plan.experts])
+    )
+
+
+class Confirmations:
+    """The reports of the live plan's members; other peers do not count."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._versions: dict[int, dict[PeerID, int]] = {}
+        """Group -> member that holds the group's state -> its version."""
+        self._ends: dict[PeerID, bytes] = {}
+
+    def obey(self, plan: Plan) -> None:
+        """Record a live plan. A member that has lost its place in a group does not count there any more."""
+        if self._plan is not None and plan.era != self._plan.era:
+            self._versions, self._ends = {}, {}
+        self._plan = plan
+        for group, said in list(self._versions.items()):
+            members = {member.peer for member in plan.group_members(group)}
+            self._versions[group] = {peer: version for peer, version in said.items() if peer in members}
+        self._ends = {peer: signature for peer, signature in self._ends.items() if plan.has(peer)}
+
+    def note(self, peer: PeerID, group: int | None, version: int, *, holds: bool) -> None:
+        """Record that a heartbeat of the plan's era reports `version` for the peer's state of this group."""
+        if self._plan is None or group is None or group not in self._plan.groups_of(peer):
+            return
+        said = self._versions.setdefault(group, {})
+        if holds:
+            said[peer] = version
+        else:
+            said.pop(peer, None)
+
+    def version(self, group: int) -> int:
+        """The version that a majority of the group's holders has reached; 0: no member holds the state."""
+        said = sorted(self._versions.get(group, {}).values(), reverse=True)
+        return max(0, said[len(said) // 2]) if said else 0
+
+    def note_ends(self, ends: Iterable[tuple[PeerID, bytes]]) -> None:
+        """Record signatures of the run's end; the caller has verified them."""
+        if self._plan is not None:
+            self._ends.update((peer, signature) for peer, signature in ends if self._plan.has(peer))
+
+    def knows_end_of(self, peer: PeerID) -> bool:
+        return peer in self._ends
+
+    @property
+    def ends(self) -> Ends:
+        """The proof that the run is done; empty: none yet."""
+        if self._plan is None or not self._ends or not proves_end(self._plan, self._ends):
+            return ()
+        return tuple(sorted(self._ends.items()))

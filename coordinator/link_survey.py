@@ -7,12 +7,11 @@ use and a minute old, unknown, old. Links in use are measured far more often whi
 explain. If several links of one peer have become slow, all peers measure their link towards it; otherwise a search
 would move its traffic to its other links. Before all that, a peer tries the peers that report it as unreachable, and
 now and then those that it cannot reach (`reachability.py`). Among several candidates it takes the network card that has
-rested longest, so that no line answers many probes at once.
+rested longest.
 
 Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of it each.
 So before the first plan they take turns with links that leave their machine, and a measurement of one of them counts
-for all. Between them one link each is measured, to check that they are where they say.
-"""
+for all. Between them one link each is measured, to check that they are where they say."""
 
 import math
 from collections import Counter
@@ -25,7 +24,7 @@ from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.plan import Plan
 
 PARTNERS_FIRST = 8
-"""Known links of each peer before the first plan, or before the first search with a standby; all in a smaller swarm."""
+"""Known links of each peer before the first plan, or before the first search with a standby."""
 PARTNERS_ENOUGH = 48
 """A peer with this many known links measures no more: the others are estimated from them."""
 APART_HEARTBEATS = 15.0
@@ -38,8 +37,7 @@ DOUBT_STALE_S = 10.0
 """The same while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""If a peer's line may have become slow, all its links that are older than `SUSPECT_STALE_S` are measured again, this
-many a heartbeat."""
+"""All links of a peer with a suspected line, older than `SUSPECT_STALE_S`, are measured, this many a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time for the answer to such a request: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -47,8 +45,6 @@ UNANSWERED_HEARTBEATS = 10.0
 
 
 class LinkSurvey:
-    """Assigns link measurements to peers."""
-
     def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability) -> None:
         self._links = links
         self._reach = reach
@@ -68,7 +64,6 @@ class LinkSurvey:
         """Suspected peer -> when the next link towards it may be measured."""
 
     def forget(self) -> None:
-        """Drop our requests of an earlier term."""
         self._machines, self._asked_s, self._probed, self._asker_s, self._leaving = {}, {}, {}, {}, {}
         self._suspected_s, self._rests_s = {}, {}
 
@@ -143,9 +138,7 @@ class LinkSurvey:
         return tuple(p for p in others if p != peer and self._card(p) == self._card(peer))
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float, *, in_doubt: bool = False) -> tuple[PeerID, ...]:
-        """Return the peer to which `peer` should measure its link while the run trains; usually none.
-        Args: in_doubt: the run is far slower than the figures explain, so the links in use are measured as often as
-        their lines bear."""
+        """Return the peer to which `peer` should measure its link while the run trains; usually none."""
         if tried := self._to_try(peer, plan, now_s):
             return self._chosen(peer, tried, now_s, most=1)
         if peer in plan.spares and not self.is_known(peer, plan.members, now_s):

@@ -1,7 +1,7 @@
-"""Keeps the reasons of the last plans for the status, across coordinators. Pure."""
+"""Keeps the reasons of the last plans and of refusals, for people. Pure."""
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 import msgspec
@@ -13,6 +13,9 @@ from shoal.protocol.plan import Plan
 
 NOTES_MAX = 16
 REASON_CHARS_MAX = 160
+TOLD_S = 600.0
+"""A refusal is shown for this long; after that the same refusal is news again."""
+KEPT_MAX = 64
 
 
 class PlanNotes:
@@ -20,10 +23,8 @@ class PlanNotes:
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
-        """(time, note)."""
 
     def obey(self, plan: Plan, now_s: float) -> None:
-        """Record a live plan."""
         reason = plan.reason[:REASON_CHARS_MAX]
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
@@ -36,33 +37,26 @@ class PlanNotes:
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
         """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
         outcome, and its age if that is greater."""
-        notes = tuple(notes)
-        told_s = {
-            (note.term, note.sequence): now_s - max(0.0, note.seconds_ago)
-            for note in notes
-            if math.isfinite(note.seconds_ago)
-        }
-        outcomes = {(note.term, note.sequence): note.outcome[:REASON_CHARS_MAX] for note in notes if note.outcome}
-        self._notes = deque(
-            (
-                (
-                    min(at_s, told_s.get((note.term, note.sequence), at_s)),
-                    msgspec.structs.replace(note, outcome=outcomes.get((note.term, note.sequence), note.outcome)),
-                )
-                for at_s, note in self._notes
-            ),
-            maxlen=NOTES_MAX,
-        )
-        first = min(((note.term, note.sequence) for _, note in self._notes), default=None)
+        notes, told_s, outcomes = tuple(notes), dict[tuple[int, int], float](), dict[tuple[int, int], str]()
+        for note in notes:
+            if math.isfinite(note.seconds_ago):
+                told_s[note.term, note.sequence] = now_s - max(0.0, note.seconds_ago)
+            if note.outcome:
+                outcomes[note.term, note.sequence] = note.outcome[:REASON_CHARS_MAX]
+        own = []
+        for at_s, note in self._notes:
+            name = note.term, note.sequence
+            outcome = outcomes.get(name, note.outcome)
+            own.append((min(at_s, told_s.get(name, at_s)), msgspec.structs.replace(note, outcome=outcome)))
+        first = min(((note.term, note.sequence) for _, note in own), default=None)
         missed = [
             (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
             if (first is None or (note.term, note.sequence) < first) and math.isfinite(note.seconds_ago)
         ]
-        self._notes = deque([*missed, *self._notes], maxlen=NOTES_MAX)
+        self._notes = deque([*missed, *own], maxlen=NOTES_MAX)
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
-        """The notes, oldest first."""
         return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
 
 
@@ -71,3 +65,27 @@ def _cut(note: PlanNote) -> PlanNote:
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
     reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
     return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)
+
+
+class Refusals:
+    """The refusals that this peer has made or heard."""
+
+    def __init__(self) -> None:
+        self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
+
+    def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
+        """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
+        reason = "".join(filter(str.isprintable, reason))[:REASON_CHARS_MAX]
+        at_s, _ = self._noted.get((voter, reason), (-TOLD_S, ""))
+        if now_s < at_s + TOLD_S:
+            return ""
+        sentence = f"{name} refused plan {sequence}: {reason}"
+        self._noted[voter, reason] = now_s, sentence
+        self._noted.move_to_end((voter, reason))
+        if len(self._noted) > KEPT_MAX:
+            self._noted.popitem(last=False)
+        return sentence
+
+    def tell(self, now_s: float) -> tuple[str, ...]:
+        """The sentences of the last minutes, at most three for a status, newest last."""
+        return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-3:]

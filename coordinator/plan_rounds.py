@@ -1,7 +1,4 @@
-"""Leads one plan through its rounds: request the term, collect the votes, announce the live plan. Pure.
-
-The proposer runs one ballot at a time and returns its result; this module begins ballots and acts on their results.
-"""
+"""Begins proposals, and announces what becomes of them: a live plan, or the end of an attempt. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +17,6 @@ from shoal.coordinator.coordination_events import (
     Search,
     Searched,
 )
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
 from shoal.coordinator.proposer import GivenUp, PlanAdopted, Progress, Proposer
@@ -32,7 +28,7 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class PlanRounds:
-    """Begins proposals, and acts on their results. Args: adopt: obeys a plan if it is above ours."""
+    """Args: adopt: obeys a plan if it is above ours."""
 
     def __init__(
         self,
@@ -79,14 +75,12 @@ class PlanRounds:
         return [LookUp()]  # the chain has grown without us
 
     def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
-        """Handle the reply to our heartbeat. If our coordinator knows only a lower term, it has lost its disk: send it
-        its plan."""
+        """Send our coordinator its plan if it knows only a lower term: it has lost its disk."""
         live = self._chain.live
         forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
         return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []
 
     def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
-        """Make the next plan alone, with the owner's mandate."""
         commands = self._adopt(base, now_s)
         live = self._chain.live
         if live is None:
@@ -135,7 +129,6 @@ class PlanRounds:
         return [note, *self._conclude(self._proposer.campaign(base, now_s, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
-        """Count a member's answer to a request for the term or a vote."""
         match event.reply:
             case TermGrant() as reply:
                 agreed = reply.granted
@@ -147,18 +140,16 @@ class PlanRounds:
         return notes + self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
 
     def _refused(self, event: Answered, now_s: float) -> list[Command]:
-        """Handle a member's objection to our plan."""
         assert isinstance(event.reply, PlanVote)
         view, plan = self._policy.view, self._proposer.offered(event.asked)
         if plan is None or self._chain.live is None:
             return []
         view.electorate.refused(self._chain.live.plan, plan)
-        name = name_of(event.peer, view.roster)
+        name = view.roster.name_of(event.peer)
         text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
         return [LogReason(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
-        """Count a member's answer to our pre-vote."""
         assert isinstance(event.reply, TermGrant)
         agreed = self._follower.count(event) if self._chain.takes_term(event.reply.term + 1) else None
         return self.succeed(agreed, now_s)
@@ -175,7 +166,7 @@ class PlanRounds:
         return [LogReason(text=event.reason)] if wanted else []
 
     def _conclude(self, progress: Progress, now_s: float) -> list[Command]:
-        """Act on the result of a proposal. Returns: the proposer's commands and further ones."""
+        """Act on the result of a proposal."""
         commands, outcome = progress
         match outcome:
             case PlanAdopted() as won:

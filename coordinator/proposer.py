@@ -1,21 +1,22 @@
-"""Runs one proposal at a time, from the request for its term to a majority of votes. Pure."""
+"""Runs one ballot at a time: it requests the term if we do not hold it yet, then the votes for a plan. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
-from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain import PlanChain, link_flaw
+from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.judge import APART_MAX
 from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PlanVote, TermGrant
-from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
+from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.messages import PlanOffer, PlanVote, TermGrant, TermRequest
+from shoal.protocol.plan import Plan, PlanProof, SignedPlan, Stage, vote_body
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import VerifySignature
 
@@ -23,10 +24,96 @@ PROPOSAL_HEARTBEATS = 5.0
 """How long members may take to answer. After that a new proposal is made, from the then current view."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Ballot:
+    """One ballot on one base plan. `plan` is None while the term is being requested."""
+
+    base: SignedPlan
+    term: int
+    owner: PeerID
+    expires_at_s: float
+    permit: bytes = b""
+    """The coordinator's, where it has handed the term over."""
+    plan: SignedPlan | None = None
+    agreed: dict[PeerID, bytes] = field(default_factory=dict)
+    """Members that have agreed -> the signature of their vote; empty while the term is being requested."""
+    waiting: set[PeerID] = field(default_factory=set)
+    promised: set[PeerID] = field(default_factory=set)
+    """Members that have granted this term to another candidate."""
+    refused: set[PeerID] = field(default_factory=set)
+    """Members that know something to be wrong with our plan."""
+    voted: dict[PeerID, str] = field(default_factory=dict)
+    """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
+    learned: list[tuple[int, SignedPlan]] = field(default_factory=list)
+    """(term of the vote, plan) of each plan that a member has voted for."""
+
+    def message(self) -> TermRequest | PlanOffer:
+        base = self.base.link
+        if self.plan is None:
+            return TermRequest(term=self.term, live=base, permit=self.permit)
+        plan = self.plan.envelope
+        fits = len(plan) + len(base) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX
+        return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
+
+    def is_about(self, asked: msgspec.Struct) -> bool:
+        """True if `asked` is the question that this ballot is asking now."""
+        match asked:
+            case TermRequest():
+                return self.plan is None and asked.term == self.term and asked.live == self.base.link
+            case PlanOffer():
+                return self.plan is not None and asked.term == self.term and asked.plan == self.plan.envelope
+            case _:
+                return False
+
+    def audience(self) -> tuple[PeerID, ...]:
+        """Return the peers to ask now: the electors and, with an offer, the newcomers, so that they learn it early."""
+        base = self.base.plan
+        newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
+        everyone = dict.fromkeys((*base.electors, *newcomers))
+        return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused)
+
+    def learn(self, term: int, plan: SignedPlan) -> None:
+        """Record that a member has voted for `plan` in `term`, unless that is a lie: no honest member can have."""
+        if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
+            self.learned.append((term, plan))
+
+    @property
+    def found(self) -> SignedPlan | None:
+        """The latest plan that has votes and may be live; only the latest can be. A plan cannot be live if the members
+        that granted us the term without a vote for it leave no majority of others. So one liar cannot force on us a
+        plan that the others refused."""
+        plan = self.base.plan
+        for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
+            others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
+            if is_quorum(set(plan.electors) - others, plan, self.owner):
+                return voted
+        return None
+
+    def offer(self, plan: SignedPlan, expires_at_s: float) -> None:
+        self.plan, self.expires_at_s = plan, expires_at_s
+        self.agreed.clear()
+        self.waiting.clear()
+        self.refused.clear()
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True if no majority is left: too many members promised the term to another candidate or refused our plan."""
+        plan = self.base.plan
+        return not is_quorum(set(plan.electors) - self.promised - self.refused, plan, self.owner)
+
+    @property
+    def carried(self) -> bool:
+        return is_quorum(self.agreed, self.base.plan, self.owner)
+
+    def proven(self) -> SignedPlan:
+        assert self.plan is not None
+        votes = tuple((at, self.agreed[peer]) for at, peer in enumerate(self.base.plan.electors) if peer in self.agreed)
+        return msgspec.structs.replace(self.plan, proof=PlanProof(self.term, votes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted:
-    """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. The plan
-    need not be ours."""
+    """A majority of the electors among `voters` has voted for `plan`, maybe another's; it contains their votes."""
 
     plan: SignedPlan
     voters: tuple[PeerID, ...]
@@ -52,11 +139,9 @@ class Proposer:
     Args:
         chain: this peer's own. Its vote is the first for each proposal, unless it alone would decide.
         sign: signs a plan in our name; deterministic.
-        vouch: signs the body of a vote in our name.
-        holds: checks the signature of another peer's vote.
+        sign_vote: signs the body of a vote in our name.
+        verify: checks the signature of another peer's vote.
         is_fresh: True if nothing has been committed in the era of this base plan.
-        experts: places experts on members.
-        certificates: chooses the versions that the next plan certifies.
         roll: makes a plan's roll from the previous plan.
     """
 
@@ -101,7 +186,7 @@ class Proposer:
     def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> Progress:
         """Request `term`, or the next possible term, and propose the base's layout in it."""
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
-        if not self._chain.grant(self._me, term, base).granted:
+        if self._chain.grant(self._me, term, base):
             return [], None
         self._ballot = Ballot(
             base=base,
@@ -182,7 +267,7 @@ class Proposer:
         mandate: bytes = b"",
         override_epoch: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`. Args: reign: the reign that a mandate begins; None: the base's."""
+        """Sign a plan with this layout, on `base`. Args: override_epoch: None: the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning
@@ -220,8 +305,7 @@ class Proposer:
         return self._sign(msgspec.structs.replace(plan, roll=self._roll(before, plan, now_s)))
 
     def next_sequence(self, base: SignedPlan | None) -> int:
-        """Return a sequence above the base's and all that we have offered or voted for, so that one (term, sequence)
-        never names two plans."""
+        """Return a sequence above all that we have offered or voted for: one (term, sequence) never names two plans."""
         voted = self._chain.accepted.plan.sequence if self._chain.accepted else 0
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
@@ -239,19 +323,18 @@ class Proposer:
         ballot.offer(plan, now_s + self._patience_s)
         # We judge another peer's plan that we finish like any offered plan: we are asked for our vote, too.
         is_ours = plan.plan.coordinator == self._me
-        if is_ours and self._chain.vote(self._me, ballot.term, plan, ballot.base).accepted:
+        if is_ours and not self._chain.vote(self._me, ballot.term, plan, ballot.base):
             ballot.agreed |= self._own_vote(ballot.base, vote_body(ballot.term, plan.digest))
         return self._begun(now_s)
 
     def _begun(self, now_s: float) -> Progress:
-        """Ask all electors for the term or for votes, once our own vote is settled, and advance if that is enough."""
         commands: list[Command] = [Persist(record=self._chain.record()), *self._ask()]
         more, outcome = self._advance(now_s)
         return commands + more, outcome
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`, unless it alone is a majority. A vote that decides alone
-        must be on disk before the plan goes live; then we ask ourselves like any other peer."""
+        """Return our own vote, signed if there is a `body`, unless it alone is a majority. Such a vote must be on disk
+        before the plan goes live; then we ask ourselves like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -279,8 +362,7 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` for each member: the value of `before`, a plan of this era, if the place is the same there, else
-    `sequence`."""
+    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
         for index, stage in enumerate(before.stages if before else ())
@@ -300,7 +382,7 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 
 
 def _sane(stage: Stage) -> Stage:
-    """Raise very small shares and bandwidths relative to the stage's largest, because a member may claim any speed."""
+    """Raise very small shares and bandwidths relative to the stage's largest: a member may claim any speed."""
     share = max(m.share for m in stage.members) / APART_MAX
     bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
     if all(m.share >= share and m.bandwidth >= bandwidth for m in stage.members):
@@ -313,8 +395,7 @@ def _sane(stage: Stage) -> Stage:
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """Count the run's roll-backs, including the era that `begins`. A new era is none if it follows the end of its
-    layout, or if all peers had stopped."""
+    """Count the run's roll-backs. A new era is none after the end of its layout, or if all peers had stopped."""
     told = before.rollbacks if before else 0
     goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
     return told + goes_back

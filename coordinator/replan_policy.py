@@ -6,7 +6,7 @@ stage's state is lost, the run rolls back to a snapshot (`era`).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
@@ -15,7 +15,6 @@ from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
-from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
@@ -33,12 +32,9 @@ NOTHING_TO_READ = (
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""Time until all members know a plan that ends at a version: our view of the versions is a heartbeat old, and the plan
-needs two round trips and the votes."""
+"""Time until all members know a plan that ends at a version: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
 """The same without a reserve of one step."""
-NOTICE_STEPS_MAX = 256
-NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
@@ -57,9 +53,18 @@ Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """The swarm at one look. `sequence`: of the plan that may follow."""
+
+    peers: tuple[MeasuredPeer, ...]
+    catalog: CheckpointCatalog
+    now_s: float
+    sequence: int
+
+
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none of them can be
-    read."""
+    """Chooses layouts from the view. Args: has_lost_all: this peer's disk had snapshots and none can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -75,19 +80,16 @@ class ReplanPolicy:
         """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The smallest number of bytes that the members of the following layout still lacked, and when it was reached.
-        """
+        """The fewest bytes that members of the following layout still lacked, and since when."""
         self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
         """The stages after the live plan's, and when we first saw them."""
         self._change: Change | None = None
         """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
-        """When the live layout was first seen to be finished: every stage had committed its last version, and every
-        layer of that version had a holder. None: it is not finished."""
+        """When every stage, and a holder of every layer, was first seen at the last version; None: not yet."""
         self._too_few_s = math.inf
-        """The last sign of life of the lost stage's members; inf unless too few peers are left for the number of
-        stages."""
+        """The last sign of life of the lost stage's members; inf: enough peers are left."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
@@ -114,8 +116,6 @@ class ReplanPolicy:
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """Begin a term as coordinator, or continue as such (`continuing`). Args: silent: as in
-        `ClusterView.begin_term`."""
         searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
         self._settled_for = self._ended_s = self._unfetched_bytes = None
         if not (continuing and self._holders.is_waiting(now_s)):
@@ -126,7 +126,6 @@ class ReplanPolicy:
             self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
 
     def settle(self, live: Plan, now_s: float) -> None:
-        """Record that the current swarm has its plan."""
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
@@ -143,8 +142,7 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
-        snapshots.
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
         Returns: (layout or search, why not yet)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
@@ -157,12 +155,12 @@ class ReplanPolicy:
             return None, f"measuring the links between {len(peers)} peers"
         ages = {(held.era, held.version) for held in own}
         catalog = view.catalog(now_s).only(lambda age: None if age in ages else frozenset())
-        swarm = self._swarm(peers, now_s)
+        swarm, look = self._swarm(peers, now_s), _Look(peers=peers, catalog=catalog, now_s=now_s, sequence=1)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
             snapshot = view.snapshot(peers, None, catalog, now_s, knows_network=True)
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
-        layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, catalog, now_s, sequence=1)
+        layout, reason = (layout, layout.reason) if layout else self._repaired(look, None)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
         # If there are snapshots, all peers have stopped and lost their plans.
@@ -186,7 +184,7 @@ class ReplanPolicy:
         late = behind(live, view.roster, catalog, view.spec.model, now_s)
         lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s, behind=late)
         peers = view.measured(live, now_s)
-        swarm = self._swarm(peers, now_s)
+        swarm, look = self._swarm(peers, now_s), _Look(peers=peers, catalog=catalog, now_s=now_s, sequence=sequence)
         under_way = live.not_started and not not_started
         is_whole = self._is_whole(live, peers)
         if live.cutover_version and not lost and is_whole:
@@ -199,18 +197,18 @@ class ReplanPolicy:
                 certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
                 return certified, certified.reason
         if is_quiet and live.next_layout and not live.cutover_version:
-            return self._prepared(live, peers, catalog, now_s)
+            return self._prepared(live, look)
         if is_quiet:
-            return self._better(live, peers, catalog, now_s, sequence=sequence)
+            return self._better(live, look)
         self.awaited, waits_for = self._may_return(live, lost[0], catalog, now_s) if lost else (frozenset(), "")
         if waits_for:
             return None, waits_for  # a plan now would remove the silent peer, and its state
-        layout, reason = self._repaired(peers, live, catalog, now_s, sequence=sequence)
+        layout, reason = self._repaired(look, live)
         too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
-            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
+            layout = self._divided_anew(look)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
@@ -246,18 +244,17 @@ class ReplanPolicy:
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """Return a layout for the reachable peers that the owner has found. A later plan handles state that is lost
-        with the others."""
+        """Return a layout for the reachable peers that the owner has found; a later plan handles lost state."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
         )
         if not peers:
             return None, "the reset names no reachable peer"
-        catalog = self.view.catalog(now_s)
-        layout, reason = self._repaired(peers, live.plan, catalog, now_s, sequence=sequence)
+        look = _Look(peers=peers, catalog=self.view.catalog(now_s), now_s=now_s, sequence=sequence)
+        layout, reason = self._repaired(look, live.plan)
         if layout is None and mandate.era:
-            layout = self._divided_anew(peers, catalog, now_s, sequence=sequence)
+            layout = self._divided_anew(look)
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
@@ -279,12 +276,10 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while a snapshot may still become complete. A coordinator that waits for this keeps the role: the wait
-        may exceed a term, and an heir would start it anew."""
+        """True while a snapshot may still become complete: an heir would start that wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
-        """Build the message for the next coordinator, as much as fits."""
         return self.view.hand_over(live, now_s, permit=permit, searched=self._has_searched(live.plan, now_s))
 
     # --- inside ---
@@ -295,46 +290,33 @@ class ReplanPolicy:
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         return _swarm(peers, self.view.unreachable(peers, now_s))
 
-    def _repaired(
-        self,
-        peers: tuple[MeasuredPeer, ...],
-        previous: Plan | None,
-        catalog: CheckpointCatalog,
-        now_s: float,
-        *,
-        sequence: int,
-    ) -> tuple[Layout | None, str]:
+    def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
         """Return a layout at once, by rules that move few peers."""
-        knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
-        snapshot = self.view.snapshot(peers, previous, catalog, now_s, knows_network=knows)
+        knows = isinstance(self._allocator, Searching) and len(look.peers) <= NETWORK_PEERS_MAX
+        snapshot = self.view.snapshot(look.peers, previous, look.catalog, look.now_s, knows_network=knows)
         try:
-            layout = self._allocator.allocate(snapshot, previous, seed=sequence)
+            layout = self._allocator.allocate(snapshot, previous, seed=look.sequence)
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the newest sign of life of any member of these groups, on our clock. A leaving member asks others to
-        keep its state before it goes, so every such copy was begun before this time."""
+        """Return the newest sign of life of any member of these groups. A leaving member asks others to keep its state
+        before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
-        return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)
+        return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
 
-    def _divided_anew(
-        self, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
-    ) -> Layout | None:
-        """Return another division into stages, for a run that rolls back with too few peers for its stages; None: these
-        peers could not begin a run either."""
-        layout, _ = self._repaired(peers, None, catalog, now_s, sequence=sequence)
+    def _divided_anew(self, look: _Look) -> Layout | None:
+        """Return another division, for a run that rolls back with too few peers for its stages; None: there is none."""
+        layout, _ = self._repaired(look, None)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
-    def _better(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float, *, sequence: int
-    ) -> tuple[Next, str]:
+    def _better(self, live: Plan, look: _Look) -> tuple[Next, str]:
         """Return the result of a search, or a search to begin, while the swarm is unchanged."""
-        view, swarm = self.view, self._swarm(peers, now_s)
+        view, now_s, swarm = self.view, look.now_s, self._swarm(look.peers, look.now_s)
         if view.experts.is_due(live, view.ledger.step):
-            placed = view.experts.place(live.stages, live, sequence=sequence)
+            placed = view.experts.place(live.stages, live, sequence=look.sequence)
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
@@ -344,8 +326,8 @@ class ReplanPolicy:
             return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            return self._preparing(live, peers, catalog, layout, now_s)
-        if layout is not None and keeps_state(layout, live, peers):
+            return self._preparing(live, look, layout)
+        if layout is not None and keeps_state(layout, live, look.peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
@@ -353,16 +335,15 @@ class ReplanPolicy:
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
-            snapshot = self._compared(peers, live, catalog, now_s)
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
+            snapshot, seed = self._compared(live, look), look.sequence
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """True if the next search must wait, for at most `FIGURES_HEARTBEATS`: links are being measured again, or the
-        run is slower than the figures explain."""
+        """True if the next search must wait: links are being measured again, or figures are out of date."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.survey.links
         return now_s < self._due_s + patience_s and (
@@ -371,13 +352,11 @@ class ReplanPolicy:
             or links.is_confirming(live.members, now_s)
         )
 
-    def _compared(
-        self, peers: tuple[MeasuredPeer, ...], live: Plan, catalog: CheckpointCatalog, now_s: float
-    ) -> SwarmSnapshot:
+    def _compared(self, live: Plan, look: _Look) -> SwarmSnapshot:
         """Return a snapshot with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
-            self.view.snapshot(peers, live, catalog, now_s, knows_network=True),
+            self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
@@ -391,32 +370,27 @@ class ReplanPolicy:
 
     # --- another division into stages ---
 
-    def _preparing(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, layout: Layout, now_s: float
-    ) -> tuple[Next, str]:
+    def _preparing(self, live: Plan, look: _Look, layout: Layout) -> tuple[Next, str]:
         """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
         set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
         placed."""
-        announced = self._announced(live, layout, now_s)
+        announced = self._announced(live, layout, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
-        change = self._foreseen_change(live, peers, catalog, layout.stages, now_s)
+        change = self._foreseen_change(live, look, layout.stages)
         if change is not None and change.stands_still():
             return announced
-        self._unfetched_bytes, self._fetched_s = None, now_s
+        self._unfetched_bytes, self._fetched_s = None, look.now_s
         reason = f"{layout.reason}: its members fetch what they lack"
         prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, next_layout=layout.stages)
         return prepared, reason
 
-    def _prepared(
-        self, live: Plan, peers: tuple[MeasuredPeer, ...], catalog: CheckpointCatalog, now_s: float
-    ) -> tuple[Next, str]:
+    def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
         """Return the end of the live layout once its members have downloaded what they can for the following one,
         nothing has arrived for long, or a standstill for the rest is cheaper."""
-        presences = self.view.roster.presences
-        seen = {peer: presences.get(peer) for stage in live.next_layout for peer in stage.peers}
-        beats = {peer: p.heartbeat for peer, p in seen.items() if p is not None and p.heartbeat is not None}
-        if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
+        now_s, members = look.now_s, dict.fromkeys(peer for stage in live.next_layout for peer in stage.peers)
+        beats = dict(self.view.roster.beats(members))
+        if len(beats) < len(members) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
             return None, ""  # a member has not obeyed the plan yet
         left = {peer: max(0, beat.unfetched_bytes) for peer, beat in beats.items()}
         left_bytes = sum(left.values())
@@ -424,53 +398,35 @@ class ReplanPolicy:
             self._unfetched_bytes, self._fetched_s = left_bytes, now_s
         patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * self.view.ledger.pace.usual_step_s)
         waits = left_bytes > 0 and now_s < self._fetched_s + patience_s
-        if waits and not self._is_too_slow(live, peers, catalog, left, now_s):
+        if waits and not self._is_too_slow(live, look, left):
             return None, ""
         after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
         return self._announced(live, after, now_s)
 
-    def _is_too_slow(
-        self,
-        live: Plan,
-        peers: tuple[MeasuredPeer, ...],
-        catalog: CheckpointCatalog,
-        left: Mapping[PeerID, int],
-        now_s: float,
-    ) -> bool:
+    def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
         """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
-        fetched_s = now_s - self._follows_s
+        fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
         if self._change is None:
-            self._change = self._foreseen_change(live, peers, catalog, live.next_layout, now_s)
+            self._change = self._foreseen_change(live, look, live.next_layout)
         lacked = lacking_bytes(self.view.survey.workload, live, live.next_layout)
         least = min((1.0 - left[peer] / lacked[peer] for peer in left if lacked[peer] > 0.0), default=1.0)
         precopy_s = fetched_s / least if least > 0.0 else math.inf
         return self._change is not None and self._change.stands_still(precopy_s)
 
-    def _foreseen_change(
-        self,
-        live: Plan,
-        peers: tuple[MeasuredPeer, ...],
-        catalog: CheckpointCatalog,
-        next_layout: Sequence[Stage],
-        now_s: float,
-    ) -> Change | None:
+    def _foreseen_change(self, live: Plan, look: _Look, next_layout: Sequence[Stage]) -> Change | None:
         """Return the cost of a change to these stages; None: no prediction, or the swarm is too large."""
-        if len(peers) > NETWORK_PEERS_MAX:
+        if len(look.peers) > NETWORK_PEERS_MAX:
             return None
-        return next_layout_change(self._compared(peers, live, catalog, now_s), live, next_layout)
+        return next_layout_change(self._compared(live, look), live, next_layout)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
-        """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
-        in time.
-        Args: times: multiplies the usual notice."""
+        """Return the live layout with the version at which `layout` replaces it, `times` the usual notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
-        cutover_version = (
-            view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), NOTICE_STEPS_MAX)
-        )
+        cutover_version = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), 256)
         if times == 1:
             cutover_version = self._sooner(live, layout, now_s, cutover_version=cutover_version)
         if cutover_version >= view.spec.training.steps:
@@ -487,9 +443,8 @@ class ReplanPolicy:
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, cutover_version: int) -> int:
         """Return the first version that every member knows in time, or the one after it, if that costs less than
-        waiting until `cutover_version`. Ending early repeats the started part of the next step; until `cutover_version`
-        all started steps are finished. A stage at its maximum lead makes one whole step more after the others' next
-        commit."""
+        waiting until `cutover_version`. Ending early repeats the started part of the next step. A stage at its maximum
+        lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(layout.stages, now_s)
         if slow is None or quick is None:
@@ -515,21 +470,19 @@ class ReplanPolicy:
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
-        """Return the layout after the live one, once every stage and placed expert is at the version at which that
-        ends."""
+        """Return the layout after the live one, once all groups are at the version at which that ends."""
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
             after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
-            return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
+            return self._announced(live, after, now_s, times=min(2 * self._notice, 16))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
         if view.ledger.step < version or not catalog.covers((live.era, version), wanted):
             self._ended_s = None
         elif self._ended_s is None:
             self._ended_s = now_s
-        # A group reports after its members have compared their states, so all of them have reached the end by then; a
-        # layer with a single holder could be lost. The reports may have gone to a previous coordinator, or never come,
-        # so the wait is limited.
+        # A group reports after its members have compared their states: by then no layer has a single holder. The
+        # reports may have gone to a previous coordinator, or never come, so the wait is limited.
         patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
         late = self._ended_s is not None and now_s >= self._ended_s + patience_s
         if self._ended_s is not None and (late or view.ledger.has_reported(version)):
@@ -554,10 +507,9 @@ class ReplanPolicy:
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait.
-        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as
-        the roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary
-        roll-back."""
+        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait. A
+        peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
@@ -572,15 +524,14 @@ class ReplanPolicy:
         ]
         if not silent or idle_s >= wait_s:
             return frozenset(), ""
-        names = " or ".join(name_of(peer, view.roster) for peer in silent)
+        names = " or ".join(view.roster.name_of(peer) for peer in silent)
         back = f"to step {beginning.version}" if beginning.version else "to the beginning"
         sentence = f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
         return frozenset(silent), sentence
 
     def _awaited(self, catalog: CheckpointCatalog, beginning: Beginning, now_s: float) -> str:
-        """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing. The present
-        disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left politely has
-        saved its layers at the same version as the others."""
+        """Say what to wait for before the run rolls back to `beginning`; empty: nothing. The present disks have a part
+        of a newer snapshot, and a returning peer may have the rest."""
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, catalog.newest
@@ -610,7 +561,6 @@ class ReplanPolicy:
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Return the layers of each stage."""
     return tuple(stage.layers for stage in stages)
 
 
@@ -628,7 +578,6 @@ def _holds_all(live: Plan, next_layout: Sequence[Stage]) -> bool:
 
 
 def _divided(live: Plan, version: int) -> str:
-    """Describe the change of stages after `live`."""
     before, after = len(live.stages), len(live.next_layout)
     layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.next_layout))
     noun = "stage" if before == 1 else "stages"
@@ -638,7 +587,6 @@ def _divided(live: Plan, version: int) -> str:
 
 
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
-    """Return the live layout without its planned end."""
     reason = f"the stages stay as they are: {why}"
     return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
 
@@ -646,7 +594,7 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
     """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead to
     a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
-    member drains and waits for a copy of its own."""
+    member drains."""
     draining = any(peer.draining for peer in peers)
     told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
     return (*told, tuple(sorted(unreachable)))

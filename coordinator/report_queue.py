@@ -16,8 +16,6 @@ Report = CommitReport | ValidationReport
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A report with its arrival time."""
-
     report: Report
     since_s: float
 
@@ -39,9 +37,8 @@ class ReportQueue:
         return len(self._waiting)
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Queue `heartbeat`'s reports and replace them by the oldest ones.
-        Returns: (the heartbeat to send, the argument for `arrived` or `failed`). While a heartbeat with reports is in
-        flight, the next contains none."""
+        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight.
+        Returns: (the heartbeat to send, the argument for `arrived` or `failed`)."""
         known = [waiting.report for waiting in self._waiting]
         new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
         self._waiting.extend(Waiting(report, now_s) for report in new if report not in known)

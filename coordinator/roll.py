@@ -1,12 +1,11 @@
 """Makes the electoral roll of a plan: the members that vote on the next plan, and their groups. Pure.
 
 A vote follows work. The first roll has all members with a place. Later a member joins the roll after
-`PROBATION_HEARTBEATS` in a place, and stays on it while it is a member: losing the place in a re-division takes no
-vote. If fewer than `ELECTORS_MIN` are left, members with places join at once, the oldest first.
+`PROBATION_HEARTBEATS` in a place, and stays on it while it is a member. If fewer than `ELECTORS_MIN` are left, members
+with places join at once, the oldest first.
 
 Members that came by one invite form one group for good. A coordinator may not have seen every certificate, so it
-assigns newcomers to groups and moves no other member. Voters check the groups by what they know (`Electorate.flaw`).
-"""
+assigns newcomers to groups and moves no other member. Voters check the groups by what they know (`Electorate.flaw`)."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 
@@ -34,7 +33,6 @@ class Electorate:
         self._came_s: dict[PeerID, float] = {}
         """The same for members that we have seen arrive."""
         self._refused: set[PeerID] = set()
-        """Members with which a roll was refused."""
         self._one_by_one = False
 
     def obey(self, plan: Plan, now_s: float, *, follows: bool) -> None:
@@ -46,12 +44,10 @@ class Electorate:
         self._came_s.update(dict.fromkeys(came, now_s))
 
     def begin_term(self) -> None:
-        """Begin a term of ours."""
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """Record that `plan`, ours, was refused. If its roll may be the reason, add newcomers one by one to find the
-        cause."""
+        """Record that `plan`, ours, was refused. If it may be for its roll, newcomers join one by one."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:

@@ -1,7 +1,7 @@
 """Knows the last heartbeat of each peer, and when its silence means that it is gone. Pure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,12 +19,10 @@ OVERDUE_HEARTBEATS = 1.1
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
-"""Maximum number of silent peers in a leadership transfer."""
 ARRIVALS_TOLD_MAX = 64
-"""Maximum number of peers with irregular heartbeats in a leadership transfer."""
+"""Maximum numbers of silent peers, and of peers with irregular heartbeats, in a leadership transfer."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
-FORGOTTEN_HEARTBEATS = 60.0
 
 
 _ENDS = 2
@@ -50,8 +48,7 @@ class Presence:
     dead: bool = False
     """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
     silent_since_s: float | None = None
-    """The time at which the previous coordinator, or we in an earlier term, heard it last, if we have not heard it in
-    this term."""
+    """When the previous coordinator, or we in an earlier term, heard it last, if it is silent in this term."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since its last heartbeat, or since one was due."""
@@ -68,14 +65,13 @@ class Roster:
     """Heartbeat statistics of peers from before this term."""
 
     def has_room_for(self, peer: PeerID) -> bool:
-        """True if `peer` is known, or there is room for it."""
         return peer in self.presences or len(self.presences) < PEERS_MAX
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat; there must be room for the peer (`has_room_for`)."""
         presence = self.presences.get(peer)
         if presence is None or presence.left:
-            presence = self.presences[peer] = Presence(self._arrivals(peer, now_s))
+            presence = self.presences[peer] = Presence(self._new_arrivals(peer, now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # this gap depends on the change of coordinator, not on the peer
         else:
@@ -88,27 +84,25 @@ class Roster:
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
     def signed(self, peer: PeerID, now_s: float) -> None:
-        """Record a sign of life of `peer` other than a heartbeat."""
         if peer in self.presences:
             self.presences[peer].arrivals.signed(now_s)
 
     def heard_otherwise(self, peer: PeerID, now_s: float) -> None:
-        """Record a call or frame of `peer`. It counts only if the peer is alive: after a failure, old messages may
-        still arrive."""
+        """Record a call or frame of `peer`, unless it is gone: old messages may still arrive."""
         if not self.is_gone(peer, now_s):
             self.signed(peer, now_s)
 
-    def sign_s(self, peer: PeerID) -> float:
-        """Return the time of the last sign of life of `peer`, or of its last excuse."""
-        return self.presences[peer].arrivals.sign_s
+    def arrivals(self, peer: PeerID) -> Arrivals:
+        return self.presences[peer].arrivals
 
-    def suspect_at_s(self, peer: PeerID) -> float:
-        """Return when `peer` counts as gone, if it stays silent until then."""
-        return self.presences[peer].arrivals.suspect_at_s
+    def beat(self, peer: PeerID) -> Heartbeat | None:
+        """Return the last heartbeat of `peer`; None: none has arrived in this term."""
+        seen = self.presences.get(peer)
+        return seen.heartbeat if seen is not None else None
 
-    def patience_s(self, peer: PeerID) -> float:
-        """Return the timeout of `peer`."""
-        return self.presences[peer].arrivals.patience_s
+    def beats(self, peers: Iterable[PeerID]) -> Iterator[tuple[PeerID, Heartbeat]]:
+        """Yield the last heartbeat of each of `peers` that has sent one."""
+        return ((peer, beat) for peer in peers if (beat := self.beat(peer)) is not None)
 
     def overdue_at_s(self, peer: PeerID) -> float:
         """Return the time at which the next heartbeat of `peer` is late."""
@@ -117,8 +111,7 @@ class Roster:
 
     def was_heard(self, peer: PeerID) -> bool:
         """True if a heartbeat of `peer` has arrived; an expected peer is alive without one."""
-        seen = self.presences.get(peer)
-        return seen is not None and seen.heartbeat is not None
+        return self.beat(peer) is not None
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` left, was silent for too long, or is unknown."""
@@ -130,7 +123,7 @@ class Roster:
         presence = self.presences.get(peer)
         if presence is None:
             if len(self.presences) < PEERS_MAX:
-                self.presences[peer] = Presence(self._arrivals(peer, now_s), advert)
+                self.presences[peer] = Presence(self._new_arrivals(peer, now_s), advert)
         elif not presence.left:
             if presence.heartbeat is not None:
                 presence.silent_since_s = now_s - presence.silent_s(now_s)  # a new term does not shorten a silence
@@ -148,8 +141,8 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record the peers that the previous coordinator missed, and since when. They get a full timeout like the
-        others; the length of their silence is for people."""
+        """Record, for people, the peers that the previous coordinator missed; they get a full timeout like the
+        others."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.presences.get(absence.peer)
             if seen is not None and seen.heartbeat is None:
@@ -157,8 +150,7 @@ class Roster:
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
-        """Return the statistics of peers with a longer timeout than regular ones, longest first, at most
-        `ARRIVALS_TOLD_MAX`."""
+        """Return the statistics of peers with a longer timeout than regular ones, longest first."""
         irregular = [
             (seen.arrivals.patience_s, peer, seen.arrivals)
             for peer, seen in self.presences.items()
@@ -171,8 +163,7 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these statistics from the peers' first heartbeats on. Otherwise each would be removed once before they
-        are learned again. Ignore impossible values."""
+        """Use these statistics, if they are possible, from the peers' first heartbeats on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, ARRIVALS_TOLD_MAX):
             if all(
@@ -192,7 +183,6 @@ class Roster:
         return not polite and self.is_gone(peer, now_s)
 
     def leave(self, peer: PeerID) -> None:
-        """Record the good-bye of `peer`."""
         self.lose(peer)
         if peer in self.presences:
             self.presences[peer].said_goodbye = True
@@ -209,8 +199,7 @@ class Roster:
 
     def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
         """True if `peer` is silent, not known to be dead, and held the state of `group` when it was last heard."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        seen, beat = self.presences.get(peer), self.beat(peer)
         if seen is None or seen.said_goodbye or seen.dead or not self.is_gone(peer, now_s):
             return False
         if beat is None:
@@ -221,7 +210,7 @@ class Roster:
 
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
         """Drop peers outside `keep` that left or have been silent for long, to bound the roster."""
-        horizon_s = FORGOTTEN_HEARTBEATS * self.heartbeat_s
+        horizon_s = 60.0 * self.heartbeat_s
         for peer, presence in list(self.presences.items()):
             if peer not in keep and (presence.left or now_s - presence.arrivals.last_s > horizon_s):
                 del self.presences[peer]
@@ -237,27 +226,32 @@ class Roster:
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
         found: dict[PeerID, set[PeerID]] = {}
-        for peer, presence in self.presences.items():
-            for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():
+        for peer, beat in self.beats(self.presences):
+            for accused in beat.unsound:
                 found.setdefault(accused, set()).add(peer)
         return found
 
-    def draining(self, peer: PeerID) -> bool:
-        """True if `peer` reports that it is leaving."""
+    def name_of(self, peer: PeerID) -> str:
+        """Return the peer's own name, or the end of its identifier."""
+        return self.own_name_of(peer) or peer[-8:]
+
+    def own_name_of(self, peer: PeerID) -> str:
         seen = self.presences.get(peer)
-        return seen is not None and seen.heartbeat is not None and seen.heartbeat.draining
+        return seen.advert.name if seen is not None and seen.advert is not None else ""
+
+    def draining(self, peer: PeerID) -> bool:
+        beat = self.beat(peer)
+        return beat is not None and beat.draining
 
     def holds(self, peer: PeerID, group: int, era: int) -> bool:
         """True if `peer` reports that it holds the state of this group of experts."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        beat = self.beat(peer)
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
         """True if `peer` reports the state of the stage that `live` gives it. A report from before it got the place
         does not count, because it downloads the state again."""
-        seen = self.presences.get(peer)
-        beat = seen.heartbeat if seen is not None else None
+        beat = self.beat(peer)
         return (
             beat is not None
             and beat.synced
@@ -266,10 +260,8 @@ class Roster:
         )
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in the place that `live` gives it; None: it is
-        none. Bounded by the stage for any report."""
-        seen, stage = self.presences.get(peer), live.stage_of(peer)
-        beat = seen.heartbeat if seen is not None else None
+        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: it is none."""
+        beat, stage = self.beat(peer), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None
         if (beat.era, beat.stage) != (live.era, stage) or beat.plan_sequence < live.since_of(peer):
@@ -280,10 +272,10 @@ class Roster:
 
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` is alive, has been heard, and is willing."""
-        seen = self.presences.get(peer)
-        if seen is None or seen.heartbeat is None or self.is_gone(peer, now_s):
+        beat = self.beat(peer)
+        if beat is None or self.is_gone(peer, now_s):
             return False
-        return seen.heartbeat.advert.willing_to_coordinate and not seen.heartbeat.draining
+        return beat.advert.willing_to_coordinate and not beat.draining
 
     def measured(self, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the live peers with known adverts, for the allocator."""
@@ -326,7 +318,7 @@ class Roster:
             light=self.light(peer, live),
         )
 
-    def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
+    def _new_arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
         floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
         known = self._learned.get(peer, ArrivalStatistics(peer, 0.0, 0.0, 0.0))
         return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, known.mean_s, known.deviation_s, known.worst_s)

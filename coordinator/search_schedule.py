@@ -1,19 +1,16 @@
 """Decides when the coordinator searches for a better layout than the live one, and keeps the results. Pure.
 
-Theory of operation. A change is answered at once with a repaired layout. The search follows, in its own thread in a
-live swarm, and returns a layout or none. A search begins
+A change is answered at once with a repaired layout. The search follows, and returns a layout or none. It begins
 
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
-- at once, if the only change is a lost member: a stage that has lost one of few members delays all others, and the
-  remaining peers are already measured;
+- at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's pace has, or differs much from
   the prediction (`calibration`), unless the last search for this plan and swarm failed with an error;
 - never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` if a member is gone.
 
-A result is valid only for the swarm and plan of its search, and is dropped if either changes. A successor learns
-whether the plan has been searched, so that a quiet hour of sixty terms does not cost sixty searches.
-"""
+A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
+that a quiet hour of sixty terms does not cost sixty searches."""
 
 import math
 from dataclasses import dataclass
@@ -28,30 +25,20 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
-"""Time until newcomers have their state and links are reported, four a heartbeat; a download in progress delays the
-search further."""
+"""Time until newcomers have their state and links are reported, four a heartbeat."""
 REST_HEARTBEATS = 30.0
 LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
-"""Searching this many peers takes a second or two. With more, searches and checks are further apart, in proportion."""
+"""Searching this many peers takes a second or two. With more, searches and checks are further apart."""
 LOOK_HEARTBEATS = 10.0
 """Interval at which the coordinator checks for changed measurements."""
 AFRESH_TERMS = 10
 """One term in this many searches regardless of the predecessor, to find changes that are too slow for one term."""
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once a machine."""
-LINKS_PATIENCE_S = 5.0
 LINKS_PATIENCE_HEARTBEATS = 10.0
-"""Longest wait of the first plan for links, the longer of the two for `FEW_PEERS`. Each further peer adds the time
-below, because each machine measures one link at a time."""
-FEW_PEERS = 8
-LINKS_PATIENCE_HEARTBEATS_EACH = 0.5
-LINKS_PATIENCE_HEARTBEATS_MAX = 30.0
-SPEED_DRIFT = 1.3
-LINK_DRIFT = 1.6
-LATENCY_DRIFT_S = 0.005
-NEWLY_KNOWN = 0.25
-"""New links that justify a search, as a part of those known before."""
+"""Longest wait of the first plan for the links of up to eight peers, at least 5 s. Each further peer adds half a
+heartbeat, because each machine measures one link at a time."""
 
 Swarm = tuple[object, ...]
 """The facts about the present peers on which layouts depend."""
@@ -69,8 +56,6 @@ class SearchJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Searched:
-    """The search that ended last."""
-
     places: Places | None
     """The places of the plan that was searched; None: a first plan."""
     swarm: Swarm
@@ -103,8 +88,7 @@ class SearchSchedule:
     ) -> None:
         """Begin a term of ours, and drop the stale knowledge of an earlier one.
         Args: searched: the predecessor has searched for a better layout than the plan's. unreachable: the pairs of
-        members that could not reach each other, as far as it knew.
-        """
+        members that could not reach each other, as far as it knew."""
         self._running = self._found = self._last = self._seen = None
         self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
         self._members = frozenset(plan.members)
@@ -125,9 +109,8 @@ class SearchSchedule:
         if not self._enabled:
             return False
         self._links_asked_s = now_s if self._links_asked_s is None else self._links_asked_s
-        heartbeats = LINKS_PATIENCE_HEARTBEATS + LINKS_PATIENCE_HEARTBEATS_EACH * max(0, num_peers - FEW_PEERS)
-        patience_s = min(heartbeats, LINKS_PATIENCE_HEARTBEATS_MAX) * self._heartbeat_s
-        return now_s < self._links_asked_s + max(LINKS_PATIENCE_S, patience_s)
+        heartbeats = min(LINKS_PATIENCE_HEARTBEATS + 0.5 * max(0, num_peers - 8), 30.0)
+        return now_s < self._links_asked_s + max(5.0, heartbeats * self._heartbeat_s)
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
         """True if the first plan should wait for a search; its result is in `found_for`."""
@@ -139,8 +122,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called, which may still find no reason for a search. This is cheap.
-        Args: is_off: the layout's pace is a reason for a search."""
+        """True if `begin` should be called. Args: is_off: the pace is a reason for a search."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -150,10 +132,8 @@ class SearchSchedule:
             else:
                 self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
             self._seen, self._members, self._found = seen, members, None
-        return self._running is None and self._found is None and now_s >= self._due_at_s(is_off)
-
-    def _due_at_s(self, is_off: bool) -> float:
-        return min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
+        due_s = min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
+        return self._running is None and self._found is None and now_s >= due_s
 
     def begin(
         self,
@@ -166,9 +146,8 @@ class SearchSchedule:
         is_off: bool = False,
         has_pace: bool = True,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: there is no reason for one.
-        Args: is_off: as in `is_due`. has_pace: the run has made more than one step.
-        """
+        """Return the search to begin now; None: there is no reason. Args: has_pace: the run has made more than one
+        step."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -189,8 +168,7 @@ class SearchSchedule:
         return self._running
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
-        """Record the end of `job`. Args: is_bug: it raised an exception. Returns: False if its result is not wanted any
-        more."""
+        """Record the end of `job`. Returns: False if its result is not wanted any more."""
         if job is not self._running:
             return False
         self._running = None
@@ -225,16 +203,16 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
     """True if figures of the same peers have changed by more than noise, or many are new."""
     pairs = zip(before.peers, after.peers, strict=True)
-    if any(_ratio(a.flop_per_s, b.flop_per_s) > SPEED_DRIFT for a, b in pairs):
+    if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
         return True
     if before.network is None or after.network is None:
         return before.network is not after.network
     old, new = before.network, after.network
-    late = np.fabs(old.latency_s - new.latency_s) > LATENCY_DRIFT_S
+    late = np.fabs(old.latency_s - new.latency_s) > 0.005
     if (late & _far(old.latency_s, new.latency_s)).any() or _far(old.bytes_per_s, new.bytes_per_s).any():
         return True
     was, known = ~np.isnan(old.bytes_per_s), ~np.isnan(new.bytes_per_s)
-    return bool((known & ~was).sum() > NEWLY_KNOWN * was.sum())
+    return bool((known & ~was).sum() > was.sum() / 4)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -244,4 +222,4 @@ def _ratio(a: float, b: float) -> float:
 def _far(a: Floats, b: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
     """bool [N, N]: both figures are known and too far apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.fabs(np.log(a / b)) > math.log(LINK_DRIFT)
+        return np.fabs(np.log(a / b)) > math.log(1.6)

@@ -23,8 +23,7 @@ async def inline(work: Callable[[], object]) -> object:
 
 
 class Searcher:
-    """Runs one search after the other. Args: run_blocking: a thread in a live swarm, in which a search's kernels run in
-    parallel; inline in virtual time."""
+    """Runs one search after the other. Args: run_blocking: a thread in a live swarm; inline in virtual time."""
 
     def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
         self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell
@@ -37,20 +36,18 @@ class Searcher:
 
     async def run(self, job: SearchJob) -> None:
         """Search. After any error the coordinator continues with repaired layouts."""
-        self._tell(await self._search(job))
-
-    async def _search(self, job: SearchJob) -> Searched:
         allocator, found = self._allocator, list[tuple[Layout | None, str]]()
         assert isinstance(allocator, Searching), "only a searching allocator is asked to"
         try:
             await self._run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
+            ((layout, reason),) = found
+            searched = Searched(job=job, layout=layout, reason=reason)
         except LocalError as error:
-            return Searched(job=job, reason=f"no search: {error}")
+            searched = Searched(job=job, reason=f"no search: {error}")
         except Exception as error:
             logger.debug("the search that failed", exc_info=True)
-            return Searched(job=job, reason=_failed(error), is_bug=True)
-        ((layout, reason),) = found
-        return Searched(job=job, layout=layout, reason=reason)
+            searched = Searched(job=job, reason=_failed(error), is_bug=True)
+        self._tell(searched)
 
 
 def _failed(error: Exception) -> str:

@@ -2,12 +2,8 @@
 
 Heartbeats report how long ago each stage last wrote a snapshot (`Heartbeat.unsaved_s`). If that is too long for any
 peer, the coordinator's replies name a version that no stage has reached yet (`HeartbeatReply.save_at`). A stage that
-learns of it too late writes no snapshot, still reports itself as unsaved, and the coordinator names another version. A
-leadership transfer contains nothing of this: the next heartbeats tell a new coordinator all.
-
-A young run saves sooner: after `_FIRST_S`, and each time that its age has doubled. So once the first snapshot is
-copied, a roll-back loses at most half of the run's time.
-"""
+learns of it too late still reports itself as unsaved, and the coordinator names another version. A young run saves
+sooner: after `_FIRST_S`, and each time that its age has doubled."""
 
 import math
 from collections import deque
@@ -33,43 +29,33 @@ class SnapshotSchedule:
         self._interval_s = interval_s
         self._heartbeat_s = heartbeat_s
         self._lead_steps = lead_steps
-        self._save_at = 0
+        self.save_at = 0
+        """The version to write; 0: none is due."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=16)
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
-        """Start anew, in another era or in a term of ours: earlier versions say nothing."""
-        self._save_at = 0
+        self.save_at = 0
         self._pace.clear()
         self._look_at_s = -math.inf
 
     def is_due_to_look(self, now_s: float) -> bool:
-        """True if `look` should be called now; it reads every peer's heartbeat, so not each heartbeat may call it."""
+        """True if `look` should be called now; it reads every peer's heartbeat."""
         return self._interval_s > 0 and now_s >= self._look_at_s
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
-        """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era. elapsed_s: since the run began.
-        """
+        """Choose a version if a snapshot is due. Args: beats: the newest of every live peer in the live era."""
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:
             return
         newest = max(beat.version for beat in members)
         self._pace.append((now_s, newest))
-        if self._save_at > min(beat.version for beat in members):
+        if self.save_at > min(beat.version for beat in members):
             return  # a member has not reached it yet
-        self._save_at = 0
+        self.save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
-            ahead = math.ceil(self._steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
-            self._save_at = newest + self._lead_steps + ahead
-
-    @property
-    def save_at(self) -> int:
-        """The version to write; 0: none is due."""
-        return self._save_at
-
-    @property
-    def _steps_per_s(self) -> float:
-        (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+            steps_per_s = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+            ahead = math.ceil(steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
+            self.save_at = newest + self._lead_steps + ahead

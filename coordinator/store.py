@@ -1,9 +1,14 @@
-"""Stores what a peer has promised and obeys, so that it cannot vote twice after a restart.
+"""Makes a peer's promises durable before they are sent, so that it cannot vote twice after a restart.
 
-The file is the BLAKE3 digest of a msgpack record, then the record. Without the digest, a record with a flipped bit in
-its term would be accepted.
-"""
+The file is the BLAKE3 digest of a msgpack record, then the record: a flipped bit in a term must not be accepted.
 
+With a full or broken disk a peer still obeys plans and sends heartbeats, which promise nothing. It casts no vote,
+grants no term, and requests none, because its own vote would count. A new peer that cannot write any record does not
+start."""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -11,9 +16,14 @@ import msgspec
 from blake3 import blake3
 
 from shoal.coordinator.chain import ChainRecord
+from shoal.coordinator.coordination_events import Ask, Command, Persist, Reply
 from shoal.protocol.errors import LocalError
-from shoal.protocol.ports import Disk
+from shoal.protocol.messages import PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
+from shoal.protocol.ports import Clock, Disk
 
+logger = logging.getLogger(__name__)
+
+COMPLAIN_EVERY_S: Final = 60.0
 DIGEST_BYTES: Final = 32
 PLANS: Final = PurePosixPath("plans.msgpack")
 
@@ -30,14 +40,12 @@ class PlanStore:
         self._disk = disk
         self._path = path
         self._record: ChainRecord | None = None
-        """The record that is durable, as far as we know."""
         self._has_folder = False
 
     def load(self, run: str) -> ChainRecord | None:
-        """Read the record that was saved for `run`. Returns: None if nothing was ever saved.
+        """Read the record that was saved for `run`; None if nothing was ever saved.
         Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take
-        part under this identity, because it does not know its promises.
-        """
+        part under this identity, because it does not know its promises."""
         if self._disk is not None:
             self._record = self._read(self._disk)
         if self._record is not None and self._record.run != run:
@@ -46,8 +54,7 @@ class PlanStore:
 
     def save(self, record: ChainRecord) -> None:
         """Save `record`. After this call it survives a power cut.
-        Raises: LocalError: it cannot be written; do not vote then. After a crash the store may hold `record` or the
-        previous one."""
+        Raises: LocalError: it cannot be written; do not vote then. The store may hold `record` or the previous one."""
         if record == self._record:
             return
         if self._disk is not None:
@@ -96,3 +103,61 @@ class PlanStore:
         disk.write(beside, blake3(content).digest() + content)
         disk.replace(beside, self._path)
         disk.sync_folder(self._path.parent)
+
+
+class WriteAhead:
+    """Saves the core's records, and holds back commands that depend on a record until it is saved."""
+
+    def __init__(self, store: PlanStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._owed: ChainRecord | None = None
+        """The record that is promised in memory and not durable yet."""
+        self._complained_s = -math.inf
+
+    def begin(self, first: ChainRecord) -> ChainRecord | None:
+        """Read the promises from before a restart; None if there are none, and then save `first`.
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
+        record = self._store.load(first.run)
+        if record is None:
+            self._store.save(first)
+        return record
+
+    def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
+        """Yield the commands that may be carried out, in order. A promise that cannot be saved becomes a refusal."""
+        tried = False
+        for command in commands:
+            if isinstance(command, Persist):
+                self._owed, tried = command.record, False
+            elif self._owed is None or not _is_promise(command):
+                yield command
+                continue
+            if not tried:
+                self._save()
+                tried = True
+            if isinstance(command, Reply):
+                yield Reply(message=Refusal(reason="cannot save its promise on disk")) if self._owed else command
+            elif not isinstance(command, Persist) and self._owed is None:
+                yield command
+
+    def _save(self) -> None:
+        assert self._owed is not None
+        try:
+            self._store.save(self._owed)
+        except LocalError as error:
+            now_s = self._clock.now_s()
+            if now_s >= self._complained_s + COMPLAIN_EVERY_S:
+                self._complained_s = now_s
+                logger.error("this peer cannot vote: %s", error)
+        else:
+            self._owed = None
+
+
+def _is_promise(command: Command) -> bool:
+    message: msgspec.Struct | None = command.message if isinstance(command, Ask | Reply) else None
+    match message:
+        case TermGrant():
+            return message.granted
+        case PlanVote():
+            return message.accepted
+    return isinstance(message, TermRequest | PlanOffer)

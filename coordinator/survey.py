@@ -6,8 +6,7 @@ from dataclasses import replace
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import LinkBook, SpeedBook
 from shoal.coordinator.allocate.reachability import Reachability
-from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
-from shoal.coordinator.cost.workload import FormatBytes, Workload
+from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
 from shoal.coordinator.era import CheckpointCatalog, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.protocol.identity import PeerID
@@ -21,8 +20,6 @@ FORMER_PLACES_MAX = 4096
 
 
 class Survey:
-    """The measurements and former places of peers."""
-
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
@@ -85,9 +82,8 @@ class Survey:
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, catalog: CheckpointCatalog, *, knows_network: bool
     ) -> SwarmSnapshot:
-        """Collect all inputs of a layout.
-        Args: knows_network: include the links between `peers`, which takes a while for many peers.
-        """
+        """Collect all inputs of a layout. Args: knows_network: include the links, which takes a while for many
+        peers."""
         model = self._spec.model
         whole = catalog.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 

@@ -1,17 +1,13 @@
 """Measures the run's speed: tokens a second over the last minute, standstills included. Pure.
 
-The run's progress is a curve of committed tokens over time. It is stored as marks, `MARK_S` or a step apart, whichever
-is longer, with straight lines between them. The rate is the rise of the curve in the window over the window's length: a
-run that stands still for a whole window has a rate of zero.
-
-The window ends now, or at the last commit while the next step is not slower than usual: a step in progress is no
-standstill. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
+The run's progress is a curve of committed tokens over time: marks, `MARK_S` or a step apart, whichever is longer, with
+straight lines between them. The rate is the rise of the curve in the window over the window's length: a run that stands
+still for a whole window has a rate of zero. The window ends now, or at the last commit while the next step is not
+slower than usual. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
 The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
-a heartbeat, so every peer can continue the curve. (Lost: a rate that each coordinator measures from its own reports.
-After an outage these arrive all at once, and 15,481 tokens/s were shown during a standstill of 30 s; or they go to
-another peer, and 135 were shown for a real 430.)
-"""
+a heartbeat. (Lost: a rate that each coordinator measures from its own reports. After an outage these arrive all at
+once, and 15,481 tokens/s were shown during a standstill of 30 s.)"""
 
 import math
 from collections import deque
@@ -27,9 +23,9 @@ WINDOW_STEPS = 4
 """Fewer steps say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run with a changing rate."""
+"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a changing rate."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over its last marks, at most a minute with short steps; a change shows after four."""
+"""A layout's rate is the median over its last marks; a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
@@ -55,8 +51,7 @@ class _Mark:
 
 
 class TokenRate:
-    """The run's recent progress, as far as this peer has heard of it.
-    Args: tokens_per_step: counted for a step without a report."""
+    """The run's recent progress. Args: tokens_per_step: counted for a step without a report."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
@@ -68,8 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. A step that we learn of late was already counted with the first
-        step after it."""
+        """Record that `step` was committed at `at_s`. One that we learn of late was counted with the next."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -175,13 +169,7 @@ class TokenRate:
     def tell(self, now_s: float) -> tuple[PaceMark, ...]:
         """Return the marks with their ages, for other peers."""
         return tuple(
-            PaceMark(
-                era=mark.era,
-                step=mark.step,
-                age_s=round(max(0.0, now_s - mark.at_s), 3),
-                num_steps=mark.num_steps,
-                tokens=mark.tokens,
-            )
+            PaceMark(mark.era, mark.step, round(max(0.0, now_s - mark.at_s), 3), mark.num_steps, mark.tokens)
             for mark in self._marks
         )
 

@@ -10,32 +10,22 @@ from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_
 from shoal.protocol.seals import Seals
 
 PLANS_OPENED_MAX = 16
-"""Plans that are remembered, so that a plan that arrives with twenty heartbeats is verified once."""
+"""Plans that are remembered: one that arrives with twenty heartbeats is verified once."""
 
 
 class VerifiedPlans:
-    """The opened plans and mandates of one run."""
-
     def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals) -> None:
         self._seals = seals
         self._run, self._owner, self._shape = run, owner, shape
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """Open and verify a plan.
-        Returns: the plan; None for no bytes.
-        Raises: RemoteError: `source` sent an invalid plan."""
+        """Open and verify a plan; None for no bytes. Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None
         plan = self._opened.pop(data, None)
         if plan is None:
-            plan = self._seals.open_plan(
-                data,
-                run=self._run,
-                owner=self._owner,
-                source=source,
-                shape=self._shape,
-            )
+            plan = self._seals.open_plan(data, run=self._run, owner=self._owner, source=source, shape=self._shape)
         self._opened[data] = plan
         if len(self._opened) > PLANS_OPENED_MAX:
             self._opened.popitem(last=False)
@@ -46,8 +36,7 @@ class VerifiedPlans:
         return _there(self.open(data, source), source)
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """Open a plan that should be live, with its votes, which are not checked here.
-        Returns: the plan; None for no bytes.
+        """Open a plan that should be live, with its votes, which are not checked here; None for no bytes.
         Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None

@@ -125,7 +125,7 @@ class Holding(_Part, frozen=True):
 
 
 class PaceMark(_Part, frozen=True, array_like=True):
-    """A point of the run's progress (`coordinator.pace`): all steps up to `step` were committed `age_s` ago.
+    """A point of the run's progress (`coordinator.token_rate`): all steps up to `step` were committed `age_s` ago.
     `num_steps` and `tokens` count from the previous mark."""
 
     era: int
@@ -498,7 +498,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
-    """Over the last minute, or the last few steps if they are slow; standstills count (`coordinator.pace`)."""
+    """Over the last minute, or the last few steps if they are slow; standstills count (`coordinator.token_rate`)."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None

@@ -10,22 +10,17 @@ change:
 - Two columns exchange all stages below a boundary: the same groups, matched in another way.
 - A stretch of stages is reversed: the same groups in another order.
 
-The objective is annealed with its two maxima replaced by root mean squares, which also react to changes below the
-maximum; it turns into the true one as the temperature falls. No kernel uses transcendental functions: square roots are
-exact to the last bit on every machine, powers and logarithms are not. The rules of `matching.py` hold, too.
-"""
+The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum; it
+turns into the true one as the temperature falls. No kernel uses powers or logarithms, which differ between machines.
+The rules of `matching.py` hold, too."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-_REFRESH = 4096
-"""The number of trials after which all running sums are recomputed, so that rounding errors cannot accumulate."""
 _PROBES = 128
 """The number of first trials that only measure the size of changes, to scale the temperature."""
-_SMOOTH_END = 0.01
-"""The share of the smooth objective that remains at the end, to break ties."""
 
 
 class LayoutState(NamedTuple):
@@ -175,9 +170,7 @@ def _energy(s, devices, smooth):
 @njit(cache=True)
 def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
     """Exchange stages k.. of column c with stages j.. of column m, `length` of them. They do not overlap unless k == j.
-
-    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch.
-    """
+    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch."""
     x, (K, R) = s.x, s.x.shape
     differ = False
     for i in range(length):
@@ -298,12 +291,12 @@ def anneal(x, links, seed, work, heat, smooth):
     spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0
     while spent < work:
         if trials % 64 == 0:
-            if trials % _REFRESH == 0:
+            if trials % 4096 == 0:  # rounding errors must not accumulate
                 _refresh(s, links)
                 spent += K * R * R
             rest = max(0.0, 1.0 - spent / work)
             heat_now = mean * heat * rest * rest * rest
-            smooth_now = max(smooth * rest, _SMOOTH_END)
+            smooth_now = max(smooth * rest, 0.01)  # what remains at the end breaks ties
             now = _energy(s, len(links.classes), smooth_now)
         trials += 1
         probing = heat > 0.0 and probed < _PROBES

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.evolution import Improved, evolve
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.evolution import Assignment, Improved, evolve
 from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.protocol.errors import LocalError
@@ -17,27 +16,22 @@ NO_PATH_S = 1e9
 """Stands for infinity, since sums that contain it can be subtracted again."""
 _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
-"""The work of one local search: `_SHARE` plus `_SHARE_PER_PAIR` times N^2. At 100 devices (12 million), a third of it
-finds layouts 2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
+"""The work of one local search: `_SHARE` plus `_SHARE_PER_PAIR` times N^2. At 100 devices, a third of it finds layouts
+2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
 _KERNEL_UNITS = 2
 """The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
-_POLISH = 8
-"""The last 1 / 8 of a local search starts from exact matching and order and accepts no loss."""
 _HEAT = 0.3
 """The first temperature at heat 1, in mean changes of a trial; it scales with the square of the heat. 0.2 to 0.35 give
-equal results, 1 is 1 % worse. Children of good parents want a quarter of it or less."""
-_POPULATION = 5
-"""The number of individuals that the search keeps. With 8, making them takes all of a one-second search."""
+equal results, 1 is 1 % worse."""
 
 
 class DtfmEvaluator:
     """Implements `evolution.Evaluator`.
 
-    Stage sizes differ by at most one: N mod K stages hold one device more. No device is left out. The paper does not
-    model access to the text, so any device may hold stage 0.
+    Stage sizes differ by at most one: N mod K stages hold one device more. No device is left out. Any device may hold
+    stage 0, since the paper does not model access to the text.
 
-    Raises: LocalError: more stages than devices.
-    """
+    Raises: LocalError: more stages than devices."""
 
     def __init__(self, topology: Topology, workload: WorkloadEntry, num_stages: int) -> None:
         from shoal.coordinator.allocate import dtfm_kernels, matching  # numba takes a second to import
@@ -100,7 +94,7 @@ class DtfmEvaluator:
         budget = work * _KERNEL_UNITS
         found, best = before, x.copy()
         if heat > 0.0:
-            hot = budget - budget // _POLISH - spent
+            hot = budget - budget // 8 - spent  # the last eighth starts from exact matching and order
             spent += self._kernels.anneal(x, self._links, np.uint64(seed), hot, _HEAT * heat * heat, 1.0)
             found, more = self._settle(x)
             best = x.copy()
@@ -140,10 +134,9 @@ class DtfmEvaluator:
 
 
 def interchangeable(*costs: Floats) -> npt.NDArray[np.int64]:
-    """Return classes of devices that have equal costs with all other devices and with each other.
-
-    Args: costs: each float64 [N, N], symmetric. Returns: int64 [N], classes numbered by first appearance.
-    """
+    """Return int64 [N], classes of devices that have equal costs with all others and with each other, by first
+    appearance.
+    Args: costs: each float64 [N, N], symmetric."""
     N = len(costs[0])
     classes = np.full(N, -1, dtype=np.int64)
     alike: dict[bytes, list[int]] = {}
@@ -165,20 +158,14 @@ def interchangeable(*costs: Floats) -> npt.NDArray[np.int64]:
 
 
 def plan_dtfm(
-    topology: Topology,
-    workload: WorkloadEntry,
-    *,
-    num_stages: int,
-    seed: int,
-    work: int,
+    topology: Topology, workload: WorkloadEntry, *, num_stages: int, seed: int, work: int
 ) -> tuple[Placement, Cost]:
-    """Find the cheapest layout on the DT-FM objective within `work` units. Stages are in the best order, and layers are
-    dealt evenly.
-
-    Raises: LocalError: more stages than devices.
-    """
+    """Find the cheapest layout on the DT-FM objective within `work` units: stages in the best order, layers dealt
+    evenly.
+    Raises: LocalError: more stages than devices."""
     evaluator = DtfmEvaluator(topology, workload, num_stages)
-    found = evolve(evaluator, seed=seed, work=work, keep=_POPULATION)
+    # With 8 individuals, making them takes all of a one-second search.
+    found = evolve(evaluator, seed=seed, work=work, keep=5)
     placement = even(evaluator.stages(found.assignment), workload.num_layers)
     return placement, DtfmObjective(topology, workload).cost(placement)
 

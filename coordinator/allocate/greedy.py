@@ -6,25 +6,26 @@ least speed for its cost that it has the memory for (longest processing time fir
 boundaries and each peer's stage, because moving state is expensive. A newcomer joins the poorest stage, or its old
 stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
 stage. A draining peer is left out once another member holds its stage's state.
-"""
 
+All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits a member of each
+stage, so a member must reach at least one of the stage before and of the stage after. The member that fails to reach
+most others leaves at once (`separated`); a search may find a better place for it later."""
+
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
-from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
+from shoal.coordinator.allocate.reachability import Pair, pair_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
 
 FIRST_PLAN = "first plan: "
-"""The prefix of a first plan's reason."""
 
 
 @dataclass(slots=True)
@@ -64,68 +65,62 @@ class GreedyAllocator:
     """Implements `Allocator`."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
-        return self.arrange(snapshot, previous, seed=seed)
+        return arrange(snapshot, previous, seed=seed)
 
-    def arrange(
-        self,
-        snapshot: SwarmSnapshot,
-        previous: Plan | None,
-        *,
-        seed: int,
-        standby: Collection[PeerID] = (),
-        choose: Choose | None = None,
-    ) -> Layout:
-        """Make a layout.
 
-        Args:
-            aside: spares that stay spares.
-            choose: picks the stage where a newcomer helps most; by speed if None.
-        Raises: NoLayout.
-        """
-        by_id = {peer.peer: peer for peer in snapshot.peers}
-        if previous is not None:
-            slots = slots_of(snapshot, previous, by_id)
-            return self._filled(snapshot, slots, previous, seed=seed, standby=standby, choose=choose)
-        if snapshot.num_stages is not None:
-            return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
+def arrange(
+    snapshot: SwarmSnapshot,
+    previous: Plan | None,
+    *,
+    seed: int,
+    standby: Collection[PeerID] = (),
+    choose: Choose | None = None,
+) -> Layout:
+    """Make a layout.
+
+    Args:
+        standby: spares that stay spares.
+        choose: picks the stage where a newcomer helps most; by speed if None.
+    Raises: NoLayout."""
+    if previous is not None:
+        divisions: Iterable[list[Slot]] = [slots_of(snapshot, previous)]
+    else:
         most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
-        why = NoLayout("no peer is here")
-        for num_stages in range(1, most + 1):
-            try:
-                return self._filled(snapshot, _cut(snapshot, num_stages), None, seed=seed)
-            except NoLayout as flaw:
-                why = flaw
-        raise why
-
-    def _filled(
-        self,
-        snapshot: SwarmSnapshot,
-        slots: list[Slot],
-        previous: Plan | None,
-        *,
-        seed: int,
-        standby: Collection[PeerID] = (),
-        choose: Choose | None = None,
-    ) -> Layout:
-        """Fill the stages. Args: as of `arrange`; slots: the stages with their present holders."""
-        by_id = {peer.peer: peer for peer in snapshot.peers}
-        placed = {peer.peer for slot in slots for peer in slot.holders}
-        newcomers = sorted(
-            (p for p in snapshot.peers if p.peer not in placed and p.peer not in standby and not p.draining),
-            key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
-        )
-        kept_standby = [peer for peer in standby if peer in by_id and not by_id[peer].draining]
-        spares = tuple(sorted((*_deal(slots, newcomers, choose or poorest), *kept_standby)))
-        moved = _rescue(slots)
-        _release(slots)
-        for slot in slots:
-            if not slot.holders:
-                if len(placed) + len(newcomers) < len(slots):
-                    raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
-                raise NoLayout(_why_empty(slot, snapshot.peers))
+        numbers = range(1, most + 1) if snapshot.num_stages is None else (snapshot.num_stages,)
+        divisions = (_cut(snapshot, number) for number in numbers)
+    why = NoLayout("no peer is here")
+    for slots in divisions:
+        try:
+            spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
+        except NoLayout as flaw:
+            why = flaw
+            continue
         stages = tuple(stage_of(slot) for slot in slots)
         reason = _reason(stages, spares, previous, moved, snapshot.unreachable)
         return Layout(stages=stages, spares=spares, reason=reason)
+    raise why
+
+
+def _fill(
+    snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
+) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
+    """Fill the stages. Returns: (spares, (peer, stage) of each rescuer). Raises: NoLayout."""
+    by_id = {peer.peer: peer for peer in snapshot.peers}
+    placed = {peer.peer for slot in slots for peer in slot.holders}
+    newcomers = sorted(
+        (p for p in snapshot.peers if p.peer not in placed and p.peer not in standby and not p.draining),
+        key=lambda peer: (-peer.flop_per_s, _lot(seed, peer.peer)),
+    )
+    kept_standby = [peer for peer in standby if peer in by_id and not by_id[peer].draining]
+    spares = tuple(sorted((*_deal(slots, newcomers, choose), *kept_standby)))
+    moved = _rescue(slots)
+    _release(slots)
+    for slot in slots:
+        if not slot.holders:
+            if len(placed) + len(newcomers) < len(slots):
+                raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
+            raise NoLayout(_why_empty(slot, snapshot.peers))
+    return spares, moved
 
 
 def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
@@ -153,8 +148,9 @@ def _slot(
     return Slot(index, first, last, cost, holders, needed_bytes, snapshot.unreachable)
 
 
-def slots_of(snapshot: SwarmSnapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
+def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
     """Return the stages of `previous` with their live holders, without those that `separated` removes."""
+    by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
             snapshot,
@@ -177,7 +173,7 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan, by_id: dict[PeerID, Measur
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
     """Return the holders of a stage without those that lack the memory for it, provided that a remaining one has its
-    state. With placed experts all holders stay, since the memory that a member needs is not known beforehand."""
+    state. With placed experts all stay: the memory that a member needs is not known beforehand."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -222,10 +218,8 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage without stayers a member of the richest stage that can spare one.
-
-    Stage 0 may take the only holder of another stage if no other peer has the text: the other stage is rescued later.
-    """
+    """Give each stage without stayers a member of the richest stage that can spare one. Stage 0 may take the only
+    holder of another stage if no other peer has the text: the other stage is rescued later."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:
@@ -303,7 +297,6 @@ def _reason(
 
 
 def first_reason(num_peers: int, num_stages: int) -> str:
-    """Return the reason of a first plan."""
     peers, stages = ("peer" if num_peers == 1 else "peers"), ("stage" if num_stages == 1 else "stages")
     return f"{FIRST_PLAN}{num_peers} {peers} on {num_stages} {stages}"
 
@@ -311,3 +304,84 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 def _lot(seed: int, peer: PeerID) -> bytes:
     """Break ties between equally fast peers independently of their names."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
+
+    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
+    those the earlier boundaries. The second pass is needed because the prefix with the cheaper largest stage need not
+    be the better beginning once a later stage is the most expensive."""
+    total = [0.0, *accumulate(costs)]
+    largest, _ = _cheapest(total, num_stages, max, lambda cost: cost)
+    _, bounds = _cheapest(
+        total, num_stages, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf
+    )
+    return bounds
+
+
+def _cheapest(
+    total: Sequence[float], num_stages: int, join: Callable[[float, float], float], price: Callable[[float], float]
+) -> tuple[float, tuple[int, ...]]:
+    num_layers = len(total) - 1
+    assert 0 < num_stages <= num_layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j layers in k stages
+    for k in range(1, num_stages + 1):
+        best = {
+            j: min(
+                (join(before, price(total[j] - total[i])), (*bounds, j))
+                for i, (before, bounds) in best.items()
+                if i < j
+            )
+            for j in range(k, num_layers - (num_stages - k) + 1)
+        }
+    return best[num_layers]
+
+
+def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:
+    """True if `peer` can reach each of `others`."""
+    return not unreachable or all(pair_of(peer.peer, other.peer) not in unreachable for other in others)
+
+
+def is_cut_off(
+    peer: MeasuredPeer, index: int, groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]
+) -> bool:
+    """True if `peer` at stage `index` reaches no member of a neighbouring stage that has members."""
+    if not unreachable:
+        return False
+    near = (groups[k] for k in (index - 1, index + 1) if 0 <= k < len(groups))
+    return any(group and not any(reaches_all(peer, [other], unreachable) for other in group) for group in near)
+
+
+def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
+    """Choose the members of `groups` that must leave so that each remaining one reaches its whole group and a member of
+    each neighbouring one. The last member of a group never leaves."""
+    if not unreachable:
+        return []
+    left = [list(group) for group in groups]
+    leaving: list[MeasuredPeer] = []
+    while (found := _next_to_leave(left, unreachable)) is not None:
+        index, peer = found
+        left[index].remove(peer)
+        leaving.append(peer)
+    return leaving
+
+
+def _next_to_leave(groups: list[list[MeasuredPeer]], unreachable: frozenset[Pair]) -> tuple[int, MeasuredPeer] | None:
+    everybody = [peer for group in groups for peer in group]
+
+    def lost(peer: MeasuredPeer, others: Iterable[MeasuredPeer]) -> int:
+        return sum(not reaches_all(peer, [other], unreachable) for other in others)
+
+    candidates = [
+        # A peer without the stage's state leaves before one with it; among equals the slower one leaves.
+        ((lost(peer, group), lost(peer, everybody), peer.synced_stage != index, -peer.flop_per_s, rank), index, peer)
+        for index, group in enumerate(groups)
+        if len(group) > 1
+        for rank, peer in enumerate(group)
+        if lost(peer, group) or is_cut_off(peer, index, groups, unreachable)
+    ]
+    if not candidates:
+        return None
+    _, index, peer = max(candidates, key=lambda each: each[0])
+    return index, peer

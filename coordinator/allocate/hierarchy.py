@@ -1,16 +1,14 @@
 """Large swarms are clustered, solved and refined. A swarm of clusters is again a swarm, of fewer and larger units.
 
-Devices that are near each other and alike become one unit of a coarse topology: their speeds and cards add up, two
-units have a path for each pair of their devices, and the unit's memory is the smallest. The search runs on about a
-hundred units, then from that result on eight times as many, and last on the devices themselves if they are not too
-many.
-"""
+Devices that are near each other and alike become one unit: their speeds and cards add up, two units have a path for
+each pair of their devices, and the unit's memory is the smallest. The search runs on about a hundred units, then from
+that result on eight times as many, and last on the devices themselves if they are not too many."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.evolution import Assignment
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
@@ -18,9 +16,6 @@ UNITS = 128
 """The number of units on the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
 """Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
-_NEIGHBOURHOODS = 48
-_NEAR = 0.05
-"""A device that is nearer to a leader than this part of the largest distance belongs to its neighbourhood."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,8 +23,7 @@ class Level:
     """A view of a swarm as units."""
 
     topology: Topology
-    """The topology of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and
-    latency and paths are those of its first device."""
+    """U units: the sums of FLOP/s and cards, the smallest memory, and the latency and paths of the first device."""
     weight: Ints
     unit_of: Ints
     """[N], the unit of each device."""
@@ -67,12 +61,12 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
     """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
-    back. Each leader is the device farthest from all leaders before it (Gonzalez 1985)."""
+    back. Each leader is the device farthest from all before it (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)
     leader, reach = 0, 0.0
-    for number in range(_NEIGHBOURHOODS):
+    for number in range(48):
         to_leader = _exchange_s(topology, leader, frame_bytes)
         closer = to_leader < distance
         nearest[closer] = number
@@ -80,7 +74,7 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
         if number == 0:
             reach = float(distance.max())
         leader = int(np.argmax(distance))
-        if distance[leader] <= _NEAR * reach:
+        if distance[leader] <= 0.05 * reach:  # all others are near to a leader
             break
     return nearest
 

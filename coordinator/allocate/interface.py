@@ -42,7 +42,7 @@ class MeasuredPeer:
     synced_stage: int | None = None
     """The stage of the state that it holds."""
     homes: tuple[int, ...] = ()
-    """The stages where it would start sooner than elsewhere: it holds their state, held it last, or has it on disk."""
+    """The stages where it would start sooner: it holds their state, held it last, or has it on disk."""
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
@@ -103,10 +103,7 @@ class Allocator(Protocol):
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
         for bit.
-
-        Raises: NoLayout.
-        """
-        ...
+        Raises: NoLayout."""
 
 
 @runtime_checkable
@@ -115,17 +112,13 @@ class Searching(Allocator, Protocol):
 
     def prepare(self) -> None:
         """Do slow preparations of the first search now, such as a minute of compiling."""
-        ...
 
     def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
-        """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds and run in its own
-        thread.
+        """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds, in its own thread.
 
         Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
         Returns: (layout, why); the layout is None if none is worth its moves.
-        Raises: LocalError: the snapshot is impossible.
-        """
-        ...
+        Raises: LocalError: the snapshot is impossible."""
 
 
 def _rate(claimed: float) -> float:

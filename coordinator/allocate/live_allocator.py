@@ -2,17 +2,16 @@
 
 The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
 shares follow the throughput objective. A newcomer is a spare at first, since its links are unknown and its state
-download takes its holders' uplinks from the step; only a stage with a single holder takes a newcomer at once, where
-that pays. A search (`planner.py`) then looks for a better layout, with or without newcomers. Its moves must satisfy:
+download takes its holders' uplinks from the step; only a stage with a single holder takes it at once, where that pays.
+A search (`planner.py`) then looks for a better layout. Its moves must satisfy:
 
-- The expected gain (`dividing.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
+- The expected gain (`repartitioning.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
 - The new layout should be faster than the live layout is measured to be.
 - Over the expected life of a layout (`SwarmSnapshot.horizon_s`) it gains more than the swarm loses while peers fetch
-layers.
+  layers.
 - Boundaries stay, since a stage with new boundaries has no holder from which its state could come.
 - Only a peer that holds its stage's state moves or becomes a spare; at least half of each stage's holders stay.
-- No peer moves while a peer drains, which has its own rules.
-"""
+- No peer moves while a peer drains, which has its own rules."""
 
 import math
 from collections.abc import Sequence
@@ -21,35 +20,39 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.adjustments import (
+    best_with_stayers,
+    loss_alone,
+    with_device,
+    with_fewest_moves,
+    with_idle_devices,
+    with_second_holders,
+)
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
-    GreedyAllocator,
     Slot,
+    arrange,
     first_reason,
     may_serve,
     poorest,
     slots_of,
     stage_of,
 )
-from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.measured_topology import placement_of, predict_step_time, topology_of
 from shoal.coordinator.allocate.plan_layout import Layout, places_of
-from shoal.coordinator.allocate.relabelling import with_fewest_moves
+from shoal.coordinator.allocate.planner import default_work, plan, plan_each
 from shoal.coordinator.allocate.repartitioning import (
     expected_gain,
     fetch_s,
     foreseen_gain,
-    placement_of,
     seen_or_foreseen_s,
     worth_its_standstill,
 )
-from shoal.coordinator.allocate.single_failure import loss_alone, with_device, with_second_holders
-from shoal.coordinator.allocate.step_time_prediction import predict_step_time
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import split
-from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LIGHT_STATE_S
@@ -63,25 +66,24 @@ STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
 """The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
-newcomer at once, if that slows the step by less than the expected loss of a single holder (`single_failure.py`)."""
+newcomer at once, if that slows the step by less than the expected loss of a single holder (`adjustments.py`)."""
 STATE_PART = 0.5
 """The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32
 """A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to `FIRST_WORK_MAX`, 3 s of one core: a
-bad first division stays until a halt pays for a better one. A small swarm gets proportionally less again."""
+"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
+stays until a halt pays for a better one. A small swarm gets proportionally less again."""
 FIRST_HORIZON_S = 3600.0
 """The time over which a first layout counts its steps if members must first fetch frozen weights."""
 BASE_TIMES = 3.0
 """The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
-third of 4.8 GB took 456 s, 128 s by the lines; all of it, 384 s by the lines, was not there after 850 s.)"""
+third of 4.8 GB took 456 s, 128 s by the lines.)"""
 
 
 REPLACED_COST = 0.01
-"""A peer that replaces a lost member may lengthen the foreseen step by this part. As a third holder of a stage that
-does not bound the step it gains nothing by itself, but it frees another holder to move to a stage that needs one."""
+"""A peer that replaces a lost member may lengthen the foreseen step by this part: it frees another holder to move."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
@@ -93,12 +95,9 @@ SPARES_TRIED = 8
 class EvolutionaryAllocator:
     """Implements `Searching`."""
 
-    def __init__(self) -> None:
-        self._greedy = GreedyAllocator()
-
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
-            return self._arrange(snapshot, previous, seed, _standby(snapshot, previous, None), None)
+            return _arranged(snapshot, previous, seed, _standby(snapshot, previous, None), None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
             placement, _ = plan_at_once(topology, snapshot.workload)
@@ -109,25 +108,10 @@ class EvolutionaryAllocator:
         known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
         choose = place.choose if previous and few else None
-        layout = self._arrange(snapshot, previous, seed, standby, choose)
+        layout = _arranged(snapshot, previous, seed, standby, choose)
         return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
 
-    def _arrange(
-        self,
-        snapshot: SwarmSnapshot,
-        previous: Plan | None,
-        seed: int,
-        standby: tuple[PeerID, ...],
-        choose: Choose | None,
-    ) -> Layout:
-        try:
-            return self._greedy.arrange(snapshot, previous, seed=seed, standby=standby, choose=choose)
-        except NoLayout:
-            return self._greedy.arrange(snapshot, previous, seed=seed, choose=choose)
-
     def prepare(self) -> None:
-        from shoal.coordinator.allocate.planner import plan
-
         pair = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e6))
         plan(pair, Workload.of(RunSpec()), num_stages=2, work=1)
 
@@ -144,11 +128,20 @@ class EvolutionaryAllocator:
             return None, f"a search found no layout: {flaw}"
 
 
+def _arranged(
+    snapshot: SwarmSnapshot, previous: Plan | None, seed: int, standby: tuple[PeerID, ...], choose: Choose | None
+) -> Layout:
+    try:
+        return arrange(snapshot, previous, seed=seed, standby=standby, choose=choose)
+    except NoLayout:
+        return arrange(snapshot, previous, seed=seed, choose=choose)
+
+
 def _unless_slower(
     snapshot: SwarmSnapshot, previous: Plan, found: tuple[Layout | None, str]
 ) -> tuple[Layout | None, str]:
-    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong, and no reason
-    to move. A layout that moves no peer is never dropped, since new shares alone cost nothing."""
+    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong. A layout that
+    moves no peer is never dropped, since new shares alone cost nothing."""
     layout, _ = found
     if layout is not None and layout.places() == places_of(previous):
         return found
@@ -167,8 +160,7 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage for a newcomer, or the best of its homes within `MARGIN` of that. Stages with too few
-        holders come first."""
+        """Return the best stage, or the best home within `MARGIN` of it. Stages with too few holders come first."""
         fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -194,14 +186,13 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that take no part. As many take part as members were lost since the previous
-    plan, or as single-holder stages profit from a second holder: those that help most, and none that lengthens the step
-    by more than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
-    """
+    """Return the spares and newcomers that take no part. As many take part as members were lost, or as single-holder
+    stages profit from a second holder: those that help most, and none that lengthens the step by more than
+    `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
-    slots = slots_of(snapshot, previous, by_id)
+    slots = slots_of(snapshot, previous)
     known = {*previous.spares, *(peer for stage in previous.stages for peer in stage.peers)}
     newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining]
     holding = {peer.peer for slot in slots for peer in slot.holders}
@@ -246,7 +237,6 @@ def _num_lacking(
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
-    from shoal.coordinator.allocate.planner import plan, plan_each  # numba takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
@@ -265,7 +255,7 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
 
 def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
-    member has fetched the adapters' base; the slowest member's downlink or the sum of all uplinks bounds that."""
+    member has fetched the adapters' base; the slowest downlink or the sum of all uplinks bounds that."""
     topology, base = objective.topology, objective.workload.memory.base
     assert base is not None
     into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0
@@ -280,12 +270,9 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
 
 
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    from shoal.coordinator.allocate.planner import plan
-    from shoal.coordinator.allocate.resident import best_with_stayers
-    from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 
     by_id = {peer.peer: peer for peer in snapshot.peers}
-    slots = slots_of(snapshot, previous, by_id)
+    slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
     free = [
         number
@@ -338,12 +325,10 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """True if moving to `found` pays: in the next `horizon_s` seconds the swarm makes more steps, the move included,
-    than with `current`, where a step takes `before_s` seconds.
-
-    Until the movers compute, only the stayers work, and travelling state takes half of their lines. A mover computes
-    once it has its state, or, if that takes long and the run has learners, once it has its weights.
-    """
+    """True if moving to `found` pays: within `horizon_s` the swarm makes more steps, the move included, than with
+    `current`, where a step takes `before_s` seconds. Until the movers compute, only the stayers work, and travelling
+    state takes half of their lines. A mover computes once it has its state, or, if that takes long and the run has
+    learners, its weights."""
     stop_and_copy_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
     if stop_and_copy_s > LIGHT_STATE_S:
         stop_and_copy_s *= objective.workload.needed_first
@@ -385,9 +370,8 @@ def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
 
 
 def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """Return the layout with other boundaries that is most worth its change. If none is, but the run asks for another
-    number of stages than the live plan has, return the best of that number; else None. Raises: NoLayout, LocalError."""
-    from shoal.coordinator.allocate.planner import plan_each
+    """Return the layout with other boundaries that is most worth its change; else the best of the number of stages that
+    the run asks for, if the live plan has another; else None. Raises: NoLayout, LocalError."""
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
@@ -484,7 +468,6 @@ def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -
 
 
 def _work(num_devices: int) -> int:
-    from shoal.coordinator.allocate.planner import default_work
 
     return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))
 

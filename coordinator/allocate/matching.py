@@ -5,9 +5,7 @@ that is one smaller than the largest. Where two neighbouring stages have holes i
 opposite the holes send to each other; a device opposite the only hole shares the nearest partner.
 
 There is no fastmath and no parallel loop, and sums have a fixed order, so the result is the same bit for bit on any
-machine. A kernel here calls only kernels of this file, because numba's cache of a function does not notice a change in
-another file that it calls.
-"""
+machine. A kernel here calls only kernels of this file: numba's cache does not notice a change in another."""
 
 import numpy as np
 from numba import njit
@@ -94,8 +92,7 @@ def open_path(cost, order):
 
     Held and Karp (1962), met in the middle: only sets of up to half the nodes are expanded, then joined with the rest.
 
-    Args: cost: float64 [K, K], symmetric. order: int64 [K], filled; a start for the 2-opt. Returns: its length.
-    """
+    Args: cost: float64 [K, K], symmetric. order: int64 [K], filled; a start for the 2-opt. Returns: its length."""
     K = len(cost)
     if K > ORDER_EXACT_MAX:
         return _two_opt(cost, order)
@@ -210,10 +207,8 @@ def price(x, share, hop, groups, sizes, order):
 
 @njit(cache=True)
 def settle(x, share, hop):
-    """Put the stages of x in the best order and the devices in the best columns, in place.
-
-    Args: as of `price`. Returns: (dp, pp, work).
-    """
+    """Put stages in the best order and devices in the best columns, in place. Args: as of `price`. Returns: (dp, pp,
+    work)."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)

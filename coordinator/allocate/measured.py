@@ -1,13 +1,12 @@
 """Keeps the measurements that peers report until a plan needs them. Pure.
 
-Claims are not trusted, so measurements by other peers count first. For a link, the receiver's figure bounds the
-sender's, and of two round trips over one link the longer counts: a peer gains nothing by claiming a better link, and
-loses work by claiming a worse one. For a device, the measured seconds of its microbatches count before its probe.
+Claims are not trusted. For a link, the receiver's figure bounds the sender's, and of two round trips over one link the
+longer counts: a peer gains nothing by claiming a better link, and loses work by claiming a worse one. For a device, the
+measured seconds of its microbatches count before its probe.
 
 Until others have seen a peer at work, it counts at most as the median of those that have been seen, for any claims
 about its device and its line: six boasting peers beside six working ones get the work of six average ones. The gain of
-a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only.
-"""
+a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only."""
 
 import math
 from collections import OrderedDict
@@ -27,8 +26,7 @@ STEADY_REPORTS = 16
 """Reports in the logarithmic average; after that each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""A figure replaces the average at once after this many reports in a row that differ by more than a factor of `ODD` in
-one direction: that is no noise."""
+"""A figure replaces the average after this many reports in a row that are more than a factor of `ODD` off."""
 SPEED_REPORTS = 3
 """Reports before a device's figure counts, because its first forward includes one-time costs."""
 LINKS_KEPT_MAX = 64
@@ -36,14 +34,11 @@ LINKS_KEPT_MAX = 64
 BOAST = 4.0
 """A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
-"""Bound of a claim over the median claim before anything is measured, as before the first plan. Stage boundaries depend
-on these claims, and cards and processors do differ that much."""
+"""Bound of a claim over the median claim before anything is measured: cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
 """Bound of a device's report about its own work over the median: a data centre's card among processors."""
 PROBES_CERTAIN = 3
 """Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
-SUSPECT_LINKS = 2
-"""Number of slow links that make a peer's line suspect."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
 """A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
 CLAIM_MIN = 2.0
@@ -144,7 +139,6 @@ class LinkBook:
                 self._degraded.pop((reporter, target), None)
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget the reports of all other peers."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
         self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
         self._degraded = {pair: rate for pair, rate in self._degraded.items() if pair[0] in peers and pair[1] in peers}
@@ -165,8 +159,7 @@ class LinkBook:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return the peers with a possibly slow line -> number of their slow links: several, and more than at any peer
-        at the other ends."""
+        """Return peer -> number of its slow links, if several, and more than at any peer at the other ends."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._degraded:
             ends.setdefault(reporter, set()).add(target)
@@ -174,7 +167,7 @@ class LinkBook:
         return {
             peer: len(others)
             for peer, others in ends.items()
-            if len(others) >= SUSPECT_LINKS and all(len(ends[other]) < len(others) for other in others)
+            if len(others) > 1 and all(len(ends[other]) < len(others) for other in others)
         }
 
     def _has_slow_line(self, num_others: int) -> set[PeerID]:
@@ -191,9 +184,9 @@ class LinkBook:
         return {target for target, link in self._links.get(peer, {}).items() if link.num_probes}
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. A peer without
-        measurements counts as it claims, at most as the median of the others, or as that median if it claims nothing.
-        The shares of a reduction must not depend on unknown rates."""
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
+        measurements it counts as it claims, at most as the median of the others, or as that median if it claims
+        nothing."""
         measured: dict[PeerID, float] = {}
         found: dict[PeerID, float] = {}
         for peer, claim in claims.items():
@@ -216,7 +209,6 @@ class LinkBook:
         return min(said.value, BOAST * seen.received.value)
 
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
-        """Return the links between `peers`, in their order."""
         number = {peer: index for index, peer in enumerate(peers)}
         slow_lines = self._has_slow_line(len(peers) - 1)
         found = [
@@ -266,7 +258,6 @@ class SpeedBook:
         _add(speed, flop_per_s)
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget all other peers."""
         self._speeds = {peer: speed for peer, speed in self._speeds.items() if peer in peers}
 
     def measured(self, peer: PeerID) -> float | None:
@@ -276,13 +267,10 @@ class SpeedBook:
 
     def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
         """Return the FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times the
-        ratio of measurements to claims, but at most as the measured median and as its own report.
+        ratio of measurements to claims, but at most as the measured median and as its own report. The ratio is there
+        because a microbatch's forward is slower than the single layer of a probe, on every device.
 
-        The ratio is there because a microbatch's forward is slower than the single layer of a probe, on every device.
-        Without it, unmeasured peers would look faster than the rest.
-
-        Args: seen: the peers that others have seen at work; the other peers' reports of their own work are claims.
-        """
+        Args: seen: the peers that others have seen at work; the other peers' reports of their own work are claims."""
         found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
         own = {peer: speed for peer in claims if (speed := self.measured(peer)) is not None}
@@ -294,7 +282,6 @@ class SpeedBook:
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """Bound claims by the measurements of other peers."""
     if measured:
         most = median_low(measured.values())
     elif claimed:

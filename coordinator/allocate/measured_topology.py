@@ -1,4 +1,4 @@
-"""The topology of a snapshot, for objectives and searches: measured values where known, estimates elsewhere.
+"""The topology of a snapshot: measured values where known, estimates elsewhere; and what a plan's stages do on it.
 
 | unknown                   | estimate                                                                               |
 |---------------------------|----------------------------------------------------------------------------------------|
@@ -20,18 +20,25 @@
 Memory is a claim: no other peer can measure it.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import CLAIM_MIN
+from shoal.coordinator.cost.format_choice import formats_of
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import FormatBytes, WireBytes
+from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.topology import Floats, Ints, Topology, make_topology
+from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s where no link is known, so that compute and memory decide. (With 100 Mbit/s, replicating large stages looks
-bad: two peers of 32 equal ones got 20 of 24 layers.)"""
+"""10 Gbit/s where no link is known, so that compute and memory decide."""
 SAME_MACHINE_S = 0.001
 """Two peers that claim the same machine are believed if their latency is lower."""
 CARD_MAX = 16.0
@@ -146,10 +153,7 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 def _slower(ratio: Floats) -> Floats:
     """Return [N], in [0, 1]: the median ratio by which the links from each peer are slower than estimated, if most
-    known ones are; else 1. A fast card does not raise it.
-
-    Args: ratio: [N, N], known over estimated; NaN: unknown.
-    """
+    known ones are; else 1. Args: ratio: [N, N], known over estimated; NaN: unknown."""
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
     slower = np.ones(len(ratio))
@@ -179,3 +183,48 @@ def _or(values: Floats, claims: Floats) -> Floats:
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)
+
+
+def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
+    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
+    number = {peer.peer: device for device, peer in enumerate(peers)}
+    return Placement(
+        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
+        bounds=(0, *(stage.last_layer for stage in stages)),
+    )
+
+
+def predict_step_time(
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
+) -> Foreseen | None:
+    """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
+
+    Args:
+        snapshot: with workload and network. Peers that are not in it are left out of the stages.
+        wire: the bytes of travelling tensors; None: as in the snapshot's workload.
+        synchronous: without running ahead (s_max = 0).
+    """
+    workload = snapshot.workload
+    assert workload is not None
+    placement = placement_of(stages, snapshot.peers)
+    if not all(placement.stages):
+        return None
+    if synchronous:
+        workload = replace(workload, s_max=0, control=None)
+    objective = ThroughputObjective(topology_of(snapshot), workload, wire)
+    cost, bound = objective.cost(placement), objective.bottleneck(placement)
+    if bound is None or not math.isfinite(cost.seconds):
+        return None
+    return Foreseen(cost.parts["tokens_per_s"], *bound)
+
+
+def choose_formats(
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
+) -> Formats:
+    """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
+    known peer. Args: kept: the present formats of the stages."""
+    assert snapshot.workload is not None
+    placement = placement_of(stages, snapshot.peers)
+    if not all(placement.stages):
+        return takes.thinnest(len(stages))
+    return formats_of(topology_of(snapshot), snapshot.workload, placement, takes, kept=kept)

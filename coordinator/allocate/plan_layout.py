@@ -36,8 +36,7 @@ class Layout:
     spares: tuple[PeerID, ...]
     reason: str
     beginning: Beginning | None = None
-    """The start of a new era with this layout, after a roll-back or a division; None: the previous plan's era
-    continues."""
+    """The new era that begins with this layout; None: the previous plan's era continues."""
     cutover_version: int = 0
     """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: no end is set."""
     next_layout: tuple[Stage, ...] = ()

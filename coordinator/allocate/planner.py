@@ -1,19 +1,13 @@
-"""The throughput planner: decides which device holds which layers.
-
-It is pure: the same arguments give the same placement on any machine, bit for bit. It scores with
-`cost.throughput.ThroughputObjective`.
-"""
+"""The throughput planner: decides which device holds which layers, alike on any machine."""
 
 import math
 
 import numpy as np
 
-from shoal.coordinator.allocate.at_once import one_a_stage
-from shoal.coordinator.allocate.evolution import POPULATION, evolve
-from shoal.coordinator.allocate.genome import Assignment
+from shoal.coordinator.allocate.at_once import one_a_stage, take_in
+from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement
@@ -40,24 +34,18 @@ def plan(
 
     Args:
         num_stages: None: several are tried and the best is taken; with a `current`, its number.
-        work: a budget in units of `evolution.WORK_PER_SECOND`, not in seconds; None: `default_work`.
+        work: a budget in units of `evolution.WORK_PER_SECOND`; None: `default_work`.
         current: the present placement, empty stages allowed. The search begins there, and the time of fetching other
             layers counts as lost work, spread over `horizon_s`.
         gain_min: the least relative gain of a change beyond that, else `current` is returned unchanged.
     Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
-    Raises: NoLayout: no placement on `num_stages` stages is possible.
-    """
+    Raises: NoLayout: no placement on `num_stages` stages is possible."""
     now = _with_newcomers(topology, workload, current)
     if num_stages is None and current is not None:
         num_stages = len(current.stages)
-    search = _Search(
-        topology,
-        workload,
-        seed=seed,
-        current=None if now is None else now[0],
-        horizon_s=horizon_s,
-    )
-    found, seconds, _ = search.best(num_stages, default_work(topology.num_devices) if work is None else work)
+    start = None if now is None else now[0]
+    search = _Search(topology, workload, seed=seed, current=start, horizon_s=horizon_s)
+    found, seconds, _ = search.each(num_stages, default_work(topology.num_devices) if work is None else work)[0]
     if now is not None and (found is None or seconds > now[1].seconds * (1.0 - gain_min)):
         return now
     if found is None:
@@ -72,17 +60,16 @@ def plan_each(
     topology: Topology,
     workload: Workload,
     *,
-    num_stages: int | None = None,
-    seed: int = 0,
+    num_stages: int | None,
+    seed: int,
     work: int,
     bias: ForecastBias = UNBIASED,
 ) -> list[Placement]:
-    """Return the best placement found for each number of stages, the best of all first: moving to the best may cost too
+    """Return the best placement found for each number of stages, the best of all first: moving to that may cost too
     much.
 
     Args: as of `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
-    Raises: NoLayout: there is none.
-    """
+    Raises: NoLayout: there is none."""
     search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, bias=bias)
     found = [placement for placement, _, _ in search.each(num_stages, work) if placement is not None]
     if not found:
@@ -123,22 +110,12 @@ class _Search:
         horizon_s: float,
         bias: ForecastBias = UNBIASED,
     ) -> None:
-        self._topology = topology
-        self._workload = workload
-        self._seed = seed
-        self._current = current
-        self._horizon_s = horizon_s
-        self._bias = bias
+        self._topology, self._workload = topology, workload
+        self._seed, self._current, self._horizon_s, self._bias = seed, current, horizon_s, bias
         self._levels = levels(topology, workload)
 
-    def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
-        """Search. Returns: (placement, seconds with moving, work spent); None if no placement is possible."""
-        tried = self.each(num_stages, work)
-        found, seconds, _ = tried[0]
-        return found, seconds, sum(did for _, _, did in tried)
-
     def each(self, num_stages: int | None, work: int) -> list[tuple[Placement | None, float, int]]:
-        """Return all tries, the best first: (placement, seconds with moving, work spent)."""
+        """Return all tries, the best first: (placement; None: none is possible, seconds with moving, work spent)."""
         if num_stages is not None:
             return [self._solve(num_stages, work)]
         choices = self._choices()
@@ -202,8 +179,7 @@ class _Search:
         return Placement(stages=stages, bounds=bounds), found.cost, spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible placement where some devices do not reach others: random groups may all be infeasible
-        there, so a search would have no start. None if all reach each other, or none is found."""
+        """Return a feasible start where some devices do not reach others; None if all do, or none is found."""
         t = self._topology
         num_paths = int((t.bytes_per_s > 0.0).sum())
         if num_paths >= t.num_devices * (t.num_devices - 1):

@@ -6,13 +6,11 @@ tries to reach another have failed since that one last answered (`LinkReport.num
 **Evidence.** A pair is unreachable if both of its ends report it, with at least one try each and `TRIES_MIN` together,
 and have not connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer
 can separate two others, a peer that calls all others unreachable is not believed, and two liars only harm their own
-pair. A peer without network fails towards all others and soon falls silent, which the failure detector handles. Lost:
-the report of one end is enough. A peer could then choose its partners, or exclude a
-coordinator. If only one end has tried, the coordinator asks the other end to try as well (`LinkSurvey`).
+pair. (Lost: one end is enough. A peer could then choose its partners, or exclude a coordinator.) If only one end has
+tried, the coordinator asks the other end to try as well (`LinkSurvey`).
 
 **End.** A pair is reachable again when either end reports an answer of the other, or when no report has arrived for
-`EXPIRY_HEARTBEATS`. Until then the coordinator asks both ends to try again, every `RETRY_HEARTBEATS`.
-"""
+`EXPIRY_HEARTBEATS`. Until then the coordinator asks both ends to try again, every `RETRY_HEARTBEATS`."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ PATIENCE_HEARTBEATS = 2.0
 RETRY_HEARTBEATS = 30.0
 EXPIRY_HEARTBEATS = 150.0
 CLAIMS_KEPT_MAX = 64
-"""Claims kept of each peer, the latest ones."""
 TOLD_MAX = 64
 """Maximum number of pairs in a leadership transfer."""
 
@@ -50,8 +47,6 @@ class _Claim:
 
 
 class Reachability:
-    """The reports of both ends of each pair."""
-
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
         self._claims: dict[PeerID, dict[PeerID, _Claim]] = {}
@@ -99,7 +94,6 @@ class Reachability:
         )
 
     def cannot_reach(self, peer: PeerID, now_s: float) -> frozenset[PeerID]:
-        """Return the peers that `peer` cannot reach."""
         return frozenset(other for other in self._claims.get(peer, ()) if self._is_apart(peer, other, now_s))
 
     def failed_from(self, peer: PeerID) -> frozenset[PeerID]:

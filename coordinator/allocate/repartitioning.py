@@ -1,7 +1,7 @@
 """Search for another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
 Such a change has a price, and there are two ways to pay it (`Change`). In both the run halts at one version
-(`Plan.ends_at`): the pipeline drains, state travels, and the pipeline fills again.
+(`Plan.cutover_version`): the pipeline drains, state travels, and the pipeline fills again.
 
 - *Ahead*: peers fetch the layers that they lack while training goes on. This takes several times as long as with the
   lines alone, steps that need the lines are slower meanwhile, and the gain comes later. Only gradients, and layers
@@ -9,19 +9,16 @@ Such a change has a price, and there are two ways to pay it (`Change`). In both 
 - *At once*: the run halts until all state has travelled. Peers that lack the same layers pass received parts on to each
   other (`peer/handoff/relay.py`).
 
-The way that costs less work is taken, and the gain of a new layout must exceed this price within the time for which
-layouts are expected to last. Fetching ahead may turn out slower than estimated; `Change.stands_still` then compares the
-two ways again.
+The way that costs less work is taken, and the gain must exceed this price within the time for which layouts are
+expected to last. If fetching ahead turns out slower than estimated, `Change.stands_still` compares the two ways again.
 
 **The value of a gain.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
-figures err upwards, and the real gain is smaller than the estimate. Let s be the error of the promises of earlier plans
-(`SwarmSnapshot.forecast_error`), and d the true spread of the layouts that a search compares, both in the logarithm.
-The mean of the true gain is
+figures err upwards. Let s be the error of the promises of earlier plans (`SwarmSnapshot.forecast_error`), and d the
+true spread of the layouts that a search compares, both in the logarithm. The mean of the true gain is
 
     log(1 + gain) d^2 / (d^2 + s^2)
 
-Source: regression to the mean, for normal errors; d is assumed to be `FORECAST_ERROR`.
-"""
+Source: regression to the mean, for normal errors; d is assumed to be `FORECAST_ERROR`."""
 
 import math
 from collections.abc import Sequence
@@ -30,8 +27,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, SwarmSnapshot
+from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -40,28 +37,24 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 1.0
-"""The seconds that a change of layout costs for coordination alone: a plan ends the old layout, another begins the new
-one. With heartbeats of 2 s it was 0.7 s beyond a step (`coordinator/MEASURED.md`)."""
+"""The seconds that coordination costs alone: with heartbeats of 2 s, 0.7 s beyond a step
+(`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""The least part of a line that state fetched ahead gets while training uses the line all the time. A holder waits for
-a moment in which its line is quiet, but no more than four times as long as the transfer itself takes
-(`peer/handoff/server.py`). Steps that are bound by their lines are therefore estimated to be 20 % slower meanwhile (17
-% measured in two-universities), others no slower (1 to 3 % measured, `peer/MEASURED.md`)."""
+"""The least part of a line that state fetched ahead gets while training uses the line all the time: a holder waits for
+a quiet moment, but no more than four times as long as the transfer takes (`peer/handoff/server.py`). So steps that are
+bound by their lines are estimated to be 20 % slower meanwhile (17 % measured in two-universities), others no slower."""
 FROM_ONE_TIMES = 1.6
 """The factor on the upload time of state with one holder and several peers that lack it: parts that one of them is slow
-to pass on are fetched again (measured once: 148 s for 90 s, `coordinator/MEASURED.md`)."""
+to pass on are fetched again (measured once: 148 s for 90 s)."""
 WORTH_MIN = 0.05
 """The least expected gain in tokens/s (`expected_gain`) for which state is fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """The price of going from one layout to another, and the gain.
-
-    The price is the work lost by the change, in seconds of the new layout.
-    """
+    """The price of going from one layout to another, in seconds of the new layout, and the gain."""
 
     gain: float
     """The estimated gain in tokens/s: 0.1 is 10 % more."""
@@ -80,19 +73,14 @@ class Change:
 
     @property
     def price_s(self) -> float:
-        """The price of the cheaper way."""
         return self.drain_s + min(self.stop_and_copy_s, self._precopied_s(self.precopy_s))
 
     def stands_still(self, precopy_s: float | None = None) -> bool:
         """True if halting at once costs less than fetching ahead.
-
-        Args: ahead_s: the seconds that fetching ahead is measured to take; None: as estimated. The part that has
-            arrived by then does not matter: both ways have the same part left to do.
-        """
+        Args: precopy_s: the seconds that fetching ahead is measured to take; None: as estimated."""
         return self.stop_and_copy_s <= self._precopied_s(self.precopy_s if precopy_s is None else precopy_s)
 
     def pays(self, horizon_s: float) -> bool:
-        """True if the expected gain is at least `WORTH_MIN` and pays for the change within `horizon_s`."""
         return self.worth >= WORTH_MIN and self.work(horizon_s) > horizon_s
 
     def work(self, horizon_s: float) -> float:
@@ -103,15 +91,6 @@ class Change:
         return self.residual_s + (1.0 - self.meanwhile) * precopy_s
 
 
-def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
-    number = {peer.peer: device for device, peer in enumerate(peers)}
-    return Placement(
-        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
-        bounds=(0, *(stage.last_layer for stage in stages)),
-    )
-
-
 def change_to(
     snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement, *, worth_min: float = -math.inf
 ) -> Change | None:
@@ -119,10 +98,8 @@ def change_to(
 
     Args:
         topology: of `snapshot.peers`, whose numbers the placements use.
-        worth_min: the least expected gain, relative. Below it the state transfer, which is slow to estimate, is
-            skipped.
-    Returns: the change; None if its expected gain is below `worth_min`, or either placement is infeasible.
-    """
+        worth_min: below this expected gain the state transfer, which is slow to estimate, is skipped.
+    Returns: the change; None if its expected gain is below `worth_min`, or either placement is infeasible."""
     workload = snapshot.workload
     assert workload is not None
     objective = ThroughputObjective(topology, workload)
@@ -174,15 +151,14 @@ def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) 
         for peer in stage.peers:
             now = live.stage_of(peer)
             held = range(*live.stages[now].layers) if now is not None else range(0)
-            lacking[peer] = sum(
-                workload.layer_state_bytes[layer] for layer in range(*stage.layers) if layer not in held
-            )
+            layers = (layer for layer in range(*stage.layers) if layer not in held)
+            lacking[peer] = sum(workload.layer_state_bytes[layer] for layer in layers)
     return lacking
 
 
 def foreseen_gain(snapshot: SwarmSnapshot, live: Cost, found: Cost) -> float:
     """Return the relative gain in tokens/s by the foreseen step time; -1 if `found` is infeasible, infinite if only
-    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/predicted_step.py`)."""
+    `live` is. `Cost.seconds` would err differently for different numbers of stages."""
     if not math.isfinite(found.seconds):
         return -1.0
     if not math.isfinite(live.seconds):
@@ -192,8 +168,8 @@ def foreseen_gain(snapshot: SwarmSnapshot, live: Cost, found: Cost) -> float:
 
 
 def _gain(snapshot: SwarmSnapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
-    """Return `foreseen_gain`, corrected by the objective's known bias for each number of stages. There is no upward
-    correction: if a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
+    """Return `foreseen_gain`, corrected by the objective's known bias for each number of stages, but never upwards: if
+    a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
     before, after = (min(1.0, snapshot.forecast_bias.factor(len(each.stages))) for each in (current, found))
     return (1.0 + foreseen_gain(snapshot, live, cost)) * after / before - 1.0
 
@@ -207,8 +183,8 @@ def expected_gain(gain: float, forecast_error: float) -> float:
 
 
 def seen_or_foreseen_s(snapshot: SwarmSnapshot, live: Cost) -> float:
-    """Return the seconds of a step of the live layout, the lower of measurement and estimate. If the live layout is
-    faster than its figures say, a figure is wrong, and leaving a fast layout gains nothing."""
+    """Return the seconds of a step of the live layout, the lower of measurement and estimate: leaving a fast layout
+    gains nothing, whatever its figures say."""
     if not snapshot.seen_tokens_per_s or not math.isfinite(live.seconds):
         return live.seconds
     return live.seconds * min(1.0, live.parts["tokens_per_s"] / snapshot.seen_tokens_per_s)
@@ -217,13 +193,12 @@ def seen_or_foreseen_s(snapshot: SwarmSnapshot, live: Cost) -> float:
 def fetch_s(
     topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
 ) -> float:
-    """Return the seconds until all peers hold the layers of `found`, if the lines carry nothing else. It is the longest
-    of: the paths from all holders of a layer at once, the busiest card, and (if `together`) the upload of each stage's
+    """Return the seconds until all peers hold the layers of `found`, if the lines carry nothing else: the longest of
+    the paths from all holders of a layer at once, the busiest card, and (if `together`) the upload of each stage's
     state.
 
-    Args: together: peers that lack the same layers pass received parts on to each other, and all other peers relay over
-        their own paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there.
-    """
+    Args: together: peers that lack the same layers pass received parts on, and all other peers relay over their own
+    paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there."""
     layer_bytes = np.array(workload.layer_state_bytes)
     _, card = np.unique(topology.card, return_inverse=True)
     same_card = card[:, None] == card[None, :]
@@ -264,11 +239,9 @@ def fetch_s(
 def _leave_s(
     topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
 ) -> float:
-    """Estimate the seconds in which `num_bytes` of state leave their holders over all paths and cards; `FROM_ONE_TIMES`
-    as long if one peer gives to several.
+    """Estimate the seconds in which `num_bytes` of state leave their holders over all paths and cards.
 
-    Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers.
-    """
+    Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers."""
     others = np.setdiff1d(np.arange(topology.num_devices), givers)
     _, one_of_each = np.unique(np.array(topology.card)[givers], return_index=True)
     line = min(rate[np.ix_(givers, others)].sum(), topology.up_bytes_per_s[givers[one_of_each]].sum())
@@ -277,8 +250,7 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the part of `stop_and_copy_s` that is left for the halt: one step's gradient of fetched layers, and other
-    layers."""
+    """Return the part that is left for the halt: one step's gradient of fetched layers, and other layers."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -298,7 +270,6 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part: float) -> Topology:
-    """Return `topology` with `part` of each line's rate."""
     return replace(
         topology,
         bytes_per_s=part * topology.bytes_per_s,

@@ -6,8 +6,7 @@ that gained or lost a member and of their neighbours, then the times of those st
 
 This file is long because numba's cache of a function does not notice a change in another file that it calls. There is
 no fastmath, no parallel loop and no transcendental function, random integers are our own, and sums run in the order of
-members: the result is the same bit for bit on any machine.
-"""
+members: the result is the same bit for bit on any machine."""
 
 from typing import Any, NamedTuple
 
@@ -17,9 +16,7 @@ from numba import njit
 _njit: Any = njit  # the types of njit lack two of its options
 _kernel = _njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 _inner = _njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
-"""Only a `_kernel` is called from Python. A wrapper that unpacks a tuple of 60 arrays is a third of a function's
-compile time: the first search on a machine took 42 s of CPU with a wrapper for each function, and takes 27 s without.
-"""
+"""Only a `_kernel` is called from Python: a wrapper that unpacks 60 arrays is a third of a function's compile time."""
 FLOW_ROUNDS = 6
 IMPOSSIBLE = 1e9
 """Costs from here on belong to infeasible placements; a higher cost is further from feasible."""
@@ -28,7 +25,7 @@ _STEP_FLOP = 20.0
 _WINDOW_GAIN = 1.5
 _GUIDE = 0.03
 """Local search minimises the cost plus this part of the mean stage, the mean member's reduction and the chain: most
-moves do not touch the slowest stage, and yet improve or worsen the placement."""
+moves do not touch the slowest stage."""
 _HEAT = 0.08
 """A search at heat 1 begins by accepting placements that are up to this part worse."""
 
@@ -48,8 +45,7 @@ CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(
 last stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire,
 its total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
-"""The rows of `PlacementState.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's
-gradient."""
+"""The rows of `PlacementState.loads`, by unit. `REDUCED`: bytes over its card for each byte of its stage's gradient."""
 PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
 """The rows of `PlacementState.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members,
 `STRAIN` the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
@@ -79,8 +75,7 @@ class SearchProblem(NamedTuple):
     layers: Any
     """[5, L + 1]"""
     beyond: Any
-    """[devices + 1], the number of placed experts that a member of a stage of this many devices holds beyond its slots.
-    """
+    """[devices + 1], placed experts that a member of a stage of so many devices holds beyond its slots."""
     costs: Any
     """[10]"""
 
@@ -252,8 +247,7 @@ def _job(P, first, last):
 
 @_inner
 def _saturate(P, S, k, first, last):
-    """Compute T_stage of stage k, and its members' card, slope, offset and taken. Returns: (T_stage, reduction) in
-    seconds."""
+    """Compute the members' card, slope, offset and taken. Returns: (T_stage, seconds of the reduction)."""
     M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)
@@ -373,7 +367,7 @@ def _pair(P, S, k):
 
 @_inner
 def _fill(P, S, k, supply, demand):
-    """Compute the flow as `cost/flow.py` does, where some paths are too thin. Returns: work."""
+    """Compute the flow as `cost.throughput.fill` does, where some paths are too thin. Returns: work."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
     left, room = supply.copy(), demand.copy()
@@ -417,9 +411,7 @@ def _fill(P, S, k, supply, demand):
 @_kernel
 def evaluate(P, S, work):
     """Compute all dirty values again. Returns: (cost with moving, the guide of local search).
-
-    Args: work: int64 [1], to which the work done is added.
-    """
+    Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
         if S.count[k] == 0 or S.bounds[k + 1] <= S.bounds[k]:
@@ -564,8 +556,8 @@ def _memory(P, S, step_s):
 
 @_kernel
 def moving_s(P, S):
-    """Return the seconds of the whole swarm's work that moving here from the current plan costs: the work that each
-    unit does not do while it fetches missing layers. Newcomers did no work before, so they cost nothing."""
+    """Return the seconds of the whole swarm's work that moving here from the current plan costs: what each unit does
+    not do while it fetches missing layers. Newcomers did no work before, so they cost nothing."""
     lost_s = 0.0
     if P.costs[HORIZON_S] == np.inf:
         return 0.0
@@ -589,9 +581,9 @@ def moving_s(P, S):
 
 @_kernel
 def cut(P, S, work):
-    """Set the bounds for which the slowest stage of these members is fastest, exactly: dynamic programming over all
-    cuts, each stage timed by `_saturate` with its own members. Stages that do not fit in memory with two microbatches
-    held are infeasible. The paths must have been scanned; shared cards keep their present loads."""
+    """Set the bounds for which the slowest stage of these members is fastest, exactly, by dynamic programming. Stages
+    that do not fit in memory with two microbatches held are infeasible. The paths must have been scanned; shared cards
+    keep their present loads."""
     K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
@@ -779,13 +771,11 @@ def _propose(P, S, random):
 
 @_kernel
 def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
-    """Search locally from the placement in S until `limit` units are spent.
+    """Search locally from the placement in S until `limit` units are spent. A worse placement is accepted up to a
+    threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills best_stage and best_bounds; S is left at
+    the end of the search.
 
-    A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills
-    best_stage and best_bounds; S is left at the end of the search.
-
-    Args: B: a PlacementState for copies. Returns: (the best cost, work).
-    """
+    Args: B: a PlacementState for copies. Returns: (the best cost, work)."""
     random = np.full(1, np.uint64(seed), np.uint64)
     work = np.zeros(1, np.int64)
     cost, guide = evaluate(P, S, work)

@@ -1,9 +1,8 @@
 """The throughput objective as an `Evaluator`: labels of assignments are positions in the pipeline, cut by exact DP.
 
-`evolution.evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names
-are positions, so it keeps the better order. Bounds are not part of an individual: they are the exact cut for its groups
-(or the current plan's, where moving state costs more than a new cut gains), improved by local search.
-"""
+`evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names are
+positions, so it keeps the better order. Bounds are the exact cut for an individual's groups (or the current plan's,
+where moving state costs more than a new cut gains), improved by local search."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.coordinator.allocate.evolution import Improved
-from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
+from shoal.coordinator.allocate.evolution import HOMELESS, LEFT_OUT, Assignment, Improved
 from shoal.coordinator.cost.path_rates import path_bytes_per_s
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 IMPOSSIBLE = 1e9
 """`throughput_kernels.IMPOSSIBLE`; that module takes a second to import, which only a search needs."""
-_SHARE_PER_DEVICE = 20_000
 
 
 class ThroughputEvaluator:
@@ -34,8 +31,7 @@ class ThroughputEvaluator:
     Args:
         weight: int64 [N], the number of alike devices behind each of the topology's (`hierarchy.py`); 1 if None. With
             it flop_per_s and cards are sums, memory and paths those of one device.
-        current: the placement in force: moving state costs.
-        horizon_s: the time over which that cost is spread.
+        current: the placement in force: moving state costs, spread over `horizon_s`.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class ThroughputEvaluator:
         self.num_stages = num_stages
         self.classes: Assignment = np.arange(topology.num_devices)
         self.draws = 16
-        self.share = _SHARE_PER_DEVICE * topology.num_devices
+        self.share = 20_000 * topology.num_devices
         self.topology = topology
         self._weight = np.ones(topology.num_devices) if weight is None else weight.astype(np.float64)
         self._current = current
@@ -97,8 +93,7 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Give homeless devices to the stage with the least speed, and empty stages the slowest device of the
-        richest."""
+        """Give homeless devices to the slowest stage, and empty stages the slowest device of the richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -132,9 +127,6 @@ class ThroughputEvaluator:
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
     # --- placements ---
-
-    def assignment_of(self, placement: Placement) -> Assignment:
-        return assignment_of(self.num_devices, placement)
 
     def placement_of(self, assignment: Assignment) -> Placement:
         _, bounds = self._cut(assignment)
@@ -272,7 +264,6 @@ class ThroughputEvaluator:
 
 
 def assignment_of(num_devices: int, placement: Placement) -> Assignment:
-    """Return the stage of each device."""
     assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
     for k, stage in enumerate(placement.stages):
         assignment[list(stage)] = k

@@ -1,18 +1,15 @@
 """Names the resource that limits a step, for a placement in steady state. Pure.
 
-A step takes about the longer of two times (`throughput.py`): T_flow, of the busiest resource, and T_chain, of the
-longest dependency chain. If T_flow is longer, the bottleneck is the slowest stage, or the slowest pair of neighbouring
-stages. Within a stage it is the resource with the longest time for a step's work:
+A step takes about the longer of T_flow and T_chain (`throughput.py`). If T_flow is longer, the bottleneck is the
+slowest stage, or the slowest pair of neighbouring stages. Within a stage it is the resource with the longest time for a
+step's work:
 
     compute    M / sum of 1 / job_d                  card, reduction    (activations + gradients) / sum of card_d
     paths      M / sum of path_rate_d                reduction          the slowest path between two members
 
-Activations and gradients share a network card; the bottleneck is named after the larger of the two.
-
-If T_chain is longer, the bottleneck is its longest part at the stage with the longest chain: the commit (or its
-reduction, if that takes half of it), the round trip, or the issue of the microbatches, which is again limited by a
-stage or a pair.
-"""
+A network card is named after the larger of its two loads. If T_chain is longer, the bottleneck is its longest part at
+the stage with the longest chain: the commit (or its reduction, if that takes half of it), the round trip, or the issue
+of the microbatches, which is again limited by a stage or a pair."""
 
 from collections.abc import Sequence
 
@@ -25,15 +22,11 @@ from shoal.protocol.plan import Bound
 Bottleneck = tuple[Bound, int]
 """(kind, stage). Paths lead from the stage to the next one, or to the previous one if the stage is the last."""
 
-_EQUAL = 1e-6
-"""Relative tolerance. The throughput of a pair equals that of its slower stage unless its paths carry less."""
-
 
 def bottleneck(
     workload: Workload, flow: Flow, pace: Pace, *, stages_s: Sequence[float], pairs_s: Sequence[float]
 ) -> Bottleneck:
-    """Return the bottleneck. Args: stages_s, pairs_s: T_stage of each stage and T_pair of each two neighbours, s a
-    step."""
+    """Return the bottleneck. Args: stages_s, pairs_s: T_stage of each stage and T_pair of each pair, s a step."""
     if pace.chain_s > flow.flow_s:
         chains_s = [tail.chain_s for tail in pace.tails]
         waited_for = chains_s.index(max(chains_s))
@@ -44,7 +37,8 @@ def bottleneck(
             return "reduction" if reduce_s >= commit_s / 2.0 else "commit", waited_for
         if trip_s >= flow.issue_s:
             return "round trip", waited_for
-    if pairs_s and max(pairs_s) > (1.0 + _EQUAL) * max(stages_s):
+    # A pair equals its slower stage, to rounding, unless its paths carry less.
+    if pairs_s and max(pairs_s) > (1.0 + 1e-6) * max(stages_s):
         return "paths", pairs_s.index(max(pairs_s))
     slowest = stages_s.index(max(stages_s))
     return _busiest(workload, flow, slowest), slowest

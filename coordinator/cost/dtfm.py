@@ -5,16 +5,14 @@
     pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
          the perfect matching between them with the shortest bottleneck;  hop = latency + A / bandwidth
 
-G is a stage's gradient, A a replica's activations of one step, both in bits when bandwidth is in bits/s; the paper
-counts 10^9 bytes to a gigabyte. |S| is the number of replicas. The formula contains no compute, memory or overlap.
+G is a stage's gradient, A a replica's activations of one step; the paper counts 10^9 bytes to a gigabyte. |S| is the
+number of replicas. The formula contains no compute, memory or overlap.
 
 Choices where the paper says nothing:
-- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways. On
-  symmetric links that is the paper's number.
+- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways.
 - **stages of different size**: each member of the smaller has its own partner, and each remaining member of the larger
   shares the nearest. A is per replica as in the file, for any size.
-- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement.
-"""
+- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement."""
 
 import math
 
@@ -29,8 +27,7 @@ _GIGABYTE = 1e9
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
-    """float64 [N, N], symmetric: what another member adds to dp in a stage of `replicas`; inf without a path, 0 to
-    itself."""
+    """float64 [N, N], symmetric: what another member adds to dp; inf without a path, 0 to itself."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
     return _both_ways(topology.latency_s, topology.bytes_per_s, part)
 
@@ -50,8 +47,6 @@ def _both_ways(latency_s: Floats, bytes_per_s: Floats, size_bytes: float) -> Flo
 
 class DtfmObjective:
     """Implements `placement.Objective`. `Cost.parts`: `dp_s` and `pp_s`, which is 2 pp; their sum is `seconds`."""
-
-    name = "dtfm"
 
     def __init__(self, topology: Topology, workload: WorkloadEntry) -> None:
         self.topology = topology
@@ -101,38 +96,16 @@ def bottleneck(hop: Floats) -> float:
 
 
 def _matches(near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
-    """True if every row can have its own column (Kuhn's algorithm)."""
-    columns = [np.flatnonzero(row).tolist() for row in near]
-    owner: dict[int, int] = {}
-    return all(_find(row, columns, owner, set()) for row in range(len(columns)))
+    """True if every row can have its own column."""
+    from scipy.sparse import csr_array  # late: half a second, which only this objective needs
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
-
-def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[int]) -> bool:
-    """Assign a column to `row`, reassigning other rows; depth first without recursion, which a large stage would
-    exhaust."""
-    trail, choices = [row], [iter(columns[row])]
-    taken: list[int] = []
-    while trail:
-        column = next((c for c in choices[-1] if c not in seen), None)
-        if column is None:
-            trail.pop()
-            choices.pop()
-            if taken:
-                taken.pop()
-            continue
-        seen.add(column)
-        taken.append(column)
-        if column not in owner:
-            owner.update(zip(taken, trail, strict=True))
-            return True
-        trail.append(owner[column])
-        choices.append(iter(columns[owner[column]]))
-    return False
+    return bool((maximum_bipartite_matching(csr_array(near), perm_type="column") >= 0).all())
 
 
 def shortest_open_path(distances: Floats) -> float:
-    """Return the length of the shortest path through all K nodes, both ends free (Held and Karp 1962); above
-    `ORDER_EXACT_MAX` nodes, of the path in the given order."""
+    """Return the length of the shortest path through all nodes (Held and Karp 1962), or of the given one if there are
+    many."""
     K = len(distances)
     if K > ORDER_EXACT_MAX:
         return float(sum(distances[k, k + 1] for k in range(K - 1)))

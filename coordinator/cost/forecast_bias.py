@@ -1,16 +1,15 @@
 """Estimates the error of the objective in this run, for each number of stages. Pure.
 
 The objective does not know everything that costs time: cores shared by peers of one machine, a busy router, a hot card.
-Layouts with one stage and with eight suffer from different things, so a measurement with one number of stages is
-partial evidence for another. With y(K) = log(measured / predicted tokens/s) of layouts with K stages,
+A measurement with one number of stages is partial evidence for another. With y(K) = log(measured / predicted tokens/s)
+of layouts with K stages,
 
     y(K) = a + b(K),   a ~ N(0, A^2),   cov(b(K), b(K')) = B^2 exp(-|log K - log K'|),   y seen with noise N^2 / steps
 
 the estimate is the mean of y(K) given all measurements. A swarm that is slower than predicted with one number of stages
 thus comes to try another.
 
-Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted.
-"""
+Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted."""
 
 import math
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ class ForecastBias:
     """(number of stages, log(measured / predicted tokens/s), steps behind it), each number of stages once."""
 
     def factor(self, num_stages: int) -> float:
-        """Return the expected measured over predicted tokens/s for a layout of `num_stages` stages; 1.0 without
-        measurements."""
+        """Return the expected measured over predicted tokens/s for a layout of `num_stages` stages."""
         if not self.seen:
             return 1.0
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))

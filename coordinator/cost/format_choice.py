@@ -1,10 +1,8 @@
 """Chooses the formats in which a placement's tensors travel, by cut and by stage. Pure.
 
 Narrow formats cost learning, so tensors are narrow only where a step waits for them. The choice starts with the
-narrowest format everywhere, as layouts are searched, and widens one tensor class after another: first gradient sums by
-stage, because narrow ones cost most learning, then activations by cut. Each is judged together with all wider ones
-before it.
-"""
+narrowest format everywhere, as layouts are searched, and widens first gradient sums by stage, because narrow ones cost
+most learning, then activations by cut. Each is judged together with all wider ones before it."""
 
 import math
 
@@ -18,7 +16,6 @@ SPARED = 0.98
 """A wider format is accepted if the tokens/s with it are at least this share of those with the narrowest formats."""
 KEPT = 0.95
 """The same share for a wider format that the live layout already uses."""
-
 TRIES_MAX = 64
 """Maximum number of evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
@@ -27,16 +24,14 @@ def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the widest formats with which the placement keeps at least `SPARED` (or `KEPT`) of its tokens/s with the
-    narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it: untried formats stay
-    narrow. If the objective cannot predict the placement, all are the narrowest.
-    Args: takes: the formats among which to choose. kept: the current formats of a live layout with these stages.
-    """
+    narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it. If the objective cannot
+    predict the placement, all are the narrowest.
+    Args: kept: the current formats of a live layout with these stages."""
     return _Choice(topology, workload, placement, takes, kept).widened()
 
 
 class _Choice:
-    """The choice over 2 K - 1 *things* that may be widened: stage k's sums are number k, the cut behind it is number K
-    + k."""
+    """2 K - 1 *things* may be widened: number k is stage k's sums, number K + k the cut behind it."""
 
     def __init__(
         self, topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, kept: Formats | None
@@ -57,8 +52,7 @@ class _Choice:
         return self._formats(self._with(wide, range(begin, end)) if self._most > 0.0 else wide)
 
     def _with(self, wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` and the accepted ones of `things`. Try all at once, then halves: a subset of an acceptable set
-        is acceptable."""
+        """Return `wide` and the accepted ones of `things`: all, or those of its halves."""
         if not things or self._tries >= TRIES_MAX:
             return wide
         least = KEPT if self._kept.issuperset(things) else SPARED
@@ -71,8 +65,8 @@ class _Choice:
 
     def _tokens_per_s(self, wide: frozenset[int]) -> float:
         """Return the predicted tokens/s; 0: the placement is impossible. If the control holds much back, the prediction
-        exceeds the search's T, and more so with narrow formats than with wide ones, which no run has confirmed. T never
-        does that, so the shorter time of both counts."""
+        exceeds the search's T, and more so with narrow formats, which no run has confirmed. So the shorter time of both
+        counts."""
         self._tries += 1
         workload = self._workload
         objective = ThroughputObjective(self._topology, workload, self._takes.under(self._formats(wide)))

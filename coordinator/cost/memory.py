@@ -1,13 +1,12 @@
 """Counts the bytes that a replica holds for each parameter of its stage, term by term, at their peak.
 
 The peak is the reduction: the sum in reduction and its result are alive, while the device runs a microbatch of the next
-step, with that step's sum and weights. The optimizer's step takes less, because it frees the sum first and replaces the
-state layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
+step, with that step's sum and weights. The optimizer's step takes less: it frees the sum first and replaces the state
+layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
 `tests/peer/pipeline/test_step_memory.py` tensor by tensor.
 
 On a GPU the reduced gradient is in host memory; if the card is full, so are moments and places
-(`peer/pipeline/offload.py`).
-"""
+(`peer/pipeline/offload.py`)."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -22,9 +21,10 @@ FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
 """fp32 numbers beside the parameter. Muon has a second moment except for hidden matrices."""
+LOGITS_BYTES_MAX = 1 << 28
+"""Equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
-"""Bytes for each parameter of the one layer that steps: its new state beside the old one, the clipped gradient, the
-update, and its divisor."""
+"""Bytes for each parameter of the one layer that steps: new state, clipped gradient, update, and its divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,7 @@ class ResidentTerms:
     places: float
     """Sums of the weights at which gradients were taken, one for each of `sums`, if the compensation needs them."""
     mean: float
-    """The reduced gradient, and its quantized form if it travels in few bits. The previous step's is freed by then,
-    unless a group peer is behind."""
+    """The reduced gradient, and its quantized form if it travels in few bits."""
 
     @property
     def total(self) -> float:
@@ -95,10 +94,9 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans count: what must be on the card. A peer that lacks even that (it computes in
-        host memory, or the rest does not fit there) reports it and is given less (`Claims.memory_bytes`). With adapters
-        it is all memory of a peer: a full card could offload only activations, and plans do not know how much longer
-        its jobs take then."""
+        """Return the memory that plans count: what must be on the card. A peer that lacks even that reports it and is
+        given less (`Claims.memory_bytes`). With adapters it is all memory of a peer: a full card could offload only
+        activations, and plans do not know how much longer its jobs take then."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
@@ -118,8 +116,8 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """Return the GPU memory of real peers, with the reduced gradient in host memory.
-        Args: is_full: the card is too small for the rest, so moments and places are in host memory too, and jobs
-        recompute layer by layer."""
+        Args: is_full: the card is too small for the rest: moments and places are in host memory too, and jobs recompute
+        layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
         job = job_bytes(spec, experts_held=experts_held, is_full=is_full)
@@ -160,7 +158,6 @@ def resident_terms(spec: RunSpec) -> ResidentTerms:
 
 
 def _moments(spec: RunSpec) -> float:
-    """Return the moments per parameter; for Muon, the model's mean."""
     if spec.optimizer.name != "muon":
         return _MOMENTS[spec.optimizer.name]
     ends = float(sum(num_elements(spec.model, EMBED)) + num_elements(spec.model, HEAD)[0])
@@ -184,43 +181,37 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """[L], what the running job takes besides, and the step of a layer that is larger than others. With recomputation
-    that is the graph of the whole stage, or of one layer (`workspace_bytes`). On a card that `is_full` it is also one
-    layer, plus the input of each layer. The last layer adds the larger of the head's step and the head's gradient with
-    some of its logits; the first layer adds the embedding's step."""
+    that is the graph of the whole stage, or of one layer (`workspace_bytes`), as on a card that `is_full`, plus the
+    input of each layer. The last layer adds the larger of the head's step and the head's gradient with some of its
+    logits; the first layer adds the embedding's step."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)
     job = [of_layer if is_whole else 0.0] * model.num_layers
+    logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
     embed, head = (float(num_elements(model, key)[0]) for key in (EMBED, HEAD))
     if spec.adapter is not None:
-        # Embedding and head have no gradient and no step; the head becomes dense for its products if it is stored
-        # otherwise.
-        logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
+        # Embedding and head have no gradient and no step; the head becomes dense for its products.
         job[-1] += _dense_bytes(spec, head, HEAD) + logits
         job[0] += _dense_bytes(spec, embed, EMBED)
         return tuple(job)
     largest = decoder_parameters(model, experts_held=experts_held)
     step_of_embed, step_of_head = (STEP_TEMPORARIES * max(0.0, end - largest) for end in (embed, head))
-    logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
     job[0] += step_of_embed
     job[-1] += max(step_of_head, FP32 * head + logits)
     return tuple(job)
 
 
-LOGITS_BYTES_MAX = 1 << 28
-"""Equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
-
-
 def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
-    """Count the bytes that a stage needs only while one decoder layer steps or runs backward, the larger of the two."""
-    tokens = spec.training.microbatch_size * spec.model.context
+    """Count the bytes that a stage needs only while one decoder layer steps or runs backward."""
+    graph_bytes = spec.training.microbatch_size * spec.model.context * _graph_bytes(spec)
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
         # One matrix at a time, of all experts if there are any.
         dense = _dense_bytes(spec, float(spec.model.experts_held * spec.model.dim * spec.model.ffn_dim), "layers.0")
-        return max(step, tokens * _graph_bytes(spec) + dense)
+        return max(step, graph_bytes + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
-    return max(step, tokens * _graph_bytes(spec))
+    return max(step, graph_bytes)
 
 
 def frozen_base(spec: RunSpec) -> FrozenBase | None:
@@ -236,8 +227,7 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """Return the bytes of a base layer's matrix while it is dense for a product. Of the embedding only rows become
-    dense."""
+    """Return the bytes of a base layer's matrix while it is dense for a product. Of the embedding only rows are."""
     assert spec.adapter is not None
     base = spec.adapter.base
     if base in ("int8", "nf4"):
@@ -248,8 +238,7 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the graph bytes of one token in one decoder layer: residuals and norms in fp32, the rest in the compute
-    format (fp32 if peers choose, which is more)."""
+    """Return the graph bytes of one token in one layer: residuals and norms in fp32, the rest in the compute format."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -7,10 +7,10 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 
 def path_bytes_per_s(topology: Topology, source: Ints, target: Ints, frame_bytes: float) -> Floats:
-    """Return [S, T] bytes/s of frames of `frame_bytes` from each of `source` [S] to each of `target` [T], cards aside.
-    A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame, and a frame's credit
-    returns after its own time on the path and a round trip. So credit / (frame / rate + round trip) bounds the rate of
-    a long fat path (`protocol/frames.py`). 0 without a path, and from a device to itself."""
+    """Return [S, T] bytes/s of frames of `frame_bytes` from each of `source` [S] to each of `target` [T], cards aside;
+    0 without a path, and from a device to itself. A stream carries at most STREAM_CREDIT_BYTES of unacknowledged
+    frames, or one larger frame, and a frame's credit returns after its own time on the path and a round trip
+    (`protocol/frames.py`)."""
     rate = topology.bytes_per_s[np.ix_(source, target)].astype(np.float64)
     there = topology.latency_s[np.ix_(source, target)].astype(np.float64)
     back = topology.latency_s[np.ix_(target, source)].T.astype(np.float64)

@@ -19,7 +19,6 @@ class Placement:
         assert all(list(stage) == sorted(set(stage)) for stage in self.stages)
 
     def spares(self, num_devices: int) -> tuple[int, ...]:
-        """The devices without a stage."""
         placed = {device for stage in self.stages for device in stage}
         return tuple(device for device in range(num_devices) if device not in placed)
 
@@ -40,15 +39,11 @@ class Cost:
 
     @classmethod
     def impossible(cls, why: str) -> "Cost":
-        """The cost of an impossible placement."""
         return cls(seconds=math.inf, why=why)
 
 
 class Objective(Protocol):
     """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
 
-    name: str
-
     def cost(self, placement: Placement) -> Cost:
         """Return the exact cost, slowly; the searches' incremental versions are tested against this."""
-        ...

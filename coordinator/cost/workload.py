@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.memory import BF16, FP32, StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.tensors import (
     ADAPTED_BACKWARD_PER_FORWARD,
     BACKWARD_PER_FORWARD,
+    basis_elements,
     expert_elements,
     num_elements,
     state_elements,
+    tokens_seen,
+    trunk_elements,
 )
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
@@ -25,8 +27,6 @@ STATE_BYTES_PER_PARAMETER = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedExperts:
-    """Experts that are divided among a stage's members."""
-
     number: int
     held: int
     """How many of them each member holds if its stage has enough members."""
@@ -47,9 +47,8 @@ class ReducedGradients:
     bytes_per_parameter: float = FP32
     """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
     tied_parameters: float = 0.0
-    """Parameters of the matrix that the first and the last stage of a tied model share. In each commit every member of
-    one gets the matrix's gradient from the other, at `gradient_bytes_per_parameter`. 0: the model is not tied, or the
-    matrix does not train."""
+    """Parameters of the matrix that the first and the last stage of a tied model share: in each commit every member of
+    one gets its gradient from the other. 0: the model is not tied, or the matrix does not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +58,7 @@ class Workload:
     layer_flop: tuple[float, ...]
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
-    """2, or 3 with recomputation; the last stage, which runs forward and backward in one job, recomputes only if
-    `memory.is_by_layer`."""
+    """2, or 3 with recomputation, which the last stage does only if `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
     """[L], the parameters of one replica. Of placed experts a member's own count, as also for the reduction."""
     gradient_bytes_per_parameter: float
@@ -68,16 +66,14 @@ class Workload:
     memory: StageMemory
     """The memory terms of stages, including the base of adapters."""
     cut_bytes: float
-    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient, since a
-    middle stage sends one of each. Labels travel with an activation; they count for subspace models, with k numbers a
-    token, and are negligible for others."""
+    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. Labels count
+    for subspace models only, with k numbers a token."""
     microbatches: int
     """M, a step."""
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline's control chooses how much runs ahead (`predicted_step.py`). None:
-    everything that is allowed."""
+    """The price of staleness by which the pipeline's control chooses how much runs ahead (`pacing.py`). None: all."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all experts of its layers."""
@@ -104,8 +100,7 @@ class Workload:
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], bytes of a layer's state for a new holder: parameters, moments, and the frozen base as if no peer had it
-        yet."""
+        """[L], bytes of a layer's state for a new holder; of the frozen base as if no peer had it yet."""
         state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
         if self.memory.base is None:
             return tuple(state)
@@ -121,14 +116,13 @@ class Workload:
     @property
     def needed_first(self) -> float:
         """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
-        (`peer/membership/learner.py`). 1 where learners are not possible."""
+        (`peer/membership/learner.py`); 1 where learners are not possible."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0
         return BF16 / STATE_BYTES_PER_PARAMETER
 
     def job_flop(self, first_layer: int, last_layer: int) -> float:
-        """Return the FLOP of a microbatch forward and backward through a stage of those layers."""
         is_last = last_layer == self.num_layers
         times = self.loss_per_forward if is_last else 1.0 + self.backward_per_forward
         return times * sum(self.layer_flop[first_layer:last_layer])
@@ -142,8 +136,7 @@ class Workload:
         return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
-        """Return the bytes that a replica of those layers needs besides its microbatches in flight. With few `members`
-        each holds more of the placed experts."""
+        """Return the bytes that a replica of those layers needs besides its microbatches in flight."""
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
@@ -152,16 +145,14 @@ class Workload:
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
-        """Return the workload of a run with the narrowest formats that it allows: plans choose wider ones only where
-        those cost nearly nothing (`WireBytes`)."""
+        """Return the workload of a run with the narrowest formats that it allows."""
         training, model, takes = spec.training, spec.model, FormatBytes.of(spec)
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
-            # The last stage recomputes its layers but not its head. Subtracting it here is exact for that stage's whole
-            # job.
+            # The last stage does not recompute its head: subtracting it here is exact for that stage's whole job.
             costs[-1] -= 2.0 * num_elements(model, HEAD)[0] / (2.0 + backward)
         return cls(
             layer_flop=tuple(flop * tokens for flop in costs),
@@ -190,7 +181,6 @@ class WireBytes:
 
     @classmethod
     def same(cls, workload: Workload, num_stages: int) -> "WireBytes":
-        """Return the workload's values for all stages."""
         return cls((workload.cut_bytes,) * (num_stages - 1), (workload.gradient_bytes_per_parameter,) * num_stages)
 
 
@@ -219,7 +209,6 @@ class FormatBytes:
 
     @property
     def are_choices(self) -> bool:
-        """True if plans have a choice."""
         return len(self.cuts) > 1 or len(self.sums) > 1
 
     def thinnest(self, num_stages: int) -> Formats:
@@ -252,14 +241,12 @@ def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
 
 
 def experts_held(spec: RunSpec) -> int:
-    """Return how many experts of each layer one member holds, in a stage with enough members for `expert_replicas`; 1
-    in a dense model."""
+    """Return how many experts of each layer one member holds, in a stage with enough members; 1 in a dense model."""
     slots = spec.swarm.expert_slots
     return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
 
 
 def _backward_per_forward(*, adapts: bool) -> float:
-    """Return the cost of a backward without recomputation, in forwards."""
     return ADAPTED_BACKWARD_PER_FORWARD if adapts else BACKWARD_PER_FORWARD
 
 
@@ -272,3 +259,27 @@ def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
     counts[0] += float(sum(num_elements(model, EMBED)))
     counts[-1] += float(sum(num_elements(model, HEAD)))
     return tuple(counts)
+
+
+def layer_costs(model: ModelSpec) -> tuple[float, ...]:
+    """Return the forward FLOP a token of each decoder layer; the first includes the embedding, the last the head.
+    Matmuls only; causal attention sees (context + 1) / 2 tokens on average, or a window. The embedding is a gather,
+    counted as the D values it moves. Counted experts are those that a token is sent to, and the router. A subspace
+    model includes the products with its basis."""
+    return _costs(model, in_experts=model.experts_computed * expert_elements(model))
+
+
+def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
+    """Return the same without experts, for runs that place experts separately."""
+    return _costs(model, in_experts=0)
+
+
+def _costs(model: ModelSpec, *, in_experts: int) -> tuple[float, ...]:
+    width, in_experts = model.num_heads * model.head_dim, in_experts + basis_elements(model)
+    costs = [
+        2.0 * (trunk_elements(model, index)[0] + in_experts + 2 * width * tokens_seen(model, index))
+        for index in range(model.num_layers)
+    ]
+    costs[0] += float(model.dim) + 2.0 * model.dim * model.subspace
+    costs[-1] += 2.0 * num_elements(model, HEAD)[0]
+    return tuple(costs)

@@ -1,8 +1,7 @@
 """The number of replicas of each expert: slots follow the load, with at least `min_replicas` each. Pure.
 
-A slot is a unit of work: r slots cut an expert's tokens in r parts, on any nodes. So counts may exceed the number of
-nodes; a node that holds an expert twice keeps one copy of it and computes two parts.
-"""
+A slot is a unit of work: r slots cut an expert's tokens in r parts, on any nodes. A node that holds an expert twice
+keeps one copy of it and computes two parts."""
 
 import heapq
 import math
@@ -12,17 +11,14 @@ from shoal.protocol.errors import LocalError
 
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
-    """Give each slot beyond the minimum to the expert with the largest load per replica so far.
-
-    No other counts have a less busy busiest replica: each slot was given at a load above the final largest one.
+    """Give each slot beyond the minimum to the expert with the largest load per replica so far. No other counts have a
+    less busy busiest replica: each slot was given at a load above the final largest one.
 
     Args:
         loads: tokens or any other measure of each expert, finite and >= 0.
         num_slots: all are given.
-        min_replicas: >= 1.
-    Returns: int [E], sums to `num_slots`; of equal loads the lower expert comes first.
-    Raises: LocalError: a load is invalid, or there are too few slots.
-    """
+    Returns: int [E]; of equal loads the lower expert comes first.
+    Raises: LocalError: a load is invalid, or there are too few slots."""
     _check(loads, num_slots, min_replicas)
     replicas = [min_replicas] * len(loads)
     waiting = [(-load / min_replicas, expert) for expert, load in enumerate(loads)]
@@ -35,10 +31,8 @@ def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int)
 
 
 def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
-    """Return the largest load per replica, divided by the load of each slot if all were equal: 1 is ideal.
-
-    Experts without replicas are ignored. Returns: >= 0; 1 if there is no load.
-    """
+    """Return the largest load per replica, divided by the load of each slot if all were equal: 1 is ideal, also without
+    load. Experts without replicas are ignored."""
     total, num_slots = math.fsum(loads), sum(replicas)
     if total <= 0.0 or num_slots == 0:
         return 1.0
@@ -49,8 +43,7 @@ def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
     """Return the largest number of different nodes that each of the experts can be on at once.
 
     A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
-    conditions and f <= N are sufficient, since all experts need the same number.
-    """
+    conditions and f <= N are sufficient, since all experts need the same number."""
     if num_experts == 0:
         return len(slots)
     return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)

@@ -1,10 +1,9 @@
 """Simulated annealing over placements of experts, and its cost functions. Pure.
 
-Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: one pair, the pairs
-that give one expert the holders of another, or all replicas of two nodes. (Losses coincide where all holders are
-shared; moving there one replica at a time leads through worse placements.) A cost sees only the experts' holders, as
-masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
-"""
+Counts and slots are fixed, so every move exchanges replicas between nodes: one pair, the pairs that give one expert the
+holders of another, or all replicas of two nodes. (Losses coincide where all holders are shared; moving there one
+replica at a time leads through worse placements.) A cost sees only the experts' holders, as masks. Budgets are
+iterations, never seconds: the same seed gives the same placement on any machine."""
 
 import math
 import random
@@ -40,9 +39,7 @@ Cost = Callable[[Sequence[int]], float]
 @dataclass(kw_only=True)
 class UniformCost:
     """The probability of a loss if all nodes fail alike, averaged over the number of failed nodes; at most 12 nodes.
-
-    Exceeding `wanted_K` costs extra: entry k is the largest wanted number of sets of k nodes with a loss.
-    """
+    Exceeding `wanted_K` costs extra: entry k is the largest wanted number of sets of k nodes with a loss."""
 
     num_nodes: int
     promised: int
@@ -63,7 +60,6 @@ class UniformCost:
         return [(lost & level).bit_count() for level in levels(self.num_nodes)]
 
     def is_met(self, masks: Sequence[int]) -> bool:
-        """True if the placement keeps the promise and exceeds `wanted_K` nowhere."""
         counts = self.counts(masks)
         return all(counts[k] <= self.wanted_K[k] for k in range(self.num_nodes)) and not _broken(masks, self.promised)
 

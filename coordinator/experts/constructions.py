@@ -3,8 +3,7 @@
 `mro` is the paper's. It takes experts in ascending order of replicas, in groups as large as a node has slots. Each
 group takes as many whole nodes as its rarest expert has replicas, so one set of nodes, and no other, loses the whole
 group. `spread` deals the replicas of one expert after the other round the nodes. `levelled` gives each expert
-`min_replicas` different holders wherever that is possible.
-"""
+`min_replicas` different holders wherever that is possible."""
 
 import heapq
 from collections.abc import Sequence
@@ -13,24 +12,19 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
-    """True if each group finds as many nodes as its rarest expert has replicas, and all slots are equal: the premise of
-    the paper's proof."""
+    """True if the premise of the paper's proof holds: each group finds as many nodes as its rarest expert has replicas,
+    and all slots are equal."""
     if len(set(slots)) != 1 or slots[0] == 0:
         return False
     return sum(sorted(replicas)[:: slots[0]]) <= len(slots)
 
 
 def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
-    """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order.
+    """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order. With unequal slots a
+    group is as large as the smallest of its nodes.
 
-    With unequal slots a group is as large as the smallest of its nodes.
-
-    Args:
-        replicas: int [E], sums to the slots.
-        slots: int [N], of each node.
-        order: the nodes, those for the rarest experts first; default: as they are.
-    Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled.
-    """
+    Args: order: the nodes, those for the rarest experts first; default: as they are.
+    Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled."""
     table = _Table(replicas, slots)
     table.put_groups(range(len(slots)) if order is None else order)
     node = 0
@@ -46,9 +40,7 @@ def mixed(
     replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int], num_groups: int | None, packed: bool
 ) -> ExpertPlacement:
     """Place the first `num_groups` groups (None: all) as `mro` does, and the other experts apart from each other.
-
-    Args: packed: each replica goes to the fullest node that lacks the expert, not to the emptiest.
-    """
+    Args: packed: each replica goes to the fullest node that lacks the expert, not to the emptiest."""
     table = _Table(replicas, slots)
     table.put_groups(order, num_groups)
     table.deal(packed=packed)
@@ -69,11 +61,8 @@ def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
 
 
 def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int) -> ExpertPlacement:
-    """Place the minimum of each expert, then the rest, each replica on the node with the most room that lacks it.
-
-    By Gale and Ryser's theorem, if all experts can have `min_replicas` different holders
-    (`allocation.attainable_min_replicas`), choosing the nodes with the most room gives them these.
-    """
+    """Place the minimum of each expert, then the rest, each replica on the node with the most room that lacks it. By
+    Gale and Ryser this gives all experts `min_replicas` different holders if they can have them."""
     table = _Table(replicas, slots)
     for expert, count in enumerate(replicas):
         table.deal_one(expert, min(min_replicas, count), packed=False)
@@ -82,8 +71,6 @@ def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int
 
 
 class _Table:
-    """A placement under construction."""
-
     def __init__(self, replicas: Sequence[int], slots: Sequence[int]) -> None:
         assert sum(replicas) == sum(slots), "every slot holds a replica"
         self.replicas = replicas
@@ -127,8 +114,7 @@ class _Table:
             self.put(expert, node)
 
     def _squeeze_in(self, expert: int) -> None:
-        """Place a replica where all nodes with room hold its expert: free another node's slot, or hold the expert
-        twice."""
+        """Place a replica where all nodes with room hold its expert: in another node's slot, or twice."""
         node = max(range(len(self.room)), key=lambda node: (self.room[node], -node))
         for other, held in enumerate(self.held):
             if expert not in held:

@@ -1,9 +1,8 @@
 """The plan's expert groups: which members of a stage hold which expert, by measured load. Pure.
 
 The placement stays while it is good enough (`replan.py`). A newly named member fetches the state from present holders,
-which stay until then. If layers move to other stages, their experts move along: a member keeps its experts of the
-layers of its new stage, and each layer takes its part of the measured loads along.
-"""
+which stay until then. If layers move to other stages, a member keeps its experts of the layers of its new stage, and
+each layer takes its part of the measured loads along."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -29,8 +28,6 @@ SHARE_MIN = 0.01
 """The least share of a holder in an expert's tokens: a member needs some."""
 HANDED_OVER_MAX = 4096
 """The limit on handed-over loads of all stages: 36 KB of a message."""
-FADE = 0.9
-"""The factor on older loads at each heartbeat: a few dozen heartbeats are remembered."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,15 +37,13 @@ class ExpertPlaces:
     Args:
         num_experts: of each layer.
         slots: experts that a member of a stage holds; 0: experts are not placed.
-        min_replicas: holders of each expert, up to the stage's members; members hold more than `slots` if this needs
-            it.
+        min_replicas: holders of each expert, up to the stage's members, which hold more than `slots` if this needs it.
     """
 
     num_experts: int
     slots: int
     min_replicas: int = 2
     records: FailureRecords = field(default_factory=FailureRecords)
-    """The failure probability of each member."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
     """Stage of `_bounds` -> recent tokens of each expert."""
     _bounds: Bounds = ()
@@ -57,7 +52,6 @@ class ExpertPlaces:
     """(era, version) at the last look."""
 
     def obey(self, plan: Plan) -> None:
-        """Start to count for the stages of a plan that is now live."""
         bounds = tuple(stage.layers for stage in plan.stages)
         if bounds != self._bounds:
             self._loads = self._loads_within(bounds)
@@ -65,7 +59,7 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer's microbatches have sent to each expert since its last heartbeat."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older ones fade."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -77,7 +71,7 @@ class ExpertPlaces:
         self._told[peer] = counts
         loads = self._loads.get(heartbeat.stage, [0.0] * self.num_experts)
         self._loads[heartbeat.stage] = [
-            FADE * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
+            0.9 * load + now - then for load, now, then in zip(loads, counts, before, strict=True)
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
@@ -122,8 +116,7 @@ class ExpertPlaces:
 
         Args:
             before: the previous plan, if its expert holders still have their state.
-            begins: an era begins with the plan, so all members take their places with it. The stages may differ from
-                those of `before`.
+            begins: an era begins with the plan, so all members take their places with it, and stages may be others.
         """
         if not self.slots:
             return ()
@@ -167,7 +160,9 @@ class ExpertPlaces:
         nodes: dict[str, ExpertNode] = {
             peer: ExpertNode(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
         }
-        loads = list(measured) if measured is not None and is_measured else _loads_meant(groups, self.num_experts)
+        if measured is None or not is_measured:  # the loads for which the present placement would be right
+            measured = [float(len(entry.members)) for entry in groups] if groups else [1.0] * self.num_experts
+        loads = list(measured)
         chosen = replan(
             _filled(current, nodes, slots, loads), loads, nodes, min_replicas=min_replicas, seed=sequence
         ).placement
@@ -205,11 +200,6 @@ def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
     return groups
 
 
-def _loads_meant(groups: Sequence[ExpertGroup], num_experts: int) -> list[float]:
-    """Return the loads for which the present placement would be right."""
-    return [float(len(entry.members)) for entry in groups] if groups else [1.0] * num_experts
-
-
 def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:
     """True if the holders are exactly the stage's members and each expert has at least `min_replicas`."""
     holders = {peer for entry in groups for peer in entry.peers}
@@ -219,9 +209,8 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 def _filled(
     current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, ExpertNode], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
-    """Guess how each member's slots are filled, since a plan names only the holders. Free slots take the busiest
-    experts, as at placement. (Lost: more of each in turn: the busiest replica seemed too busy, and quiet swarms kept
-    moving.)"""
+    """Guess how each member's slots are filled, since a plan names only the holders: free slots take the busiest
+    experts, as at placement. (Lost: more of each in turn: quiet swarms kept moving.)"""
     filled = {peer: list(experts) for peer, experts in current.items()}
     replicas: Counter[int] = Counter()
     holders: dict[int, list[PeerID]] = {}

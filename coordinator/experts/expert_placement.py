@@ -1,8 +1,7 @@
 """Choose which node holds which expert, so that the fewest sets of failures lose an expert. Pure.
 
-Where the nodes are alike and the paper's premise holds, its placement is optimal and no search runs. Elsewhere many
-placements are constructed and the best few are annealed. On up to 12 nodes costs are exact.
-"""
+Where the nodes are alike and the paper's premise holds, its placement is optimal. Elsewhere many placements are
+constructed and the best few are annealed. On up to 12 nodes costs are exact."""
 
 import random
 from collections.abc import Sequence
@@ -20,13 +19,7 @@ FAILURE_PROBABILITY_ASSUMED = 0.05
 
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
 """(starts, iterations of each). The later rounds run only while MRO or spread is better at some number of failures: 2
-of 3,000 random settings of up to 12 nodes needed the second, none more than the third."""
-_UNEQUAL_ROUND = (4, 2_500)
-_LARGE_ROUND = (1, 600)
-_ITERATIONS_PER_SLOT = 60
-"""The limit on iterations for small cases, which are solved long before."""
-_ORDERS = 300
-"""The number of tried orders of unequal nodes."""
+of 3,000 random settings needed the second, none more than the third."""
 
 
 def place(
@@ -44,12 +37,10 @@ def place(
         replicas: int [E], of each expert, >= 1; they fill the slots exactly.
         slots: int [N], of each node, >= 0.
         failure_probability: float [N], in [0, 1]; None: all nodes alike.
-        min_replicas: each expert gets this number of different nodes, or the largest that all can have at once, so that
-            fewer failures lose nothing.
+        min_replicas: each expert gets this number of different nodes, or the largest that all can have at once.
         effort: >= 0, of the search; 0: rules only.
     Returns: a placement with no expert twice on one node, unless it has more replicas than there are nodes or
-        separating them would do harm elsewhere.
-    """
+    separating them would do harm elsewhere."""
     chances = None if failure_probability is None else list(failure_probability)
     task = _Task(
         replicas=replicas,
@@ -88,14 +79,14 @@ def _place_unequal(task: "_Task") -> ExpertPlacement:
     cost = ExactCost(chance=task.chances, promised=task.promised)
     starts = [*task.rules(), *task.between()]
     starts.append(task.ordered(cost))
-    return part_twins(task.improved(starts, cost, _UNEQUAL_ROUND, 0.5)[0], len(task.replicas), cost)
+    return part_twins(task.improved(starts, cost, (4, 2_500), 0.5)[0], len(task.replicas), cost)
 
 
 def _place_large(task: "_Task") -> ExpertPlacement:
     """Place on many nodes: few starts, a sum as cost, and the bound of the loss for the final choice."""
     starts = task.rules()
     starts += [mro(task.replicas, task.slots, order=task.by_chance()), task.mixed(task.by_chance(), None)]
-    starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), _LARGE_ROUND, 0.5)
+    starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), (1, 600), 0.5)
 
     def broken_then_loss(placement: ExpertPlacement) -> tuple[int, float]:
         masks = task.masks(placement)
@@ -149,7 +140,7 @@ class _Task:
         order, num_groups = self.by_chance(), self.num_groups_max()
         best = self.mixed(order, num_groups)
         lowest = cost(self.masks(best))
-        for _ in range(round(_ORDERS * self.effort)):
+        for _ in range(round(300 * self.effort)):
             i, j = (int(self.rng.random() * len(order)) for _ in range(2))
             changed = list(order)
             changed[i], changed[j] = order[j], order[i]
@@ -172,7 +163,7 @@ class _Task:
     ) -> list[ExpertPlacement]:
         """Anneal from the best starts with different holders. Returns: the results, the best first."""
         num_starts, iterations = round_
-        iterations = round(self.effort * min(iterations, _ITERATIONS_PER_SLOT * sum(self.slots)))
+        iterations = round(self.effort * min(iterations, 60 * sum(self.slots)))  # small cases are solved long before
         ranked: dict[tuple[int, ...], tuple[float, int, ExpertPlacement]] = {}
         for i, placement in enumerate(starts):
             masks = self.masks(placement)

@@ -1,24 +1,24 @@
-"""Records of each peer's past: the time it was seen, and the number of its losses. Pure.
+"""Records of each peer's past: the time it was seen and the number of its losses, so how likely it is to fail. Pure.
 
-Theory of operation. The coordinator hears every peer's heartbeats and adds up the time between them. If its plan leaves
-out a peer that neither drained nor said good-bye, that is a failure of the peer. At a hand-over the records go to the
-next coordinator, so they grow along the chain of coordinators. A coordinator that dies hands nothing over: its
-successor goes on from the records of its own last term, at worst from the prior of `failure_rate.py`.
+The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
+said good-bye, that is a failure. At a hand-over the records go to the next coordinator; after a crash its successor
+goes on from the records of its own last term, at worst from the prior.
 
-A record belongs to an identity, across restarts of its process. It fades: what is older than `SEEN_S_MAX` counts less
-and less, so a machine that moved to a better place recovers.
-"""
+A record belongs to an identity, across restarts of its process. What is older than `SEEN_S_MAX` counts less and less,
+so a machine that moved to a better place recovers."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.coordinator.experts.failure_rate import PRIOR_FAILURES, PRIOR_S, failure_probability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import PeerRecord
 
+PRIOR_FAILURES = 1.0
+PRIOR_S = 6 * 3600.0
+"""The time in which an unknown node is assumed to fail once: a volunteer's evening."""
 HORIZON_S = 600.0
 """The life of a placement without membership changes: `expert_groups.LOOK_STEPS` steps of about ten seconds."""
 SEEN_S_MAX = 7 * 24 * 3600.0
@@ -42,13 +42,10 @@ class _Past:
 
 @dataclass(slots=True)
 class FailureRecords:
-    """The records of all peers."""
-
     _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
     """The records; the peer silent for longest is first."""
 
     def heard(self, peer: PeerID, now_s: float) -> None:
-        """Record a heartbeat of `peer`."""
         past = self._past(peer)
         gap_s = now_s - past.heard_s if past.heard_s is not None else 0.0
         past.heard_s = now_s
@@ -67,7 +64,7 @@ class FailureRecords:
     def probability(self, peer: PeerID) -> float:
         """Return the probability that `peer` fails within `HORIZON_S`."""
         past = self._pasts.get(peer, _Past())
-        return failure_probability(past.failures, past.seen_s, horizon_s=HORIZON_S)
+        return failure_probability(past.failures, past.seen_s)
 
     def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
         """Return the probability of each of `peers` to fail within `HORIZON_S`. A peer with a short record counts as
@@ -76,7 +73,7 @@ class FailureRecords:
         seen_s = sum(past.seen_s for past in self._pasts.values())
         prior_s = PRIOR_FAILURES * (seen_s + PRIOR_S) / (failures + PRIOR_FAILURES)
         pasts = [self._pasts.get(peer, _Past()) for peer in peers]
-        return [failure_probability(p.failures, p.seen_s, horizon_s=HORIZON_S, prior_s=prior_s) for p in pasts]
+        return [failure_probability(p.failures, p.seen_s, prior_s=prior_s) for p in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
         """Return the records for the next coordinator: of `members` first, then of the peers seen last."""
@@ -111,3 +108,21 @@ class FailureRecords:
     def _forget(self) -> None:
         while len(self._pasts) > RECORDS_MAX:
             self._pasts.popitem(last=False)
+
+
+def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = PRIOR_S) -> float:
+    """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. Its prior is a gamma
+    distribution worth `PRIOR_FAILURES` in `PRIOR_S`: after a day or two only a peer's own record counts.
+
+    Args:
+        num_failures: the times it was lost without a good-bye; old ones count in part.
+        seen_s: the seconds in which that could have happened.
+        prior_s: the time in which similar nodes fail `PRIOR_FAILURES` times.
+    """
+    rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + prior_s)
+    return -math.expm1(-rate_per_s * HORIZON_S)
+
+
+def rounded(probability: float) -> float:
+    """Round to a power of two: noise must not move experts, and similar nodes can exchange parts of a placement."""
+    return math.ldexp(1.0, round(math.log2(min(1.0, max(2.0**-20, probability)))))

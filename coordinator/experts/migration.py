@@ -1,9 +1,8 @@
 """Go from one placement of experts to another with few fetches, by choosing which node takes which part.
 
-A placement says what *some* nodes hold. Nodes of one kind (slots, failure probability) can exchange their parts, and
-experts with equally many replicas can exchange their places, without a change in load or safety. So the fewest fetches
-are an assignment of parts to nodes and of names to experts; each is solved exactly given the other.
-"""
+Nodes of one kind (slots, failure probability) can exchange their parts, and experts with equally many replicas their
+places, without a change in load or safety. So the fewest fetches are an assignment of parts to nodes and of names to
+experts; each is solved exactly given the other."""
 
 from collections.abc import Collection, Hashable, Sequence
 
@@ -15,8 +14,7 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 _FORBIDDEN = -1e6
 """The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""The alternation restarts from random names, since it can stop early, on up to this many nodes: each takes half a
-millisecond with ten nodes."""
+"""The alternation can stop early, so it restarts from random names on up to this many nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
@@ -27,15 +25,11 @@ def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[
 def fewest_fetches(
     current: Sequence[Collection[int]], target: ExpertPlacement, *, kinds: Sequence[Hashable] | None = None
 ) -> ExpertPlacement:
-    """Give the parts of `target` to nodes, and its names to experts, so that few copies are fetched.
-
-    Parts are assigned to nodes, then names to experts with equally many replicas, in turns until neither helps. Each
-    turn is exact.
+    """Give the parts of `target` to nodes, and its names to experts, in turns until neither helps.
 
     Args: kinds: [N]; node i may take the part of node j if their kinds are equal. Default: their slots.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
-    Source: Kuhn-Munkres, in scipy as by Crouse (2016).
-    """
+    Source: Kuhn-Munkres, in scipy as by Crouse (2016)."""
     kinds = [len(part) for part in target] if kinds is None else kinds
     held, rng = _held(current, target), np.random.default_rng(0)
     found = []

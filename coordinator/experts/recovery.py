@@ -1,12 +1,10 @@
 """The failures that a placement of experts survives: no expert may lose all of its holders. Pure.
 
-A placement has, for each node, the experts in its slots. Only holders count here, so an expert becomes the set of its
-holders (a mask: bit j for node j), and only minimal sets matter: if a larger set is lost, so is the smaller. Sets that
-share no node, directly or through others, fail independently. Each such component is solved by itself, exactly if it is
-small, else within bounds.
+Here an expert is the set of its holders (a mask: bit j for node j), and only minimal sets matter: if a larger set is
+lost, so is the smaller. Sets that share no node, directly or through others, fail independently. Each such component is
+solved by itself, exactly if it is small, else within bounds.
 
-Families of failure sets are bitsets in one large int: bit S is set if the set of nodes S belongs to the family.
-"""
+Families of failure sets are bitsets in one large int: bit S is set if the set of nodes S belongs to the family."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -56,10 +54,8 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """Return the probability of no loss for each number of failed nodes, all sets of that size alike.
-
-    Returns: float [N + 1], index k; None if a component has more than `NODES_EXACT_MAX` nodes.
-    """
+    """Return float [N + 1]: entry k is the probability of no loss if k nodes fail, all sets of that size alike; None if
+    a component has more than `NODES_EXACT_MAX` nodes."""
     num_nodes = len(placement)
     masks = minimal_masks(holder_masks(placement, num_experts))
     if masks and not masks[0]:
@@ -159,7 +155,7 @@ def _inclusion_exclusion(masks: Sequence[int], chance: Sequence[float]) -> float
 
 def _bounds(masks: Sequence[int], chance: Sequence[float]) -> Loss:
     """Return bounds of the loss. Above: losses of experts only help each other (Harris 1960), so surviving all is at
-    least the product. Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni's S1 - S2."""
+    least the product. Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni."""
     holds_EN = np.array([[mask >> node & 1 for node in range(len(chance))] for mask in masks], dtype=float)
     log_N = np.log(np.maximum(np.array(chance), 1e-300))
     log_E = holds_EN @ log_N
@@ -228,7 +224,6 @@ def set_weights(chance: Sequence[float]) -> NDArray[np.float64]:
 
 
 def weigh(family: int, weights: NDArray[np.float64]) -> float:
-    """Return the total weight of a family of sets."""
     raw = np.frombuffer(family.to_bytes((len(weights) + 7) // 8, "little"), dtype=np.uint8)
     return float(weights[np.unpackbits(raw, bitorder="little", count=len(weights)).astype(bool)].sum())
 

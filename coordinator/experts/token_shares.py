@@ -9,18 +9,15 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 def token_shares(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], *, tolerance: float = 1e-4
 ) -> tuple[dict[int, float], ...]:
-    """Minimise the sum over nodes of work^2 / speed, which also minimises the load of the busiest node.
-
-    Each expert in turn fills its holders like water, given the work of the others, until nothing moves. The objective
-    is convex and smooth, so this ends at its minimum.
+    """Minimise the sum over nodes of work^2 / speed, which also minimises the load of the busiest node. Each expert in
+    turn fills its holders like water, given the work of the others, until nothing moves; the objective is convex and
+    smooth, so this ends at its minimum.
 
     Args:
         placement: [N].
         loads: float [E], >= 0.
         speeds: float [N], > 0, work of a node in a unit of time.
-        tolerance: of a share.
-    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty without holders.
-    """
+    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty without holders."""
     holders: list[list[int]] = [[] for _ in loads]
     for node, experts in enumerate(placement):
         for expert in sorted(set(experts)):
@@ -41,10 +38,7 @@ def token_shares(
 
 
 def busiest_node_load_ratio(
-    placement: ExpertPlacement,
-    loads: Sequence[float],
-    speeds: Sequence[float],
-    shares: Sequence[dict[int, float]],
+    placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], shares: Sequence[dict[int, float]]
 ) -> float:
     """Return the longest time that any node works, over the time if all shared the total work by speed; >= 1."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.greedy import GreedyAllocator, partition
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.partition import partition
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError

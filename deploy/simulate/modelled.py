@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.throughput import split
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.extents import with_modelled_base
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix

@@ -6,7 +6,7 @@ from itertools import pairwise
 from shoal.coordinator.allocate.interface import NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import Split
+from shoal.coordinator.cost.throughput import Split
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from baselines.blocking import Blocking, Lockstep
 
-from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.workload import layer_costs
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.deploy.simulate.result import SimResult
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec

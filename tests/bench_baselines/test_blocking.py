@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from baselines.blocking import BlockingDevice, FixedWindow, Lockstep, PairedRouter, Until
 
-from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.workload import layer_costs
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.frames import wire_bytes

@@ -14,15 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordinator.acceptor import answer_offer, answer_request
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain import PlanChain, answer_offer, answer_request
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.proposer import PlanAdopted, Proposer
+from shoal.coordinator.proposer import Ballot, PlanAdopted, Proposer
 from shoal.coordinator.roll import Electorate
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.coordinator.confirmations import Confirmations, proves_end
+from shoal.coordinator.ledger import Confirmations, proves_end
 
 
 @pytest.fixture

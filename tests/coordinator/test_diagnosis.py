@@ -5,8 +5,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.diagnosis import seconds
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.swarm_status import seconds, swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import Holding, LinkReport
@@ -37,7 +37,7 @@ def swarm(make_plan, make_heartbeat):
 
 def told(made, now_s=10.0):
     policy, live = made
-    return policy.view.status(live, now_s, owner=HOST)
+    return swarm_status(policy.view, live, now_s, owner=HOST)
 
 
 def test_a_run_that_goes_on_waits_for_nothing(swarm):
@@ -75,11 +75,11 @@ def test_since_when_a_peer_is_silent_outlives_the_coordinator(swarm, make_unsign
     heir.view.inherit(policy.hand_over(make_unsigned(live), 30.0))
     heir.begin_term(live, 1030.0, continuing=False, silent=None)
     heir.view.hear(HOST, policy.view.roster.presences[HOST].heartbeat, 1031.0)
-    status = heir.view.status(live, 1031.0, owner=HOST)
+    status = swarm_status(heir.view, live, 1031.0, owner=HOST)
     assert status.waits_for == "stage 1: its only holder, bob, does not answer, for 21 s"
     assert {peer.name: peer.seen_s_ago for peer in status.peers} == {"ana": 0.0, "bob": 21.0}
     heir.view.hear(PeerID("bob"), policy.view.roster.presences[PeerID("bob")].heartbeat, 1032.0)
-    assert heir.view.status(live, 1032.0, owner=HOST).waits_for == ""
+    assert swarm_status(heir.view, live, 1032.0, owner=HOST).waits_for == ""
 
 
 def test_a_coordinator_that_keeps_the_role_goes_on_counting(swarm):

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.coordinator.leadership_transfer import PATIENCE_HEARTBEATS, LeadershipTransfer
+from shoal.coordinator.leader import PATIENCE_HEARTBEATS, LeadershipTransfer
 
 
 @pytest.fixture

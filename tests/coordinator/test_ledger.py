@@ -145,8 +145,8 @@ def test_a_validation_is_told_once_with_the_next_step(ledger):
     for step in (20, 21):
         ledger.note_commits([commit(stage, step, loss=2.0) for stage in range(3)], 0.0)
     first, second = tell(ledger, 0.0)
-    assert (first.validation_loss, first.validation_step) == (2.5, 20)
-    assert (second.validation_loss, second.validation_step) == (None, None)
+    assert (first.validation.loss, first.validation.step) == (2.5, 20)
+    assert second.validation is None
     assert ledger.validation_loss == 2.5
 
 
@@ -179,7 +179,7 @@ def test_a_run_is_done_when_its_last_version_is_validated() -> None:
     ledger.note_validations([ValidationReport(step=2, loss=1.5, microbatches=4)])
     assert ledger.done
     (last,) = ledger.tell(1.1, term=1, peers=1)
-    assert (last.step, last.validation_loss, last.validation_step) == (1, 1.5, 2)
+    assert (last.step, last.validation.loss, last.validation.step) == (1, 1.5, 2)
 
 
 def test_a_successor_goes_on_from_what_it_was_told() -> None:
@@ -238,19 +238,19 @@ def test_the_ledger_goes_back_with_the_run(ledger):
     (record,) = tell(ledger, 102.0)
     assert (record.step, record.loss, record.era) == (50, 5.0, 1)
     assert ledger.loss == 5.0
-    assert record.validation_step == 40, "what was validated at or below the beginning still holds"
+    assert record.validation.step == 40, "what was validated at or below the beginning still holds"
 
 
 def test_a_validation_above_the_beginning_is_forgotten(ledger):
     ledger.note_validations([ValidationReport(step=60, loss=1.0, microbatches=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0) for stage in range(3)], 0.0)
-    assert tell(ledger, 0.0)[0].validation_step == 60
+    assert tell(ledger, 0.0)[0].validation.step == 60
     ledger.rewind(1, 50, num_stages=3)
     ledger.note_validations([ValidationReport(step=60, loss=9.0, microbatches=1)])
     ledger.note_validations([ValidationReport(step=60, loss=2.0, microbatches=1, era=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0, era=1) for stage in range(3)], 1.0)
     (record,) = tell(ledger, 1.0)
-    assert (record.validation_loss, record.validation_step) == (2.0, 60)
+    assert (record.validation.loss, record.validation.step) == (2.0, 60)
 
 
 def test_what_is_told_of_another_era_changes_nothing(ledger):

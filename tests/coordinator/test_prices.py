@@ -5,7 +5,7 @@ import pytest
 from shoal.coordinator.allocate.interface import HORIZON_S
 from shoal.coordinator.cluster_view import HORIZON_S_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.era import CheckpointCatalog, disks_of
-from shoal.coordinator.experts.failure_rate import PRIOR_S
+from shoal.coordinator.experts.failure_records import PRIOR_S
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding
 from shoal.protocol.spec import RunSpec, SwarmSpec
@@ -60,7 +60,7 @@ def test_going_back_costs_half_an_interval_of_snapshots_or_everything_if_there_a
     assert snapshot_at(view, 700.0).going_back_s == 700.0 + WAY_BACK_S, "nobody keeps any"
     whole = Holding(era=0, version=9, layers=tuple(stage_layer_keys(SPEC.model, 0, SPEC.model.num_layers)))
     view.hear("a", make_heartbeat("a", holdings=(whole,)), 1.0)
-    assert snapshot_at(view, 700.0, disks_of(view.roster, 1.0)).going_back_s == 150.0 + WAY_BACK_S
+    assert snapshot_at(view, 700.0, disks_of(view.roster, 1.0, among=None)).going_back_s == 150.0 + WAY_BACK_S
 
 
 def test_who_is_not_known_fails_as_often_as_the_others_of_the_swarm(view):

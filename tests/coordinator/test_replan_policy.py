@@ -7,6 +7,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.replan_policy import NOTHING_TO_READ, TOLD_HEARTBEATS, ReplanPolicy, _divided
+from shoal.coordinator.swarm_status import swarm_status
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, Holding, Reset, TransferLeadership
 from shoal.protocol.plan import Mandate
@@ -317,7 +318,7 @@ def test_who_reads_that_half_are_gone_is_told_who_can_help(make_plan, make_heart
     policy.begin_term(live.plan, 0.0, continuing=False, silent=None)
     policy.view.hear("a", make_heartbeat("a", stage=0, version=5, synced=True), 0.0)
     policy.view.roster.lose("b", dead=True)
-    said = policy.view.status(live.plan, 1.0, owner="c").waits_for
+    said = swarm_status(policy.view, live.plan, 1.0, owner="c").waits_for
     assert said == "half of the votes: 1 of 2 do not answer (the host can run `shoal recover`)"
 
 

@@ -187,7 +187,7 @@ def test_how_irregular_a_peer_is_the_next_coordinator_knows(roster, make_heartbe
         now_s += 0.5 if number % 2 else 3.5
         roster.heard("a", make_heartbeat("a"), now_s)
         roster.heard("b", make_heartbeat("b"), 2.0 * number)
-    patience_s = roster.patience_s("a")
+    patience_s = roster.arrivals("a").patience_s
     told = roster.irregular()
     assert [each.peer for each in told] == ["a"]
 
@@ -195,7 +195,7 @@ def test_how_irregular_a_peer_is_the_next_coordinator_knows(roster, make_heartbe
     heir.take_over(told)
     heir.expect("a", None, 100.0)
     heir.heard("c", make_heartbeat("c"), 100.0)
-    assert heir.patience_s("a") == pytest.approx(patience_s)
+    assert heir.arrivals("a").patience_s == pytest.approx(patience_s)
     assert heir.alive(100.0 + FLOOR_HEARTBEATS) == ("a",)
     assert heir.alive(100.0 + patience_s) == ()
 
@@ -211,4 +211,4 @@ def test_absurd_statistics_are_not_taken_over(roster, seconds):
     )
     for peer in "abc":
         roster.expect(peer, None, 0.0)
-        assert roster.patience_s(peer) == FLOOR_HEARTBEATS
+        assert roster.arrivals(peer).patience_s == FLOOR_HEARTBEATS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.proposer import Ballot
 from shoal.coordinator.store import PlanStore
 
 pytestmark = pytest.mark.sim

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
-from shoal.coordinator.cost.layer_costs import trunk_costs
+from shoal.coordinator.cost.workload import trunk_costs
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop

@@ -6,7 +6,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX
 from shoal.coordinator.replan_policy import ReplanPolicy
-from shoal.coordinator.swarm_status import STATUS_EXPERTS_MAX
+from shoal.coordinator.swarm_status import STATUS_EXPERTS_MAX, swarm_status
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
@@ -28,7 +28,7 @@ def test_a_peer_is_shown_with_its_speed_and_its_share_of_its_stage(make_plan, ma
     coordinator.obey(live, 0.0)
     for peer in "abcd":
         coordinator.view.hear(peer, make_heartbeat(peer), 1.0)
-    status = coordinator.view.status(live, 2.0, owner=PeerID("a"))
+    status = swarm_status(coordinator.view, live, 2.0, owner=PeerID("a"))
     shown = {peer.peer: peer for peer in status.peers}
     assert [shown[peer].share for peer in "abcd"] == [0.5, 0.5, 1.0, 0.0]
     assert shown["a"].flop_per_s == make_heartbeat("a").advert.flop_per_s > 0
@@ -39,7 +39,7 @@ def test_the_newest_plans_are_told_with_their_reasons(make_plan):
     for sequence in range(1, NOTES_MAX + 4):
         plan = make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence} " + "x" * 500).plan
         coordinator.obey(plan, float(sequence))
-    status = coordinator.view.status(plan, NOTES_MAX + 10.0, owner=PeerID("a"))
+    status = swarm_status(coordinator.view, plan, NOTES_MAX + 10.0, owner=PeerID("a"))
     assert [note.sequence for note in status.plans] == list(range(4, NOTES_MAX + 4))
     assert [note.seconds_ago for note in status.plans[-2:]] == [8.0, 7.0]
     assert status.plans[-1].reason.startswith(f"{NOTES_MAX + 3} ")
@@ -55,7 +55,7 @@ def test_two_hundred_peers_and_a_full_history_fit_in_a_frame(make_plan, make_hea
     for stage, group in enumerate((peers[:90], peers[90:])):
         for peer in group:
             coordinator.view.hear(peer, make_heartbeat(peer, stage=stage, forward_s=0.012345, version=12345), 1.0)
-    status = coordinator.view.status(plan, 2.0, owner=PeerID("a"))
+    status = swarm_status(coordinator.view, plan, 2.0, owner=PeerID("a"))
     assert len(status.peers) == 200
     assert len(msgspec.msgpack.encode(status)) < FRAME_BYTES
 
@@ -80,7 +80,7 @@ def test_experts_are_shown_with_their_load_and_who_holds_them_already(make_plan,
         coordinator.view.hear("a", make_heartbeat("a", stage=0, held=((2, 7), (3, 7)), loads=counts), 1.0)
         coordinator.view.hear("b", make_heartbeat("b", stage=0), 1.0)
     coordinator.view.hear("c", make_heartbeat("c", stage=1, era=1, held=((4, 7), (5, 7))), 1.0)
-    status = coordinator.view.status(live, 2.0, owner=PeerID("a"))
+    status = swarm_status(coordinator.view, live, 2.0, owner=PeerID("a"))
     a, b, c = (next(at for at, peer in enumerate(status.peers) if peer.peer == name) for name in "abc")
     assert status.experts == (
         ExpertStatus(stage=0, expert=0, load=0.25, holders=(a,), coming=(b,)),
@@ -103,7 +103,7 @@ def test_a_thousand_experts_fit_in_a_message(make_plan, make_heartbeat):
             for beat in range(2):
                 loads = tuple(1000 * beat + n for n in range(700))
                 coordinator.view.hear(peer, make_heartbeat(peer, stage=stage, version=12345, loads=loads), 1.0)
-    status = coordinator.view.status(live, 2.0, owner=PeerID("a"))
+    status = swarm_status(coordinator.view, live, 2.0, owner=PeerID("a"))
     assert len(status.experts) == STATUS_EXPERTS_MAX
     assert len(msgspec.msgpack.encode(status)) < CONTROL_BYTES_MAX // 2
 
@@ -113,7 +113,9 @@ def test_a_status_of_before_there_was_a_history_is_read(make_plan, make_heartbea
     live = make_plan([["a"], ["b"]], coordinator="a").plan
     coordinator.obey(live, 0.0)
     coordinator.view.hear("a", make_heartbeat("a"), 0.5)
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(coordinator.view.status(live, 1.0, owner=PeerID("a"))))
+    fields = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(swarm_status(coordinator.view, live, 1.0, owner=PeerID("a")))
+    )
     del fields["plans"]
     assert "experts" not in fields
     for peer in fields["peers"]:

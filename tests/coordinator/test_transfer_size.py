@@ -5,9 +5,8 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
-from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.cluster_view import ADVERTS_MAX, LEAST_NEEDED, ClusterView, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
-from shoal.coordinator.transfer_size import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import (
     Absence,
@@ -78,9 +77,9 @@ def test_how_irregular_heartbeats_are_is_handed_over(make_plan, make_heartbeat):
     for number in range(40):
         now_s += 1.0 if number % 2 else 7.0
         last.hear("b", make_heartbeat("b"), now_s)
-    patience_s = last.roster.patience_s("b")
+    patience_s = last.roster.arrivals("b").patience_s
     heir.inherit(last.hand_over(live, now_s, searched=False))
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)
-    assert heir.roster.patience_s("b") == patience_s > heir.roster.patience_s("c")
+    assert heir.roster.arrivals("b").patience_s == patience_s > heir.roster.arrivals("c").patience_s
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)  # whoever was in between has died
-    assert heir.roster.patience_s("b") == patience_s
+    assert heir.roster.arrivals("b").patience_s == patience_s

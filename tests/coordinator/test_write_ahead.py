@@ -8,8 +8,7 @@ import pytest
 
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.coordination_events import Ask, LogReason, LookUp, Persist, Reply
-from shoal.coordinator.store import PlanStore
-from shoal.coordinator.write_ahead import COMPLAIN_EVERY_S, WriteAhead
+from shoal.coordinator.store import COMPLAIN_EVERY_S, PlanStore, WriteAhead
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Done, PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
 from shoal.protocol.sim.disk import SimDisk

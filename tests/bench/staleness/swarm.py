@@ -24,7 +24,7 @@ from tasks import ByteGPT, Task
 from torch import Tensor
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import split
+from shoal.coordinator.cost.throughput import split
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.modelled_swarm import name_of, peer_ids

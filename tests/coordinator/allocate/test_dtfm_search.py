@@ -8,8 +8,7 @@ from sample_networks import PAPER_WORKLOAD, paper_network, random_network
 
 from shoal.coordinator.allocate import dtfm_kernels, matching
 from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, interchangeable, plan_dtfm
-from shoal.coordinator.allocate.evolution import evolve
-from shoal.coordinator.allocate.genome import HOMELESS
+from shoal.coordinator.allocate.evolution import HOMELESS, evolve
 from shoal.coordinator.cost.dtfm import DtfmObjective, hop_seconds, share_seconds
 from shoal.coordinator.cost.placement import Placement
 from shoal.protocol.errors import LocalError

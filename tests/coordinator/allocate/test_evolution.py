@@ -4,8 +4,7 @@ from random import Random
 
 import numpy as np
 
-from shoal.coordinator.allocate.evolution import Improved, _Population, evolve
-from shoal.coordinator.allocate.genome import key
+from shoal.coordinator.allocate.evolution import Improved, _Population, evolve, key
 
 
 class Teams:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, align, crossover, key, mutate
+from shoal.coordinator.allocate.evolution import HOMELESS, LEFT_OUT, align, crossover, key, mutate
 
 K = 4
 

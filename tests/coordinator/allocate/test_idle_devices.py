@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.coordinator.allocate.idle_devices import with_idle_devices
+from shoal.coordinator.allocate.adjustments import with_idle_devices
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

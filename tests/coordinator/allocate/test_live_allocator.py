@@ -15,13 +15,11 @@ from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import RATE_MAX, MeasuredNetwork
-from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.allocate.step_time_prediction import predict_step_time
-from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.allocate.measured_topology import predict_step_time, topology_of
 from shoal.coordinator.cost.memory import FrozenBase
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import Workload, layer_costs
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec

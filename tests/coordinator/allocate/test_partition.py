@@ -3,7 +3,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.allocate.greedy import partition
 
 
 def stage_costs(costs, bounds):

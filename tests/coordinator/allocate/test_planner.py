@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 import allocate_swarms as swarms
+from shoal.coordinator.allocate.at_once import take_in
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.shares import split
-from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.scenario import find_scenario
 from shoal.protocol.topology import Topology, make_topology

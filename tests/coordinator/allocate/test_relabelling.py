@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.relabelling import with_fewest_moves
+from shoal.coordinator.allocate.adjustments import with_fewest_moves
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

@@ -4,8 +4,8 @@ import random
 import numpy as np
 import pytest
 
+from shoal.coordinator.allocate.adjustments import best_with_stayers
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.resident import best_with_stayers
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -60,6 +60,6 @@ def test_what_a_search_has_found_is_taken_as_it_is_where_enough_stay() -> None:
     topology = three_cities(6, 1)
     current = Placement(stages=((0, 1), (2, 3), (4, 5)), bounds=(0, 1, 2, 3))
     evaluator = ThroughputEvaluator(topology, WORKLOAD, STAGES, current=current)
-    best, seconds = best_with_stayers(evaluator, current, current, stay=1.0)
+    best, seconds = best_with_stayers(evaluator, current, current, stay=1.0, holders_min=1)
     assert best == current
     assert seconds == pytest.approx(ThroughputObjective(topology, WORKLOAD).cost(current).seconds)

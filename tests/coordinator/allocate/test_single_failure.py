@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shoal.coordinator.allocate.adjustments import loss_alone, with_second_holders
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.single_failure import loss_alone, with_second_holders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

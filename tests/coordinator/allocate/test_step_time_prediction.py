@@ -9,7 +9,7 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import MeasuredNetwork
-from shoal.coordinator.allocate.step_time_prediction import choose_formats, predict_step_time
+from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.cost import format_choice
 from shoal.coordinator.cost.format_choice import KEPT, SPARED
 from shoal.coordinator.cost.placement import Cost, Placement

@@ -9,7 +9,7 @@ import pytest
 
 import allocate_swarms as swarms
 from shoal.coordinator.allocate.evolution import evolve
-from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
+from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import PlacedExperts
@@ -27,7 +27,7 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
     for each in range(10):
         placement = swarms.random_placement(topology, layers, stages, 100 * seed + each)
         plain = objective.cost(placement).seconds
-        compiled = evaluator.evaluate(evaluator.assignment_of(placement), placement.bounds)
+        compiled = evaluator.evaluate(assignment_of(evaluator.num_devices, placement), placement.bounds)
         possible += math.isfinite(plain)
         assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
         assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)
@@ -40,7 +40,7 @@ def test_both_refuse_a_member_of_stage_0_without_the_text() -> None:
     for stages, bounds in ((1, (0, 6)), (2, (0, 3, 6))):
         evaluator = ThroughputEvaluator(topology, swarms.workload(layers=6), stages)
         placement = Placement(stages=((0, 2), (1, 3))[:stages], bounds=bounds)
-        assert evaluator.evaluate(evaluator.assignment_of(placement), bounds) >= IMPOSSIBLE
+        assert evaluator.evaluate(assignment_of(evaluator.num_devices, placement), bounds) >= IMPOSSIBLE
         assert math.isinf(ThroughputObjective(topology, swarms.workload(layers=6)).cost(placement).seconds)
 
 
@@ -56,7 +56,7 @@ def test_both_count_the_experts_that_members_of_small_stages_hold_beyond_their_s
     for each in range(20):
         placement = swarms.random_placement(topology, layers, stages, 100 * seed + each)
         plain = objective.cost(placement).seconds
-        compiled = evaluator.evaluate(evaluator.assignment_of(placement), placement.bounds)
+        compiled = evaluator.evaluate(assignment_of(evaluator.num_devices, placement), placement.bounds)
         too_many += math.isinf(plain) and math.isfinite(ThroughputObjective(topology, dense).cost(placement).seconds)
         assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
         assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)

@@ -1,7 +1,6 @@
 import pytest
 
-from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import Workload, layer_costs, trunk_costs
 from shoal.peer.model.flop import forward_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, layer_layout
 from shoal.protocol.decoder import DecoderSpec

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.cost.pacing import Tail, joined
-from shoal.coordinator.cost.predicted_step import predicted_step_s
+from shoal.coordinator.cost.pacing import WINDOW_GAIN, Tail, joined, predicted_step_s
 from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import FREE, Price
 
-GAIN = 1.5
 MINDS_QUEUES = Price(0.77, 9, unseen=Price(1.4, 1))
 
 
@@ -31,7 +29,6 @@ def foreseen(**says: Any) -> float:
         "microbatches": 400,
         "s_max": 1,
         "price": FREE,
-        "gain_max": GAIN,
     }
     return predicted_step_s(says.pop("tails", tails(65.0)), **(usual | says))
 
@@ -57,9 +54,9 @@ def test_where_it_costs_too_much_nothing_does() -> None:
 def test_devices_that_are_held_back_are_less_busy_while_they_work_ahead() -> None:
     far: dict[str, Any] = {"round_trip_s": 30.0, "commit_s": 35.0}
     measured = Measured(rate_per_s=4.0, round_trip_s=30.0, commit_s=35.0, microbatches=400.0)
-    choice = choose(measured, s_max=1, price=MINDS_QUEUES, gain_max=GAIN)
+    choice = choose(measured, s_max=1, price=MINDS_QUEUES, gain_max=WINDOW_GAIN)
     assert (choice.steps_ahead, choice.gain < 1.3) == (1, True)
-    longer = busy(GAIN) / busy(choice.gain) - 1.0
+    longer = busy(WINDOW_GAIN) / busy(choice.gain) - 1.0
     step_s = joined(100.0 * (1.0 + 0.6475 * longer), 82.5 + 50.0 * longer)
     assert foreseen(price=MINDS_QUEUES, **far) == pytest.approx(step_s)
     assert step_s > 1.01 * foreseen(**far)

@@ -6,12 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.coordinator.cost.shares import split
-from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.throughput import ThroughputObjective, fill, split
 from shoal.coordinator.cost.workload import ReducedGradients, Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.staleness import Price

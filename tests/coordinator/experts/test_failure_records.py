@@ -6,15 +6,15 @@ from itertools import combinations, islice
 import pytest
 
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.experts.failure_rate import failure_probability, rounded
 from shoal.coordinator.experts.failure_records import (
     FAILURES_MAX,
     GAP_S_MAX,
     HANDED_OVER_MAX,
-    HORIZON_S,
     RECORDS_MAX,
     SEEN_S_MAX,
     FailureRecords,
+    failure_probability,
+    rounded,
 )
 from shoal.coordinator.experts.recovery import holder_masks, loss_of_masks
 from shoal.protocol.identity import PeerID
@@ -53,7 +53,7 @@ def test_who_was_lost_keeps_its_record_when_it_is_back() -> None:
         records.lost(A)
         heard(records, A, B, begin_s=(1 + number) * HOUR_S, end_s=(2 + number) * HOUR_S)
     assert told(records, A, B) == {A: (3.0, 4 * HOUR_S), B: (0.0, 4 * HOUR_S)}
-    assert records.probability(A) == failure_probability(3, 4 * HOUR_S, horizon_s=HORIZON_S)
+    assert records.probability(A) == failure_probability(3, 4 * HOUR_S)
     newcomer = records.probability(PeerID("new"))
     assert records.probability(B) < newcomer < records.probability(A)
     assert rounded(records.probability(A)) >= 4 * rounded(records.probability(B))
@@ -172,3 +172,17 @@ def test_while_records_only_grow_older_nobody_moves(num_experts: int, slots: int
         assert holders(plan) == holders(first), f"after {hour + 1} hours"
         seen.append([rounded(places.records.probability(peer)) for peer in PEERS])
     assert len({*map(tuple, seen)}) > 8, "else this tests nothing"
+
+
+def test_a_long_record_counts_for_more_than_the_prior() -> None:
+    newcomer, steady, flaky = (
+        failure_probability(*past) for past in ((0, 0.0), (0, 200 * HOUR_S), (200, 200 * HOUR_S))
+    )
+    assert steady < 0.001 < newcomer < flaky
+    assert flaky == pytest.approx(0.154, abs=0.01)  # 1 - exp(-1/6): one failure an hour, within ten minutes
+
+
+def test_like_estimates_are_the_same() -> None:
+    assert rounded(0.11) == rounded(0.14) == 0.125
+    assert rounded(0.0) == rounded(1e-9) == 2.0**-20
+    assert rounded(1.0) == 1.0

@@ -1,0 +1,240 @@
+"""Adjust the placement that a search has found, by what its objective leaves out. Pure.
+
+- `with_second_holders`: if a stage's only holder dies, the run goes back to a snapshot. A second holder prevents that,
+  but the two must all-reduce at each commit, which over a slow line may take longer than the step. The peer's failure
+  rate and the cost of going back decide which of the two is cheaper.
+- `with_idle_devices`: the objective uses means, by which only the longest stage gains from one more member, so a search
+  may leave a useful device out. But microbatches arrive unevenly, and where several stages take about as long as the
+  longest, each waits for the others. A stage with spare time catches up after such a wait.
+- `with_fewest_moves`: two equal devices are the same for the objective. But the device that has held the first eight of
+  twelve layers should keep them, so that fewer bytes travel.
+- `best_with_stayers`: one plan must keep enough holders of each stage; a newcomer is none until it has fetched the
+  state from them. The search ignores this, and its result with some devices put back may be worse than the present
+  placement. So a hill climb starts from there, and one from the current placement, over moves that keep enough holders.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from shoal.coordinator.allocate.evolution import LEFT_OUT, Assignment
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.experts.failure_records import HORIZON_S
+from shoal.protocol.topology import Floats, Ints
+
+TRIED = 16
+"""The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
+EXCHANGES_TRIED = 64
+"""The limit on tried exchanges, those that save most first: each costs an evaluation."""
+AS_GOOD = 1.001
+"""The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
+EVALUATIONS_MAX = 4000
+"""The evaluations of a climb with up to `DEVICES` devices, 0.2 s of one core; proportionally fewer with more."""
+DEVICES = 64
+TRIED_DEVICES = 128
+"""The limit on devices up to which all are tried; above it the fastest goes back."""
+
+
+def loss_alone(snapshot: SwarmSnapshot, peer: MeasuredPeer) -> float:
+    """Return the part of all work that is lost in the long run because `peer` is the only holder of a stage."""
+    return peer.failure_probability * snapshot.going_back_s / HORIZON_S
+
+
+def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: SwarmSnapshot) -> Placement:
+    """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
+    device that costs least goes there, whether it was unplaced or in another stage.
+
+    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order."""
+    settled: set[int] = set()
+    while True:
+        stages = placement.stages
+        lone = next((k for k, stage in enumerate(stages) if len(stage) == 1 and k not in settled), None)
+        if lone is None:
+            return placement
+        settled.add(lone)
+        left_out = placement.spares(objective.topology.num_devices)[:TRIED]
+        givers = [device for stage in stages if len(stage) > 2 for device in stage]
+        options = [_with_moved(placement, device, lone) for device in (*left_out, *givers)]
+        if not options:
+            continue
+        costs = [objective.cost(option).seconds for option in options]
+        allowed = 1.0 + loss_alone(snapshot, snapshot.peers[stages[lone][0]])
+        if min(costs) <= allowed * objective.cost(placement).seconds:
+            placement = options[costs.index(min(costs))]
+
+
+def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> tuple[tuple[int, ...], ...]:
+    """Return `stages` with `device` added to stage `index`."""
+    return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
+
+
+def _with_moved(placement: Placement, device: int, index: int) -> Placement:
+    rest = tuple(tuple(d for d in stage if d != device) for stage in placement.stages)
+    return replace(placement, stages=with_device(rest, index, device))
+
+
+def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> Placement:
+    """Return `placement` with left-out devices added where neither T nor the foreseen step time grows. The fastest
+    device is tried first; it joins the longest-computing stage where it costs nothing."""
+    topology, workload = objective.topology, objective.workload
+    cost = objective.cost(placement)
+    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
+
+    def computes_s(index: int) -> float:
+        flop = workload.job_flop(placement.bounds[index], placement.bounds[index + 1])
+        return flop / float(topology.flop_per_s[list(placement.stages[index])].sum())
+
+    for device in left_out[:TRIED]:
+        for index in sorted(range(len(placement.stages)), key=computes_s, reverse=True):
+            joined = replace(placement, stages=with_device(placement.stages, index, device))
+            tried = objective.cost(joined)
+            most = 1.0 + 1e-6  # smaller differences are rounding
+            if (
+                math.isfinite(tried.seconds)
+                and tried.seconds <= most * cost.seconds
+                and tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]
+            ):
+                placement, cost = joined, tried
+                break
+    return placement
+
+
+def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
+    """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
+    Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
+    lacks = _lacking_bytes(objective, current, found)
+    limit_s = AS_GOOD * objective.cost(found).seconds
+    at = np.full(objective.topology.num_devices, len(found.stages), dtype=np.int64)
+    for stage, members in enumerate(found.stages):
+        at[list(members)] = stage
+    refused: set[tuple[int, int]] = set()
+    for _ in range(EXCHANGES_TRIED):
+        here = lacks[np.arange(len(at)), at]
+        there = lacks[:, at]  # the bytes that each would lack in the other's place
+        saves = np.triu(here[:, None] + here[None, :] - there - there.T, 1)
+        for pair in refused:
+            saves[pair] = 0.0
+        a, b = (int(device) for device in np.unravel_index(int(saves.argmax()), saves.shape))
+        if saves[a, b] <= 0.0:
+            break
+        at[a], at[b] = at[b], at[a]
+        exchanged = replace(found, stages=_stages(at, len(found.stages)))
+        if objective.cost(exchanged).seconds <= limit_s:
+            found, refused = exchanged, set()
+        else:
+            at[a], at[b] = at[b], at[a]
+            refused.add((a, b))
+    return found
+
+
+def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
+    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`; the
+    last column, for a device without a stage, is zeros."""
+    layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
+    held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
+    for stage, (first, last) in zip(current.stages, pairwise(current.bounds), strict=True):
+        held[list(stage), first:last] = 1.0
+    wanted = np.zeros((len(found.stages) + 1, len(layer_bytes)))
+    for index, (first, last) in enumerate(pairwise(found.bounds)):
+        wanted[index, first:last] = 1.0
+    lacking: Floats = (1.0 - held) @ (wanted * layer_bytes).T
+    return lacking
+
+
+def _stages(at: Ints, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(device) for device in np.flatnonzero(at == stage)) for stage in range(num_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """The holders that one plan must keep, by stage."""
+
+    home: Assignment
+    stayers: tuple[int, ...]
+
+    def broken(self, at: Assignment, k: int) -> bool:
+        """True if too few holders of stage k stay in `at`."""
+        return int(((self.home == k) & (at == k)).sum()) < self.stayers[k]
+
+    def keep(self, at: Assignment, device: int) -> bool:
+        """True if the stage of `device` in `at` cannot let it go."""
+        k = int(at[device])
+        return int(self.home[device]) == k and int(((self.home == k) & (at == k)).sum()) <= self.stayers[k]
+
+
+def best_with_stayers(
+    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int
+) -> tuple[Placement, float]:
+    """Return the best placement that keeps enough holders.
+
+    Args:
+        evaluator: of the swarm, with `current` as its current placement.
+        stay: the part of each stage's holders that stays, rounded up.
+        holders_min: a stage with this many holders keeps at least as many, even until newcomers have its state.
+    Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included)."""
+    home = assignment_of(evaluator.num_devices, current)
+    needs = _Needs(
+        home,
+        tuple(max(math.ceil(stay * len(stage)), min(len(stage), holders_min)) for stage in current.stages),
+    )
+    goal = assignment_of(evaluator.num_devices, found)
+    _put_back(evaluator, goal, needs, current.bounds)
+    climbed = [_climb(evaluator, start, needs, current.bounds) for start in (goal, home.copy())]
+    seconds, best = min(climbed, key=lambda one: one[0])
+    stages = tuple(tuple(int(d) for d in (best == k).nonzero()[0]) for k in range(len(current.stages)))
+    return Placement(stages=stages, bounds=current.bounds), seconds
+
+
+def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
+    """Send leavers back home while their stage lacks holders, the one that costs least first. `goal` is changed. A
+    device that went back never leaves home again, so the loop ends."""
+    while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
+        for k in lacking:
+            leavers = [int(d) for d in ((needs.home == k) & (goal != k)).nonzero()[0]]
+            while needs.broken(goal, k):
+                back = min(leavers, key=lambda d: (_price(evaluator, goal, d, k, bounds), d))
+                leavers.remove(back)
+                goal[back] = k
+
+
+def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
+    if len(at) > TRIED_DEVICES:
+        return -float(evaluator.topology.flop_per_s[device])
+    return _moved(evaluator, at, device, k, bounds)
+
+
+def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
+    before, at[device] = int(at[device]), k
+    seconds = evaluator.evaluate(at, bounds)
+    at[device] = before
+    return seconds
+
+
+def _climb(
+    evaluator: ThroughputEvaluator, at: Assignment, needs: _Needs, bounds: Sequence[int]
+) -> tuple[float, Assignment]:
+    """Make single moves, to another stage or to none, always the first that helps, until none does. `at` is changed."""
+    seconds, left = evaluator.evaluate(at, bounds), EVALUATIONS_MAX * DEVICES // max(DEVICES, len(at))
+    helped = True
+    while helped and left > 0:
+        helped = False
+        for device in range(len(at)):
+            here = int(at[device])
+            if here >= 0 and needs.keep(at, device):
+                continue
+            for k in (*range(len(needs.stayers)), LEFT_OUT):
+                if k == here or (here >= 0 and needs.keep(at, device)):
+                    continue
+                left -= 1
+                moved_s = _moved(evaluator, at, device, k, bounds)
+                if moved_s < seconds:
+                    at[device], here, seconds, helped = k, k, moved_s, True
+            if left <= 0:
+                break
+    return seconds, at
