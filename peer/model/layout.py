@@ -71,8 +71,7 @@ class LayerLayout:
         """
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
-            for name, gradient in self.views(gradient_N).items():
-                leaves[name].grad = gradient
+            self.collect(leaves, gradient_N)
         return leaves
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:

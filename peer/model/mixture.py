@@ -12,7 +12,7 @@ N tokens   K experts a token   P = N K rows, sorted by expert   E experts   D wi
 W numbers that a layer adds to a token: D, or those of a subspace, in which w2 is [W, F]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -24,7 +24,7 @@ from torch.nn import functional
 from shoal.kernels.dispatch import combine, counts, group, grouped_matmul, permute
 from shoal.peer.model.frozen import AdaptedLayer
 from shoal.protocol.spec import ModelSpec
-from shoal.protocol.tensors import EXPERT_MATRICES, expert_name, router_name
+from shoal.protocol.tensors import expert_name, router_name
 
 
 class Experts(Protocol):
@@ -99,7 +99,7 @@ def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_
     routing = route(_linear(params, router_name(model, index), x_ND), model.experts_per_token)
     if mixture.loads is not None:
         mixture.loads.add(index, routing.counts_E)
-    experts = mixture.experts or local_experts(model, {f"layers.{index}": params})
+    experts = mixture.experts or local_experts(model, params)
     y_ND = experts(index, x_ND, routing.chosen_NK, routing.weight_NK)
     if isinstance(params, AdaptedLayer):
         return y_ND
@@ -128,42 +128,24 @@ def route(logit_NE: Tensor, experts_per_token: int) -> Routing:
     return Routing(chosen_NK=chosen_NK, weight_NK=top_NK.softmax(-1), counts_E=counts_E, balance=balance)
 
 
-def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Tensor]]) -> Experts:
-    """Return an `Experts` that uses the decoder layers `params_by_key` directly."""
+def local_experts(model: ModelSpec, params: Mapping[str, Tensor]) -> Experts:
+    """Return an `Experts` that uses the parameters of its one decoder layer directly."""
 
     def experts(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        params = params_by_key[f"layers.{layer_index}"]
         groups = group(chosen_NK, model.num_experts)
-        x_PD, offset_E, all_experts = permute(x_ND, groups), groups.offset_E, range(model.num_experts)
-        if isinstance(params, AdaptedLayer):
-            names = {w: [expert_name(model, layer_index, e, w) for e in all_experts] for w in EXPERT_MATRICES}
-            y_PD = _swiglu(x_PD, lambda w, rows: params.grouped(names[w], rows, offset_E))
-        else:
-            y_PD = swiglu_experts(x_PD, offset_E, *expert_matrices(model, params, layer_index, all_experts))
-        return combine(y_PD, weight_NK, groups)
+
+        def times(matrix: str, rows: Tensor) -> Tensor:
+            """Multiply each expert's rows by its matrix w1 [F, D], w2 [W, F] or w3 [F, D]."""
+            names = [expert_name(model, layer_index, expert, matrix) for expert in range(model.num_experts)]
+            if isinstance(params, AdaptedLayer):
+                return params.grouped(names, rows, groups.offset_E)
+            return grouped_matmul(rows, [params[name] for name in names], groups.offset_E)
+
+        x_PD = permute(x_ND, groups)
+        y_PW = times("w2", functional.silu(times("w1", x_PD)) * times("w3", x_PD))
+        return combine(y_PW, weight_NK, groups)
 
     return experts
-
-
-def expert_matrices(
-    model: ModelSpec, params: Mapping[str, Tensor], layer_index: int, experts: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return (w1 [F, D], w2 [W, F], w3 [F, D]) of each of `experts`, in their order."""
-    w1, w2, w3 = ([params[expert_name(model, layer_index, expert, w)] for expert in experts] for w in EXPERT_MATRICES)
-    return w1, w2, w3
-
-
-def swiglu_experts(
-    x_PD: Tensor, offset_E: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], w3: Sequence[Tensor]
-) -> Tensor:
-    """Run each expert's rows [offset_E[e], offset_E[e + 1]) through its SwiGLU: [P, D] -> [P, W]."""
-    matrices = {"w1": w1, "w2": w2, "w3": w3}
-    return _swiglu(x_PD, lambda w, rows: grouped_matmul(rows, matrices[w], offset_E))
-
-
-def _swiglu(x_PD: Tensor, times: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Apply SwiGLU. Args: times: (matrix, rows) -> each expert's rows times its matrix of that name."""
-    return times("w2", functional.silu(times("w1", x_PD)) * times("w3", x_PD))
 
 
 class _Enter(torch.autograd.Function):

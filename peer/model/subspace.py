@@ -65,13 +65,6 @@ class Subspace:
         """Return the subspace of a run that has one; cached by device."""
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
-    def constants(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
-        if key == HEAD:
-            return {}
-        basis = {BASIS: _narrowed(self, dtype)}
-        return basis | {KEY: self.key_2} if key == EMBED else basis
-
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
         """Return c, float32 [B, T, k]."""
         return self._scaled((x_BTD.float() - self._fixed(tokens_BT)) @ self.basis_DK)
@@ -97,8 +90,12 @@ class Subspace:
 
 
 def constants_of(spec: RunSpec, key: str, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the constants of the layer `key` by name; none without a subspace."""
-    return Subspace.of(spec, device).constants(key, dtype) if spec.model.subspace else {}
+    """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
+    if not spec.model.subspace or key == HEAD:
+        return {}
+    subspace = Subspace.of(spec, device)
+    basis = {BASIS: _narrowed(subspace, dtype)}
+    return basis | {KEY: subspace.key_2} if key == EMBED else basis
 
 
 def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:

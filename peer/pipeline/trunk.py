@@ -27,7 +27,7 @@ from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
-from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
+from shoal.peer.model.flop import trunk_stage_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
 from shoal.peer.model.rotary import Rotary
@@ -103,10 +103,7 @@ class StageTrunk(Shard):
         self._rotary = llama.rotary_tables(spec.model, device)
         self._wire = TokenWire(spec)
         self._contexts: dict[Microbatch, _Context] = {}
-        tokens = spec.training.microbatch_size * spec.model.context
-        layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
-        self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+        self.flop = trunk_stage_flop(spec, stage_layer_keys(spec.model, first_layer, last_layer))
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         self._boundary.travel_as(leaving, coming)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import decoder_layer, rotary_tables, run_layers
-from shoal.peer.model.mixture import ExpertLoads, Mixture, expert_matrices, local_experts, mixture_layer, route
+from shoal.peer.model.mixture import ExpertLoads, Mixture, local_experts, mixture_layer, route
 from shoal.protocol.spec import ModelSpec
-from shoal.protocol.tensors import expert_name
 
 MODEL = ModelSpec(
     dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=8, num_experts=4, router_aux_loss=0.5
@@ -150,7 +149,7 @@ def test_other_experts_get_gradients_of_tokens_and_weights_through_autograd() ->
     """As a dispatcher to other peers will be: the layer's own experts are not needed."""
     params = params_of()
     own = {name: tensor for name, tensor in params.items() if ".experts." not in name}
-    elsewhere = local_experts(MODEL, {"layers.1": {name: params[name].detach() for name in params if name not in own}})
+    elsewhere = local_experts(MODEL, {name: params[name].detach() for name in params if name not in own})
     gradients = []
     for given, mixture in ((params, Mixture()), (own, Mixture(experts=elsewhere))):
         x_ND = tokens(20).requires_grad_()
@@ -159,14 +158,6 @@ def test_other_experts_get_gradients_of_tokens_and_weights_through_autograd() ->
     for one, other in zip(*gradients, strict=True):
         assert one.any()
         torch.testing.assert_close(one, other)
-
-
-def test_matrices_of_some_experts_come_in_the_order_asked_for() -> None:
-    params = params_of()
-    w1, w2, w3 = expert_matrices(MODEL, params, 1, [3, 1])
-    assert w1[1] is params[expert_name(MODEL, 1, 1, "w1")]
-    assert w2[0] is params[expert_name(MODEL, 1, 3, "w2")]
-    assert w3[0] is params[expert_name(MODEL, 1, 3, "w3")]
 
 
 def test_loads_are_totals_by_layer_and_a_reading_stays_what_it_was() -> None:
