@@ -30,7 +30,6 @@ from shoal.peer.model.layout import (
 )
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
-from shoal.peer.model.rotary import Rotary
 from shoal.peer.model.schedule import rate_of
 from shoal.peer.model.subspace import constants_of
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -87,7 +86,7 @@ def train(
         total = 0.0
         for index in range(M):
             tokens_BT, labels = microbatch(corpus, spec, step, index)
-            here, documents = _of_documents(rotary, labels)
+            documents, here = Documents.of(labels.begins_BT, rotary)
             used = _narrowed(spec, params_by_key, base) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
@@ -163,17 +162,10 @@ def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params])
     total = 0.0
     for index in range(spec.training.validation_microbatches):
         tokens_BT, labels = validation_microbatch(corpus, spec, index)
-        here, documents = _of_documents(rotary, labels)
+        documents, here = Documents.of(labels.begins_BT, rotary)
         logits = run_layers(spec.model, keys, params_by_key, tokens_BT, here, documents=documents)
         total += _weighed_loss(logits, labels).item()
     return total / spec.training.validation_microbatches
-
-
-def _of_documents(rotary: Rotary, labels: Labels) -> tuple[Rotary, Documents | None]:
-    if labels.begins_BT is None:
-        return rotary, None
-    documents = Documents(labels.begins_BT)
-    return documents.positioned(rotary), documents
 
 
 def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:

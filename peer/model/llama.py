@@ -151,7 +151,7 @@ def run_layers(
     Args:
         x: int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D].
         remember: caches by layer, for sampling.
-        documents: restricts attention to a token's own document; then `rotary` must be `documents.positioned(...)`.
+        documents: restricts attention to a token's own document; `rotary` must come with it from `Documents.of`.
     Returns: logits [B, T, V] if keys[-1] is "head", otherwise [B, T, D].
     """
     for key in keys:

@@ -201,20 +201,19 @@ class StageRuntime(Shard):
         return x
 
     def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
-        rotary, documents = self._rotary, None
-        if labels.begins_BT is not None:
-            documents = Documents(labels.begins_BT)
-            rotary = documents.positioned(rotary)
-        model, keys = self.spec.model, [key for key in self.keys if key != HEAD]
-        run = partial(
-            llama.run_layers, model, params_by_key=leaves, rotary=rotary, mixture=mixture, documents=documents
-        )
+        documents, rotary = Documents.of(labels.begins_BT, self._rotary)
+
+        def run(key: str, x: Tensor) -> Tensor:
+            return llama.run_layers(self.spec.model, (key,), leaves, x, rotary, mixture=mixture, documents=documents)
+
         layers: list[Callable[[Tensor], Tensor]] = []
-        for key in keys:
+        for key in self.keys:
+            if key == HEAD:
+                continue
             compiled = None
             if self.compiled is not None and documents is None and key != EMBED:
                 compiled = self.compiled.layer(key, leaves[key], rotary)
-            layers.append(compiled or partial(_run_one, run, key))
+            layers.append(compiled or partial(run, key))
         return layers
 
     # --- layer by layer ---
@@ -260,7 +259,3 @@ class StageRuntime(Shard):
             grad_BTD = x_leaf.grad
         if x.is_floating_point() and grad_BTD is not None:
             x.grad = grad_BTD.to(x.dtype)
-
-
-def _run_one(run: Callable[..., Tensor], key: str, x: Tensor) -> Tensor:
-    return run(keys=(key,), x=x)

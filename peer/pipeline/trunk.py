@@ -174,8 +174,7 @@ class StageTrunk(Shard):
     ) -> Calling[_Graph]:
         """Run the forward of all layers but the head, experts included. `loads` counts the tokens, if given."""
         model, cuts = self.spec.model, list[_Cut]()
-        documents = None if labels.begins_BT is None else Documents(labels.begins_BT)
-        rotary = self._rotary if documents is None else documents.positioned(self._rotary)
+        documents, rotary = Documents.of(labels.begins_BT, self._rotary)
         if x.is_floating_point():
             with torch.set_grad_enabled(grad):
                 x = x.to(self.dtype)

@@ -17,13 +17,14 @@ microbatches use the current weights until there is.
 
 import logging
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState, StageState, clipped, hyperparameters
+from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.prediction import COMPENSATIONS, OwnGradients, compensation
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
@@ -35,16 +36,6 @@ FRESHER: Final = 1.5
 """A set is made again when this many times its gradients have been seen. A lower value would make one a microbatch."""
 
 
-class OpenGradients(Protocol):
-    """This member's own gradients of steps that are not committed yet."""
-
-    def num(self, step: int) -> int: ...
-
-    def seen(self, step: int) -> OpenSum | None:
-        """Return the sum of all `num` gradients; None if there are none."""
-        ...
-
-
 class Weights:
     """The weights of one stage. The state is an argument of each call, because another thread may load a new one.
 
@@ -52,7 +43,7 @@ class Weights:
     Args: spans: layer key -> slice of the stage's flat vector; gradients: shown to a strategy that sees them.
     """
 
-    def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
+    def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: Contributions) -> None:
         self._spec = spec
         self._spans = spans
         self._gradients = gradients

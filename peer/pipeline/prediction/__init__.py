@@ -14,10 +14,9 @@ from typing import Final
 
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
 from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
-from shoal.peer.pipeline.prediction.correction import DelayCompensation
 from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
-from shoal.peer.pipeline.prediction.stale import NoCompensation, Stash
+from shoal.peer.pipeline.prediction.stale import DelayCompensation, NoCompensation, Stash
 
 __all__ = [
     "COMPENSATIONS",
