@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
@@ -154,7 +154,6 @@ class Archive:
         if disk is None or era <= self._noted[0]:
             return
         before, self._noted = self._noted, (era, version)
-
         try:
             await self._run_blocking(partial(self._write_notes, disk))
         except OSError as error:
@@ -173,8 +172,8 @@ class Archive:
 
     async def write(self, state: StageState, *, era: int) -> bool:
         """Write a snapshot. Returns: False: the disk did not take it, which was logged; training goes on without."""
-        disk = self._disk
-        if disk is None:
+        disk, past = self._disk, self._past
+        if disk is None or past is None:
             return False
 
         def write() -> None:
@@ -193,9 +192,10 @@ class Archive:
             self._look()
             self._saved = state.version
             self._note_saved(disk)
-            self._note_past()
+            with self._complaining("note that an era has ended"):  # the next snapshot tries again
+                past.note(self._ages, self._clock.wall_s())
             self._remove_abandoned(disk, (era, state.version))
-            if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
+            if len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
                 self._remove(disk, (era, 0))  # too many eras for the disk, whatever other peers have
                 self._look()
 
@@ -230,11 +230,9 @@ class Archive:
             self._remove(disk, safe)
             self._look()
 
-        try:
+        with self._complaining("remove old snapshots"):
             async with self._writing:
                 await self._run_blocking(thin)
-        except OSError as error:
-            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         """Read those of the layers that undamaged snapshots of (era, version) here have."""
@@ -271,30 +269,18 @@ class Archive:
         for name in disk.list(self._folder):
             snapshot.remove_old(disk, self._folder / name, self._run, is_old)
 
-    def _note_past(self) -> None:
-        if self._past is None:
-            return
-        try:
-            self._past.note(self._ages, self._clock.wall_s())
-        except OSError as error:  # the next snapshot tries again
-            self._complain(f"cannot note that an era has ended: {error.strerror or error}")
-
     def _write_notes(self, disk: Disk) -> None:
         era, version = self._noted
         replace_file(disk, self._path, f"{era} {version} {self._saved}".encode())
 
     def _note_saved(self, disk: Disk) -> None:
-        try:
+        with self._complaining(f"note that version {self._saved} is saved"):  # the next snapshot tries again
             self._write_notes(disk)
-        except OSError as error:  # the next snapshot tries again
-            self._complain(f"cannot note that version {self._saved} is saved: {error.strerror or error}")
 
     def _recall_past(self) -> None:
         assert self._past is not None
-        try:
+        with self._complaining("read when eras have ended"):
             self._past.recall()
-        except OSError as error:
-            self._complain(f"cannot read when eras have ended: {error.strerror or error}")
 
     def _recall_era(self) -> None:
         assert self._disk is not None
@@ -340,13 +326,17 @@ class Archive:
             if path.parent not in past:
                 newest[path.parent] = max(stored.age, newest.get(path.parent, stored.age))
         abandoned = {folder for folder, written in newest.items() if written < min(self._written)}
-        try:
+        with self._complaining("remove old snapshots"):  # the new snapshot is written all the same
             for folder in sorted(abandoned):
                 snapshot.prune(disk, folder, self._run, keep=0)
-        except OSError as error:  # the new snapshot is written all the same
-            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
-            return
-        self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
+            self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
+
+    @contextlib.contextmanager
+    def _complaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._complain(f"cannot {what}: {error.strerror or error}")
 
     def _complain(self, text: str) -> None:
         """Log at most once a minute: a full disk stays full."""
