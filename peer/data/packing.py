@@ -294,7 +294,5 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _digest(paths: list[Path], num_training: int) -> str:
     hasher = blake3(num_training.to_bytes(8))
     for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                hasher.update(block)
+        hasher.update_mmap(path)
     return hasher.hexdigest()

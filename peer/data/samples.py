@@ -137,12 +137,6 @@ class Packs:
     def counted(self, number: int) -> int:
         return int(self._counted_S[number])
 
-    @property
-    def filled(self) -> float:
-        """Return the share of all places that conversations take."""
-        used = int(self._kept_D[self._document_D].sum()) - len(self._document_D)
-        return used / (self.count * self.context)
-
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
     """Pack items into bins of `capacity`: largest first, each into the fullest bin with room. Return each bin's
