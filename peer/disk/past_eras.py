@@ -5,7 +5,7 @@ disks, and for a week after the older era's end, for `shoal recover --era`. They
 eras, those that had come least far are removed first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -51,14 +51,7 @@ class PastEras:
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
         """Return the older eras in `ages` that keep their snapshots."""
-        versions = _last_versions(ages)
+        versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]
         return frozenset(sorted(young, key=lambda era: (versions[era], era), reverse=True)[:ERAS_KEPT])
-
-
-def _last_versions(ages: Iterable[tuple[int, int]]) -> Mapping[int, int]:
-    versions: dict[int, int] = {}
-    for era, version in ages:
-        versions[era] = max(version, versions.get(era, 0))
-    return versions

@@ -27,8 +27,7 @@ class JobFlop:
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`. With adapters a backward is one
-    product: only a matrix's input has a gradient."""
+    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
     again = forward - sum(forward_flop(spec.model, key, tokens) for key in keys if key == HEAD)
@@ -66,11 +65,10 @@ def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
 
 
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of
-    `context`.
+    """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens.
 
     Attention is causal: a token attends to (context + 1) / 2 others on average, fewer with a window. The embedding is a
-    gather, 0. Counted are also the router, the K experts of each token, and the products with a subspace's basis.
+    gather, 0. The router, each token's K experts and the products with a subspace's basis count, too.
     """
     if key == EMBED:
         return 2.0 * num_tokens * model.dim * model.subspace

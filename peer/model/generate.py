@@ -1,7 +1,7 @@
 """Sampling from the model, token by token.
 
-The first forward caches the prompt's keys and values; then each token is a forward of one token. Positions are
-absolute: beyond the context each new token shifts all positions, so each is a forward of the last `context` tokens.
+The prompt's keys and values are cached, and each next token is a forward of one token. Beyond the context each token
+shifts all positions, which are absolute, and so is a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """

@@ -1,12 +1,11 @@
 """The place of each tensor in a layer's one flat buffer.
 
 All tensors of a layer (`protocol.tensors` defines them) share one flat fp32 buffer, so that reducing, stepping,
-hashing, sending and predicting a layer is one operation on one tensor. Matrices come first: elements [0, num_decayed)
-get weight decay, the norms and biases after them do not.
+hashing, sending and predicting a layer is one operation on one tensor. Matrices come first and get weight decay; the
+norms and biases after them do not.
 
-A layer with experts has units, which can be placed, clipped and stepped independently: "layers.3.experts.0",
-"layers.3.experts.1" … from element 0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's
-key as well.
+A layer with experts has units, which are placed, clipped and stepped independently: "layers.3.experts.0" … from element
+0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's key as well.
 """
 
 import math
@@ -64,11 +63,8 @@ class LayerLayout:
         return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges}
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
-        """Return name -> autograd leaf that shares memory with `flat_N` [numel].
-
-        With `gradient_N` [numel] each leaf's `.grad` is a view of it, and `backward` adds into it in place. (If the
-        flat tensor itself were the leaf, each of its tensors would cost a zero-filled buffer of the whole layer.)
-        """
+        """Return name -> autograd leaf that shares memory with `flat_N` [numel]; `backward` adds into `gradient_N`, if
+        given. (A flat leaf would cost a zero-filled buffer of the whole layer for each of its tensors.)"""
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
             self.collect(leaves, gradient_N)
@@ -111,14 +107,12 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of a layer's or unit's trained parameters: all, or its adapters (none in embedding and
-    head)."""
+    """Return the layout of a layer's or unit's trained parameters: all, or its adapters, if any."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return `unit_slices` of the trained parameters. In the head a tied matrix is a unit, clipped as in the
-    embedding."""
+    """Return `unit_slices` of the trained parameters. A tied matrix is a unit of the head, clipped alone."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -174,8 +168,7 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero: the model begins as its
-    base."""
+    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and else zero: the model begins as its base."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)
@@ -191,11 +184,10 @@ def _generator(name: str) -> torch.Generator:
 
 
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
-    """Return the initial parameters of one layer or unit, float32 [numel].
+    """Return the initial parameters of one layer or unit, float32 [numel]: a pure function of (model, key, seed).
 
-    A pure function of (model, key, seed): no other layer or unit is needed. Norms multiply by 1, biases are 0. An
-    element of a matrix is a sum of four uniform numbers: almost normal, at most 3.5 deviations (`_deviation`) from
-    zero, and the same bits on every CPU, unlike torch's normal numbers.
+    Norms multiply by 1, biases are 0. An element of a matrix is a sum of four uniform numbers: almost normal, at most
+    3.5 deviations (`_deviation`) from zero, and the same bits on every CPU, unlike torch's normal numbers.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -219,8 +211,8 @@ def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
     residual stream 1/sqrt(2 L C); the router 0.02, for nearly equal shares; others, and a tied embedding, 1/sqrt(C).
 
     So a layer changes little of the stream that it reads, at any width: "small sub-layers, large shortcut" (Takase et
-    al., 2023, arXiv 2312.16903). The usual 0.02 fits matrices 2,500 wide; narrow models learn much less with it
-    (`peer/model/MEASURED.md`), least of all from stale gradients (`tests/bench/staleness/MEASURED.md`).
+    al., 2023, arXiv 2312.16903). With the usual 0.02 narrow models learn much less (`MEASURED.md`), least of all from
+    stale gradients (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
         return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding or model.tied else 1.0

@@ -18,7 +18,7 @@ from shoal.peer.model.documents import Documents
 from shoal.peer.model.frozen import AdaptedLayer
 from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
-from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
+from shoal.peer.model.mixture import PLAIN, Mixture, mixture_layer
 from shoal.peer.model.rotary import Rotary, rotate
 from shoal.peer.model.rotary import rotary_tables as rotary_tables
 from shoal.peer.model.subspace import BASIS, fixed_vectors
@@ -66,7 +66,7 @@ def decoder_layer(
     rotary: Rotary,
     remember: Remember | None = None,
     *,
-    mixture: Mixture = LOCAL,
+    mixture: Mixture = PLAIN,
     documents: Documents | None = None,
 ) -> Tensor:
     """Run attention and feed-forward (or experts) with residuals: [B, T, D] -> [B, T, D].
@@ -143,7 +143,7 @@ def run_layers(
     rotary: Rotary,
     remember: Mapping[str, Remember] | None = None,
     *,
-    mixture: Mixture = LOCAL,
+    mixture: Mixture = PLAIN,
     documents: Documents | None = None,
 ) -> Tensor:
     """Run the layers `keys` in order: the forward of a stage, or of a whole model.

@@ -4,15 +4,13 @@ were taken.
 A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
 that may have to be omitted is held out.
 
-**Two threads.** The event loop announces gradients and requests sums, and touches no tensor. It puts each such order
-into a queue; the next thread that works with tensors (a job, or a thread that makes a sum) runs the queue in order. So
-a sum holds what had been announced when it was requested, whenever it is made.
+**Two threads.** The event loop announces gradients and requests sums, and touches no tensor: it puts each such order
+into a queue, which the next thread that works with tensors (a job, or a thread that makes a sum) runs in order. So a
+sum holds what had been announced when it was requested.
 
-**One tensor a step.** A sum is as large as the stage and is returned without a copy. A later gradient is added into a
-new tensor. A sum that a strategy reads (`seen`) is copied only if a gradient comes meanwhile.
-
-**The optimizer step closes the sum.** It needs only the reduced gradient, so sum and places are freed before the new
-state is made. A later request gets None, not zeros.
+**One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
+into a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
+made, and a later request gets None, not zeros.
 """
 
 import logging
@@ -89,10 +87,9 @@ class Contributions:
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
-        """Set the gradient of a finished backward to zero unless all its numbers are finite.
+        """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If that overflows
+        with finite numbers, so does the norm, and no optimizer would take the gradient.)
 
-        Their sum is tested, in one pass without a copy. (If it overflows with finite numbers, so does the norm, and no
-        optimizer would take the gradient.)
         Args: fine: bool [], the backward's input was finite; None: it was.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
@@ -125,9 +122,8 @@ class Contributions:
         return False
 
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
-        """Request the sum of our contributions to `step`; of those held out only `indices`, or all if None.
+        """Request the sum of our contributions to `step` by now; of those held out only `indices`, or all if None.
 
-        Gradients announced later are not in it, but in the sum for another attempt at the step.
         Returns: a function for any thread but the loop's. Its sum is read-only; None if the step's optimizer step has
         begun.
         """

@@ -1,7 +1,7 @@
 """The arithmetic of one expert in all layers of a stage: tokens in, tokens out, and the gradient of its weights.
 
-Nothing is kept between a forward and its backward, which brings the tokens again, so any holder can take over in the
-middle of a microbatch. Only the gradient of each run is kept; the run stays *open* until its sender reports the end.
+A backward brings its tokens again, so any holder can take over in the middle of a microbatch. Only the gradient of each
+run is kept; the run stays *open* until its sender reports the end.
 
 N tokens   D width
 """

@@ -1,8 +1,8 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
-The optimizer step and predictions for a step ahead are the only readers of moments and `Places`, and a sum that is
-being reduced passes through host memory anyway (`coordinator/cost/memory.py` lists all uses). Once a job has run out of
-memory these stay on the host and return layer by layer for each use. The bits are the same; a step takes longer.
+Only the optimizer step and predictions for a step ahead read moments and `Places`, and a sum that is being reduced
+passes through host memory anyway. Once a job has run out of memory these stay on the host and return layer by layer for
+each use. The bits are the same; a step takes longer.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
 does, because its bits equal those of all members (`../compute/known_answers.py`).

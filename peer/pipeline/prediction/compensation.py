@@ -32,6 +32,10 @@ class OwnGradients:
     """w_t - ŵ, float32 [N]; None: all were taken at w_t, or w_t or ŵ is unknown."""
 
 
+Seen = Sequence[OwnGradients | None]
+"""This member's gradients of each step from the layer's version on; None: there are none."""
+
+
 class Compensation(ABC):
     """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
     those flags that differ."""
@@ -47,14 +51,11 @@ class Compensation(ABC):
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
 
-    def weights(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None] = ()
-    ) -> Tensor:
+    def weights(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen = ()) -> Tensor:
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
         At staleness 0 (or less: a repair) it is `layer.param_N` itself with every strategy.
-        Args: seen: the gradients of each step from the layer's version on, for a strategy that `sees`; None: there are
-        none.
+        Args: seen: for a strategy that `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
@@ -75,9 +76,7 @@ class Compensation(ABC):
         """Learn from a step of the layer; `settings` are those of `before`. Not called if the layer did not change."""
 
     @abstractmethod
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         """Do what `weights` does for `staleness_steps` > 0. Must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:

@@ -1,12 +1,11 @@
 """The optimizer's own next steps, made with this peer's part of their gradients."""
 
-from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 KEPT: Final = 0.7
 """The part of a displacement that is kept in the next weights."""
@@ -37,18 +36,14 @@ class Eager(Compensation):
 
     sees: ClassVar[bool] = True
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         weights_N = self._stepped(layer, settings, staleness_steps, seen)
         first = seen[0] if seen else None
         if first is None or first.displacement_N is None:
             return weights_N
         return weights_N.sub(first.displacement_N, alpha=KEPT**staleness_steps)
 
-    def _stepped(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _stepped(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         tensors, version = layer.tensors, settings["step"]
         for ahead in range(staleness_steps):
             its = seen[ahead] if ahead < len(seen) else None

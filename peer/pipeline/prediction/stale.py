@@ -1,12 +1,11 @@
 """The stale weights themselves: the baseline of all other strategies, and with gradients that are corrected later."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 STRENGTH = 0.04
 """λ of DC-ASGD-c, tuned in the paper for SGD on CIFAR-10."""
@@ -21,9 +20,7 @@ class Stash(Compensation):
 
     predicts: ClassVar[bool] = False
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         return layer.param_N
 
 
