@@ -155,7 +155,7 @@ def _write(disk: Disk, folder: PurePosixPath, manifest: _Manifest, layers: Mappi
     path = folder / str(SnapshotName(run, era, version, _manifest_digest(data)))
     if path.name in disk.list(folder):
         try:
-            read_snapshot(disk, path)
+            _check(disk, path)
         except DamagedSnapshot as damage:
             logger.warning("%s: writing it again", damage)
             disk.replace(path, folder / f"{UNFINISHED_PREFIX}{path.name}")
@@ -254,15 +254,20 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
     for found in newest_first:
         if found.path.parent not in has_sound:
             try:
-                manifest = _read_manifest(disk, found.path)
-                for name in manifest.files:
-                    _read_checked(disk, found.path, manifest, name)
+                _check(disk, found.path)
             except DamagedSnapshot as damage:
                 on_damage(damage)
                 continue
         has_sound.add(found.path.parent)
         left.append(found)
     return left
+
+
+def _check(disk: Disk, path: PurePosixPath) -> None:
+    """Raises: DamagedSnapshot: a file is missing, torn, changed or unreadable."""
+    manifest = _read_manifest(disk, path)
+    for name in manifest.files:
+        _read_checked(disk, path, manifest, name)
 
 
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
