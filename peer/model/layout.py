@@ -10,8 +10,8 @@ A layer with experts has units, which are placed, clipped and stepped independen
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -31,30 +31,32 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX, Shapes, adapter_tensors, layer_tensors, router_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerLayout:
-    """The tensors of one layer or unit. All tuples are in buffer order."""
+    """The tensors of one layer or unit, in buffer order."""
 
     key: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    """The first element of each tensor in the flat buffer."""
-    numel: int
     num_decayed: int
     """Elements [0, num_decayed) are matrices."""
 
-    matrices: tuple[tuple[int, int, int], ...] = field(init=False, compare=False)
-    """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
-    _ranges: tuple[tuple[str, tuple[int, ...], int, int], ...] = field(init=False, repr=False, compare=False)
-    """(name, shape, first element, end) of each tensor."""
+    @cached_property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
 
-    def __post_init__(self) -> None:
-        tensors = zip(self.offsets, self.shapes, strict=True)
-        matrices = [(offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2]
-        object.__setattr__(self, "matrices", () if self.key in (EMBED, HEAD) else tuple(matrices))
-        ends = (*self.offsets, self.numel)[1:]
-        object.__setattr__(self, "_ranges", tuple(zip(self.names, self.shapes, self.offsets, ends, strict=True)))
+    @cached_property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
+        if self.key in (EMBED, HEAD):
+            return ()
+        return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
+        """(name, shape, first element, end) of each tensor."""
+        ends = list(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
+        return tuple(zip(self.names, self.shapes, ends, ends[1:], strict=False))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Return name -> view of `flat_N` [numel]; no copies, and writes go through."""
@@ -137,15 +139,8 @@ def _adapter_layout(model: ModelSpec, adapter: AdapterSpec, key: str) -> LayerLa
 
 def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
     shapes = matrices | vectors
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    return LayerLayout(
-        key=key,
-        names=tuple(shapes),
-        shapes=tuple(shapes.values()),
-        offsets=tuple(accumulate(sizes, initial=0))[:-1],
-        numel=sum(sizes),
-        num_decayed=sum(sizes[: len(matrices)]),
-    )
+    num_decayed = sum(math.prod(shape) for shape in matrices.values())
+    return LayerLayout(key=key, names=tuple(shapes), shapes=tuple(shapes.values()), num_decayed=num_decayed)
 
 
 def num_parameters(model: ModelSpec) -> int:

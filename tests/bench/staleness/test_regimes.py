@@ -260,7 +260,7 @@ class Chain:
     chunk_samples = 1
 
     def layout(self, key: str) -> LayerLayout:
-        return LayerLayout(key=key, names=("w",), shapes=((1,),), offsets=(0,), numel=1, num_decayed=1)
+        return LayerLayout(key=key, names=("w",), shapes=((1,),), num_decayed=1)
 
     def initial(self, key: str) -> torch.Tensor:
         return torch.tensor([0.9, 0.8, 1.1, 0.7])[self.keys.index(key)].reshape(1).clone()
