@@ -1,7 +1,7 @@
 """The arithmetic of a peer: the only part in which a training peer and a simulated one differ.
 
-Drivers decide which job runs when, and run it by this interface. `TorchArithmetic` computes; the modelled twin in
-`deploy/simulate` returns values of the same size, so that the same drivers run a thousand peers in one process.
+Drivers run jobs by this interface. `TorchArithmetic` computes; the modelled twin in `deploy/simulate` returns values of
+the same size, so that the same drivers run a thousand peers in one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,8 +82,8 @@ class Runtime(LayerRuntime, Protocol):
     expert_loads: ExpertLoads
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations to the next stage in the format `leaving`, and take them from the stage before in `coming`;
-        gradients to that stage travel in the format that goes with `coming`."""
+        """Send activations in the format `leaving`, and gradients in the one that goes with `coming`, the previous
+        stage's."""
         ...
 
 
@@ -159,8 +159,7 @@ class Arithmetic(Protocol):
         ...
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make a layer's step from `version` on the device, with a replica's bits; state and gradient are on the
-        host."""
+        """Make a layer's step from `version` on the device, with a replica's bits; all tensors are on the host."""
         ...
 
     def seed_base(self, key: str) -> Tensor:

@@ -1,10 +1,9 @@
 """Checks at a peer's start that its optimizer steps have the same bits as all others'.
 
-Members of a group hold equal bits because each makes the same step with the same reduced gradient. IEEE 754 defines
-every operation of a step to the last bit; a device or a build that fuses two of them, flushes denormals to zero or
-takes another square root would dissent at each commit. So the device makes three steps of a small layer, and the result
-is compared with the digests below. The inputs are integers times powers of two, the same on every machine, from 1 to
-10^-21: the squares of the smallest are denormal.
+IEEE 754 defines every operation of a step to the last bit; a device or a build that fuses two of them, flushes
+denormals to zero or takes another square root would dissent at each commit. So the device makes three steps of a small
+layer, and the result is compared with the digests below. The inputs are integers times powers of two, the same on every
+machine, from 1 to 10^-21: the squares of the smallest are denormal.
 """
 
 import logging

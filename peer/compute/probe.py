@@ -84,11 +84,9 @@ async def probe_device(
 class LinkProbe:
     """Measures round trip and rate towards one peer at a time; answers the probes of others.
 
-    The receiver takes the time, from a small first frame, the mark, to the last frame. So its answer may wait on its
-    own busy line without counting. The sender's transmit time is a lower bound.
-
-    Some frames precede the mark. On an idle link TCP doubles the data in flight with each round trip: without those
-    frames, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    The receiver takes the time, from a small first frame, the mark, to the last frame, so its answer may wait on its
+    own busy line. The sender's transmit time is a lower bound. Frames before the mark end TCP's slow start: without
+    them, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
@@ -154,7 +152,7 @@ class LinkProbe:
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
         """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
-        Args: links: as `measure` found them one by one. beside: peers that share our network card; they send as much.
+        Args: links: as `measure` found them; beside: peers that share our network card, which send as much.
         Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))

@@ -1,8 +1,7 @@
 """The text of a run as tokens, split into training and validation.
 
-`python-library` is the source of Python's standard library; anything else is a path or a data set of the hub
-(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the
-same files prepares the same tokens; `digest` checks it.
+Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the same files prepares
+the same tokens; `digest` checks it.
 """
 
 from collections.abc import Sequence

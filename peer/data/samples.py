@@ -81,8 +81,8 @@ class Blocks:
 class Packs:
     """Whole conversations, as many to a sample as fit; the rest of a sample is padding that is not learnt.
 
-    A conversation of n tokens takes n - 1 places, because its last token predicts nothing. One longer than a sample
-    loses its end, and one without an answer left to learn is dropped.
+    A conversation of n tokens takes n - 1 places: its last token predicts nothing. One longer than a sample loses its
+    end, and one without an answer left to learn is dropped.
 
     Args:
         counted_N: uint8 [N], 1 if the token is learnt as a target.

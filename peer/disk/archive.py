@@ -1,8 +1,8 @@
 """Snapshots on this peer's disk: of the layers that it trains, and copies that other stages asked it to keep.
 
-A stage's state must survive the death of all of its replicas, so every few steps two members write it to their disks
-and each asks a peer outside the group to keep a copy. When a layer has lost its last holder, the coordinator sees from
-the heartbeats (`holdings`) which version is still complete, and the run goes back to it.
+Every few steps two members of each group write its state, and each asks a peer outside the group to keep a copy. When
+a layer has lost its last holder, the coordinator sees from the heartbeats (`holdings`) which version is still complete,
+and the run goes back to it.
 """
 
 import asyncio
@@ -133,10 +133,8 @@ class Archive:
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
-
-        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning has the same
-        bits every time, and no other peer may have it. With progress, the others have gone on or the state is lost."""
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process, and
+        in a later process unless it knows of progress (`note_era`): the others have gone on, or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True

@@ -1,8 +1,7 @@
 """Chooses the past eras of which this peer still keeps snapshots, so that the run can return to them.
 
 A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on enough
-disks, and for a week after the older era's end, for `shoal recover --era`. They cost room: if there are too many older
-eras, those that had come least far are removed first.
+disks, and for a week, for `shoal recover --era`. Of too many older eras those that had come least far go first.
 """
 
 from collections.abc import Iterable

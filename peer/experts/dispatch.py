@@ -2,10 +2,8 @@
 
 Each expert gets one holder for a whole microbatch (`choice.py`); a layer is one frame to each holder, without padding.
 A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is
-*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it.
-
-If an expert has no holder, and none of those in the plan can be reached, its tokens are *passed by*: they continue by
-the residual, and are counted.
+*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it. If
+none of an expert's holders can be reached, its tokens are *passed by*: they continue by the residual.
 """
 
 import asyncio

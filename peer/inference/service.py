@@ -7,16 +7,15 @@ The path of a request through this file:
         ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
         ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
-**One version.** All stages answer with the weights of one version, so that the caches of a session are consistent and
-an evaluation belongs to one version. The client may name it; else stage 0 takes its committed one. Each stage keeps the
-weights of that version while requests use it, and waits if it is a step behind. A stage that has passed the version
-says so, and the client begins again with a newer one.
+**One version.** All stages answer with the weights of one version, the client's or else stage 0's committed one, so
+that the caches of a session are consistent. Each stage keeps these weights while requests use them, and waits if it is
+a step behind. A stage that has passed the version says so, and the client begins again with a newer one.
 
-**Which member.** A hash of the client's `way` chooses the member of each stage, without any table. If that member is
-gone, or has no cache, the request fails, and the client chooses another `way` and a new session.
+**Which member.** A hash of the client's `way` chooses the member of each stage. If that member is gone, or has no
+cache, the request fails, and the client chooses another `way` and a new session.
 
-**Training goes first.** A peer computes one request at a time, and rests after each so long that while it trains
-requests take at most `SHARE` of its time.
+**Training goes first.** A peer computes one request at a time. While it trains it rests after each, so that requests
+take at most `SHARE` of its time.
 """
 
 import asyncio

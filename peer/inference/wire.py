@@ -1,8 +1,8 @@
 """Inference requests as bytes, and the checks before anything is computed.
 
-Tokens are int32; activations are float32, or bfloat16 if every member computes in it (`training.compute = "bf16"`),
-whatever the training's wire is. In a subspace model (`peer/model/subspace.py`) each token and its k coordinates travel
-instead of its activation. Sizes follow from the header, which is checked against the run spec.
+Tokens are int32; activations are float32, or bfloat16 if every member computes in it, whatever the training's wire is.
+In a subspace model each token and its k coordinates travel instead of its activation. Sizes follow from the header,
+which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
