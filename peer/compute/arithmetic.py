@@ -20,14 +20,13 @@ from shoal.peer.model.frozen import seed_base
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, step_layer
 from shoal.peer.pipeline.expert_call import Calling
-from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_runs import OpenRuns, Run
 from shoal.peer.pipeline.expert_shard import ExpertShard
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.trunk import StageTrunk
-from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
@@ -122,9 +121,7 @@ class HeldExpert(LayerRuntime, Protocol):
 
     expert: int
     layers: range
-
-    @property
-    def num_open(self) -> int: ...
+    open_runs: OpenRuns
 
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor: ...
 
@@ -134,11 +131,7 @@ class HeldExpert(LayerRuntime, Protocol):
 
     def backward_flop(self, num_tokens: int) -> float: ...
 
-    def layers_done(self, run: Run) -> int: ...
-
     def close(self, run: Run, *, wanted: bool) -> int | None: ...
-
-    def drop(self, source: PeerID, successor: int | None = None) -> None: ...
 
 
 class Arithmetic(Protocol):
@@ -207,12 +200,7 @@ class TorchArithmetic:
         self._spec = spec
         self._corpus = corpus
         self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
-        self._how: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "steps_on": steps_on,
-            "offload": Offload(device),
-        }
+        self._how: dict[str, Any] = {"device": device, "dtype": dtype, "steps_on": steps_on, "offload": Offload(device)}
 
     @classmethod
     def on(cls, use: ComputeDevice, spec: RunSpec, corpus: Corpus | None) -> "TorchArithmetic":
@@ -226,9 +214,9 @@ class TorchArithmetic:
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        there = self.vectors.layer_state(*(tensor.to(self._steps_on) for tensor in layer.tensors))
+        there = layer.to(self._steps_on)
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
-        return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
+        return stepped.to(self.vectors.host)
 
     def seed_base(self, key: str) -> Tensor:
         return seed_base(self._spec, key)

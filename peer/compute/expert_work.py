@@ -40,7 +40,7 @@ class ExpertWork:
         return self.runtime.backward_flop(num_tokens) if backward else self.runtime.forward_flop(num_tokens)
 
     def has_whole(self, run: Run, num_layers: int) -> bool:
-        return self.runtime.layers_done(run) == num_layers
+        return self.runtime.open_runs.layers_done(run) == num_layers
 
     def close_run(self, run: Run, *, retried: bool) -> None:
         """End a run: it counts if the group lacks it."""

@@ -64,7 +64,7 @@ class ExpertMembership(GroupMembership):
 
     @property
     def is_idle(self) -> bool:
-        return not self._s.experts.num_pending(self.work) and not self.work.runtime.num_open
+        return not self._s.experts.num_pending(self.work) and not self.work.runtime.open_runs
 
     def _install(self) -> None:
         self._s.experts.add(self.work)
@@ -125,8 +125,8 @@ class ExpertMembership(GroupMembership):
 
     def peer_died(self, peer: PeerID) -> None:
         super().peer_died(peer)
-        self.work.runtime.drop(peer)
+        self.work.runtime.open_runs.drop(peer)
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
         super().peer_reborn(peer, incarnation)  # its PresenceUpdate says the rest
-        self.work.runtime.drop(peer, incarnation)
+        self.work.runtime.open_runs.drop(peer, incarnation)

@@ -20,7 +20,6 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.pipeline.weight_set import WeightSet
-from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
@@ -44,7 +43,7 @@ class ExpertShard(Shard):
         super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
-        self._open = OpenRuns(self._contributions)
+        self.open_runs = OpenRuns(self._contributions)
 
     # --- jobs ---
 
@@ -60,11 +59,11 @@ class ExpertShard(Shard):
         Args: wanted: the group lacks the microbatch. Only the value at the first backward of a run counts.
         """
         weights = self._wanted(run.microbatch)
-        opened = self._open.get(run)
+        opened = self.open_runs.get(run)
         if opened is None:
             gradient_N = self._zero_gradient() if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
-            opened = self._open.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
+            opened = self.open_runs.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
         if not is_finite(grad_ND):
             opened.layers.add(layer)
             return torch.zeros_like(x_ND)
@@ -91,29 +90,19 @@ class ExpertShard(Shard):
 
     # --- between jobs ---
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def layers_done(self, run: Run) -> int:
-        return self._open.layers_done(run)
-
     def close(self, run: Run, *, wanted: bool) -> int | None:
         """End a run: its gradient can be contributed; if no token came, zero if `wanted`, else none.
 
         Returns: the staleness in steps; None: the run adds nothing.
         """
         zero_N = None
-        if wanted and self._open.get(run) is None:
+        if wanted and self.open_runs.get(run) is None:
             zero_N = self._zero_gradient()
-        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
-
-    def drop(self, source: PeerID, successor: int | None = None) -> None:
-        self._open.drop(source, successor)
+        return self.open_runs.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)
-        self._open.forget_before(stepped[0].version)
+        self.open_runs.forget_before(stepped[0].version)
         return stepped
 
     # --- inside ---

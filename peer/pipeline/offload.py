@@ -10,6 +10,7 @@ does, because its bits equal those of all members (`../compute/known_answers.py`
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -59,7 +60,7 @@ class Offload:
         moment1_N, moment2_N = self.put(layer.moment1_N), self.put(layer.moment2_N)
         if moment1_N is layer.moment1_N and moment2_N is layer.moment2_N:
             return layer
-        return LayerState(param_N=layer.param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+        return replace(layer, moment1_N=moment1_N, moment2_N=moment2_N)
 
     def layers(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
         return {key: self.layer(layer) for key, layer in layers.items()}
@@ -68,4 +69,4 @@ class Offload:
         """Return the state with the moments of all layers `put`; itself before `begin`."""
         if not self.is_on:
             return state
-        return StageState(version=state.version, layers=self.layers(state.layers), gradient_norm=state.gradient_norm)
+        return replace(state, layers=self.layers(state.layers))
