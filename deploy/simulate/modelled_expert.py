@@ -9,7 +9,6 @@ from torch import Tensor
 from shoal.deploy.simulate.extents import Extent, phantom
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.peer.encoding.vectors import Vectors
-from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_keys
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
@@ -17,7 +16,6 @@ from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 
 class ModelledTokenWire(TokenWire):
@@ -67,13 +65,6 @@ class ModelledExpert(ModelledShard):
             )
         opened.layers.add(layer)
         return grad_ND
-
-    def forward_flop(self, num_tokens: int) -> float:
-        return expert_flop(self.spec.model, num_tokens)
-
-    def backward_flop(self, num_tokens: int) -> float:
-        """Return the work of a backward, with the forward that runs again."""
-        return (1.0 + BACKWARD_PER_FORWARD) * expert_flop(self.spec.model, num_tokens)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)

@@ -3,18 +3,18 @@
 from typing import Protocol
 
 from shoal.peer.compute.arithmetic import HeldExpert
+from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import Run
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 
 class Upwards(Protocol):
     """The unit's group, as seen by the work."""
 
     @property
-    def serves(self) -> bool:
-        """True if we hold the group's state and take part."""
-        ...
+    def is_ready(self) -> bool: ...
 
     def wants(self, microbatch: Microbatch) -> bool: ...
 
@@ -37,7 +37,9 @@ class ExpertWork:
         self.version = state.version
 
     def flop(self, num_tokens: int, *, backward: bool) -> float:
-        return self.runtime.backward_flop(num_tokens) if backward else self.runtime.forward_flop(num_tokens)
+        """Return the FLOP of a job; a backward repeats the forward."""
+        forward = expert_flop(self.runtime.spec.model, num_tokens)
+        return (1.0 + BACKWARD_PER_FORWARD) * forward if backward else forward
 
     def has_whole(self, run: Run, num_layers: int) -> bool:
         return self.runtime.open_runs.layers_done(run) == num_layers

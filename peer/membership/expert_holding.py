@@ -45,10 +45,6 @@ class ExpertMembership(GroupMembership):
             draining=self.is_draining,
         )
 
-    @property
-    def serves(self) -> bool:
-        return self.is_ready
-
     def wants(self, microbatch: Microbatch) -> bool:
         """True if our group lacks the expert's gradient of the microbatch."""
         return self.core.group.lacks(microbatch.step, microbatch.index)

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from shoal.peer.model.backward import backward
 from shoal.peer.model.finite import is_finite
-from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
@@ -80,13 +79,6 @@ class ExpertShard(Shard):
         opened.layers.add(layer)
         assert x_ND.grad is not None
         return x_ND.grad
-
-    def forward_flop(self, num_tokens: int) -> float:
-        return expert_flop(self.spec.model, num_tokens)
-
-    def backward_flop(self, num_tokens: int) -> float:
-        """Return the FLOP of a backward, which repeats the forward."""
-        return 3.0 * expert_flop(self.spec.model, num_tokens)
 
     # --- between jobs ---
 
