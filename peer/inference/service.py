@@ -28,12 +28,11 @@ from typing import Final, TypeVar
 import msgspec
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.inference.sessions import Session, Sessions
-from shoal.peer.inference.wire import InferenceWire
+from shoal.peer.inference.wire import InferenceWire, bytes_of
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.stage import StageRuntime
@@ -187,7 +186,9 @@ class InferenceService:
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
         """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
         plan = self._plan()
-        if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
+        if plan is None or meta.stage >= len(plan.stages) or plan.stages[meta.stage].first_layer != meta.first_layer:
+            raise self._no(_DIVIDED)  # in our plan the stage does not begin at the sender's layer
+        if stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
         work = functools.partial(self._work, stage, version, meta, payload)
         timed = await self._with_memory(work, self._flop_of(meta))
@@ -219,9 +220,9 @@ class InferenceService:
         if not stage.has_head:
             return self._wire.encode(y_BTD, question)
         if question.targets_BT is not None:
-            return _bytes(*stage.log_likelihoods(y_BTD, question.targets_BT))
+            return bytes_of(*stage.log_likelihoods(y_BTD, question.targets_BT))
         token_K, logit_K = stage.candidates(y_BTD, INFERENCE_CANDIDATES_MAX)
-        return _bytes(token_K.to(torch.int32), logit_K)
+        return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
         """Return (version, our stage at that version). Raises: Refused."""
@@ -334,15 +335,6 @@ class InferenceService:
         return stage.num_layers * 2 * model.num_kv_heads * model.head_dim * model.context * stage.dtype.itemsize
 
 
-def _has(plan: Plan, meta: InferenceInput) -> bool:
-    """True if the stage begins at the sender's layer in our plan, too."""
-    return meta.stage < len(plan.stages) and plan.stages[meta.stage].first_layer == meta.first_layer
-
-
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
     """Rank a member for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()
-
-
-def _bytes(*tensors: Tensor) -> bytes:
-    return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -37,6 +37,12 @@ class StageInput:
     begins_BT: Tensor | None
 
 
+def bytes_of(*tensors: Tensor) -> bytearray:
+    """Return the bytes of all tensors, in a row."""
+    parts = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return bytearray().join(parts)
+
+
 class InferenceWire:
     """The encoding between the stages of one run."""
 
@@ -87,10 +93,7 @@ class InferenceWire:
             parts.append(question.targets_BT.to(torch.int32))
         if question.begins_BT is not None:
             parts.append(question.begins_BT.to(torch.uint8))
-        payload = bytearray()
-        for part in parts:
-            payload += part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return payload
+        return bytes_of(*parts)
 
     def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
         """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""

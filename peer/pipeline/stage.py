@@ -82,7 +82,7 @@ class StageRuntime(Shard):
         self.flop = stage_flop(spec, self.keys)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.travel_as(leaving, coming)
+        self._boundary.wire.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Run the forward of a stage that is not the last. Return the activation for the next stage.

@@ -106,7 +106,7 @@ class StageTrunk(Shard):
         self.flop = trunk_stage_flop(spec, stage_layer_keys(spec.model, first_layer, last_layer))
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.travel_as(leaving, coming)
+        self._boundary.wire.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True

@@ -50,8 +50,6 @@ class ActivationWire:
         self._shape_BTW = (spec.training.microbatch_size, spec.model.context, spec.model.written_width)
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
-        self._seed = spec.seed
-        self._backward_of = spec.wire.backward_of
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
         """Bytes of a payload without labels -> its format; `_gradients` likewise."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
@@ -64,7 +62,7 @@ class ActivationWire:
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """Choose the formats of what we send: activations travel as `leaving`, gradients as the counterpart of
         `coming`, the previous stage's format. Both are of `WireSpec.forward`."""
-        self._forward, self._backward = leaving, self._backward_of(coming)
+        self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property
     def activation_bytes(self) -> int:
@@ -175,7 +173,7 @@ class ActivationWire:
         return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTW)
 
     def _key(self, microbatch: Microbatch, layer: int) -> tuple[int, int]:
-        words = f"{self._seed} {microbatch.step} {microbatch.index} {layer}"
+        words = f"{self._spec.seed} {microbatch.step} {microbatch.index} {layer}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
