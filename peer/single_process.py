@@ -90,7 +90,8 @@ def train(
             used = _narrowed(spec, params_by_key, base) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
-            for layer, part in enumerate(_parts(spec)):
+            for layer in range(spec.model.num_layers):
+                part = stage_layer_keys(spec.model, layer, layer + 1)
                 if layer and between is not None:
                     logits = between(logits, Microbatch(step, index), layer)
                 logits = run_layers(spec.model, part, used, logits, here, mixture=mixture, documents=documents)
@@ -105,7 +106,8 @@ def train(
                 on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
         norms = [
-            _clip([params_by_key[key][name] for name in names], spec.optimizer.clip_norm) for key, names in _units(spec)
+            float(clip_grad_norm_([params_by_key[key][name] for name in names], spec.optimizer.clip_norm or math.inf))
+            for key, names in _units(spec)
         ]
         for optimizer in optimizers:
             _step(spec.optimizer, optimizer, rate_of(spec, step))
@@ -175,10 +177,6 @@ def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
     return labels.weight * loss(logits_BTV, labels.targets_BT)
 
 
-def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
-    return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
-
-
 def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict[str, Tensor]]:
     keys = all_layer_keys(spec.model)
     if spec.adapter is None:
@@ -230,7 +228,3 @@ def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) ->
             for tensor in optimizer.param_groups[0]["params"]:
                 tensor.mul_(1 - rate * spec.weight_decay)
     optimizer.step()
-
-
-def _clip(tensors: list[Tensor], clip_norm: float) -> float:
-    return float(clip_grad_norm_(tensors, clip_norm or math.inf))

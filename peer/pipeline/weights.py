@@ -25,7 +25,8 @@ from torch import Tensor
 
 from shoal.peer.model.state import LayerState, StageState, clipped, hyperparameters
 from shoal.peer.pipeline.contributions import Contributions
-from shoal.peer.pipeline.prediction import COMPENSATIONS, OwnGradients, compensation
+from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import staleness_bound

@@ -13,26 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation
 from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
 from shoal.peer.pipeline.prediction.stale import DelayCompensation, NoCompensation, Stash
-
-__all__ = [
-    "COMPENSATIONS",
-    "Calibrated",
-    "Compensation",
-    "DelayCompensation",
-    "Eager",
-    "LookAhead",
-    "NoCompensation",
-    "OwnGradients",
-    "PipeOptim",
-    "Settings",
-    "SpecTrain",
-    "Stash",
-    "compensation",
-]
 
 COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
     "none": NoCompensation,

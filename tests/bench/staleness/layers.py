@@ -10,7 +10,8 @@ from torch import Tensor
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.schedule import learning_rate
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction import OwnGradients, compensation
+from shoal.peer.pipeline.prediction import compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
 from shoal.protocol.spec import OptimizerSpec
 
 

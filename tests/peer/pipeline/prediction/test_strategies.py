@@ -11,13 +11,9 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction import (
-    COMPENSATIONS,
-    LookAhead,
-    OwnGradients,
-    SpecTrain,
-    compensation,
-)
+from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
+from shoal.peer.pipeline.prediction.extrapolation import LookAhead, SpecTrain
 from shoal.peer.pipeline.prediction.stale import STRENGTH
 from shoal.protocol.spec import TrainingSpec
 
