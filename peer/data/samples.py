@@ -6,7 +6,6 @@ T tokens of a sample   N tokens of a text   D documents   S samples
 import itertools
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,18 +24,6 @@ class Sample:
     """int64; IGNORED where nothing is learnt."""
     begins_T: Tensor | None
     """bool, True where a document begins; None: attention crosses documents."""
-
-
-class Samples(Protocol):
-    """The samples of a text by number."""
-
-    count: int
-
-    def sample(self, number: int) -> Sample: ...
-
-    def counted(self, number: int) -> int:
-        """Return the number of learnt targets of a sample without making it."""
-        ...
 
 
 class Blocks:
@@ -71,6 +58,7 @@ class Blocks:
         return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T1[:-1])
 
     def counted(self, number: int) -> int:
+        """Return the number of learnt targets of a sample without making it."""
         if self._start_D is None:
             return self._context
         start = number * self._context
@@ -136,6 +124,10 @@ class Packs:
 
     def counted(self, number: int) -> int:
         return int(self._counted_S[number])
+
+
+Samples = Blocks | Packs
+"""The samples of a text by number."""
 
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
