@@ -32,8 +32,7 @@ class Boundary:
         self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return a microbatch's labels, and as input the activation [B, T, D], or at stage 0 (None) the tokens [B,
-        T]."""
+        """Return a stage's input, the activation [B, T, D] or at stage 0 (None) the tokens [B, T], and the labels."""
         if payload is not None:
             x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -50,11 +49,8 @@ class Boundary:
         return self.wire.encode_activation(y_BTD.detach(), labels)
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
-        """Return the loss of the head `params`, in nats a token, times the microbatch's weight.
-
-        NaN if the previous stage sent a target outside the vocabulary or a weight out of range: torch would raise or
-        lose its GPU context.
-        """
+        """Return the loss of the head `params`, in nats a token, times the microbatch's weight. NaN if the previous
+        stage sent a weight or a target out of range, for which torch would raise or lose its GPU context."""
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:
@@ -71,7 +67,7 @@ class Boundary:
         return self.wire.decode_gradient(payload, self._device)
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
-        """Encode the gradient of our input `x`: zero if none reached it or `fine`, bool [], is False. None: `x` are
+        """Encode the gradient of our input `x`, zero if none reached it or unless `fine`, bool []. None: `x` are
         tokens."""
         if not x.is_floating_point():
             return None

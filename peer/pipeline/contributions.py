@@ -105,8 +105,8 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
-        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room. Call it just before
-        announcing it. Returns: True if it is held out; None if its step is over and it is in no sum."""
+        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room, just before it is
+        announced. Returns: True if it is held out; None if its step is over and it is in no sum."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None

@@ -53,9 +53,9 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the gradient of the tokens, float32 [N, D]. That of the weights is added to the run's, once a layer.
+        """Return the gradient of the tokens, float32 [N, D]; that of the weights is added to the run's, once a layer.
 
-        Args: wanted: the group lacks the microbatch. Only the value at the first backward of a run counts.
+        Args: wanted: the group lacks the microbatch; it counts at the first backward of a run.
         """
         weights = self._wanted(run.microbatch)
         opened = self.open_runs.get(run)

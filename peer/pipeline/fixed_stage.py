@@ -97,8 +97,8 @@ class FixedStage:
         return value_BT, likeliest_BT
 
     def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens after the last one at the last stage, given the output of `run`. Returns: (int64
-        [K], the tokens in the order of the vocabulary; float32 [K], their logits), on the CPU."""
+        """Return the `most` likeliest next tokens at the last stage, given the output of `run`: (int64 [K], in the
+        order of the vocabulary; float32 [K], their logits), on the CPU."""
         logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
         if len(logit_V) <= most:
             return torch.arange(len(logit_V)), logit_V

@@ -25,8 +25,7 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """The offloading of one peer from the `device` of its jobs: once begun for one replica, it stays on for the
-    next."""
+    """The offloading of one peer from the `device` of its jobs: once begun, it stays on for the next replica."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

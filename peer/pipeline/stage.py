@@ -1,13 +1,15 @@
 """The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
 
-Every method runs on the device's one thread, as a job. A microbatch's context keeps the weights of its forward for its
-backward. With `keep = "recompute"`, or if the compensation asks for it, it keeps only the input, and the backward first
-repeats the forward with the weights that the current version gives for the microbatch's step. With `keep = "layers"` it
-keeps the weights and each layer's input, and the backward repeats the forward of one layer at a time, so that at most
-one layer's graph is in memory. Every run does the latter after a job has run out of memory.
+Every method runs on the device's one thread, as a job. Between forward and backward a microbatch's context keeps
 
-No job reads a number from its device before its end, where it waits for the payload anyway (`../model/finite.py`).
-`trunk.py` replaces this module where the experts are on other peers.
+- the graph and the weights of the forward; or
+- with `keep = "recompute"`, or if the compensation asks for it, only the input: the backward repeats the forward with
+  the weights that the current version gives for the microbatch's step; or
+- with `keep = "layers"` the weights and each layer's input: the backward repeats the forward of one layer at a time,
+  whose graph alone is in memory. After a job has run out of memory every run does so.
+
+No job reads a number from its device before its end (`../model/finite.py`). `trunk.py` replaces this module where the
+experts are on other peers.
 
 B samples   T tokens   D width   N parameters of the stage; the layers' flat buffers follow one another
 """
@@ -105,9 +107,8 @@ class StageRuntime(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
-        """Run forward, loss and backward of the last stage.
+        """Run forward, loss and backward of the last stage. If the loss is not finite, all gradients are zero.
 
-        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see such a number.
         Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
         """
         x, labels = self._boundary.receive(microbatch, payload)
@@ -241,13 +242,10 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Backpropagate with the graph of one layer in memory at a time: repeat its forward, then run its backward.
+        """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
+        the stage's input `x` are tokens.
 
-        Add the gradients of the weights to `.grad` of each leaf; set `x.grad` to the gradient of the stage's input.
-        Args:
-            read: the input of each layer, as `_read_by_layers` returns them.
-            grad_BTD: the gradient of the stage's output; None: there is none, and no gradient is computed.
-            x: the stage's input; tokens get no gradient.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: there is none.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

@@ -1,13 +1,11 @@
 """The arithmetic of a stage with its experts on other peers: attention, routers, norms and both ends of the model.
 
-Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The results
-before a call (residual stream, weights of the chosen experts, tokens sorted by expert) are kept with their graph. The
-part after the call begins with new autograd leaves: the residual stream, the weights, and the experts' output. So
-nothing runs twice: the backward takes the leaves' gradients, sends those of the output to the experts, and continues
-with their answer through the part before.
+Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The part
+before a call is kept with its graph; the part after it begins with new autograd leaves: the residual stream, the
+weights of the chosen experts, and the experts' output. So nothing runs twice: the backward takes the leaves' gradients,
+sends those of the output to the experts, and continues with their answer through the part before.
 
-Rows are rounded to the wire's dtype on the way to the experts. The gradient of the rounding is taken as 1, as
-everywhere on the wire.
+Rows are rounded to the wire's dtype on the way to the experts; the gradient of the rounding is taken as 1.
 
 B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 """
@@ -81,8 +79,8 @@ class _Context:
 
 
 class StageTrunk(Shard):
-    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` counts a job up to
-    its first call. `corpus` is the run's text, at stage 0 only."""
+    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` is that of one
+    part of a job. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
         self,

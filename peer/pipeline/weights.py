@@ -3,16 +3,14 @@
 Theory of operation. A set of weights is held by its users: a microbatch between forward and backward, a gradient that
 will be corrected, the cache of sets made at the current version. The last reference frees it.
 
-How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: it is made
-when the step's first microbatch comes, and as long as something holds it, later microbatches of that step share it,
-even if a newer version could give a better one. A commit turns a step ahead into the current one: new microbatches get
-w_t itself, but older ones may still hold their set. So at most 1 + s_max + 1 are alive. (A new set at every version
-would allow up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, but 6 and not 4 at s_max = 2.) Strategies that
-predict nothing hold past versions, at most s_max + 1.
+How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: its first
+microbatch makes it, and as long as something holds it, later ones share it, even if a newer version could give a better
+one. A commit turns a step ahead into the current one: new microbatches get w_t itself, but older ones may still hold
+their set. So at most 1 + s_max + 1 are alive; a new set at every version would make them 6 and not 4 at s_max = 2.
+Strategies that predict nothing hold past versions, at most s_max + 1.
 
 A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room, which is so if few microbatches are in flight. If there is no room for the first set of a step, its
-microbatches use the current weights until there is.
+there is room. Without room for the first set of a step, its microbatches use the current weights.
 """
 
 import logging
@@ -67,7 +65,7 @@ class Weights:
 
     def of(self, state: StageState, step: int) -> WeightSet:
         """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts; for a
-        past step (committed here, not on other peers) the weights of the previous version, if they are kept."""
+        step that only other peers have not committed, those of the previous version, if they are kept."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -119,11 +117,8 @@ class Weights:
 
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
-        """Correct the sum of our `total` gradients of step `state.version`, in place, for the weights at which they
-        were taken. If those were the step's own, no bit changes.
-
-        Args: sum_N: float32 [N] on the CPU.
-        """
+        """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
+        weights at which they were taken. If those were the step's own, no bit changes."""
         if places is None:
             return
         for key, layer in state.layers.items():
@@ -181,8 +176,7 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
-        """Return the gradient as the step will see it; None if it is not finite. `known`: `layer` is at this step's
-        weights."""
+        """Return the gradient as the step will see it; None: not finite. `known`: `layer` is at this step's weights."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

@@ -2,8 +2,7 @@
 
 A microbatch of step t needs the weights w_t. If the layer is at version v < t, it is s = t - v steps stale. A strategy
 decides which weights it computes with instead (ŵ), whether its backward uses the same weights, and how its gradient is
-corrected once w_t is known. What it learns, and its weights, may differ between the members of a group; the optimizer's
-step may not, and no strategy touches it: `corrected` is applied before the reduction.
+corrected once w_t is known, before the reduction. What it learns, and so ŵ, may differ between the members of a group.
 
 N parameters of one layer
 """
@@ -60,8 +59,7 @@ class Compensation(ABC):
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
     def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
-        """Estimate what the gradient would have been at w_t: float32 [N]. Called for a step t just before its
-        reduction.
+        """Estimate what the gradient would have been at w_t: float32 [N].
 
         Args:
             gradient_N: float32 [N], mean over this member's microbatches of the step; not changed.
