@@ -85,8 +85,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. That one's runs stay:
-        its tokens may arrive before the news of it."""
+        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. That one's runs
+        stay: its tokens may arrive before the news of it."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)
