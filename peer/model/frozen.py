@@ -236,3 +236,10 @@ class AdaptedLayer(dict[str, Tensor]):
     def matrix(self, name: str) -> Tensor:
         """Return the matrix `name`, which has no gradient."""
         return self._frozen.matrices[name].dense(self._frozen.dtype)
+
+
+def linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Apply the projection `name` with its bias and adapter, if any."""
+    if isinstance(params, AdaptedLayer):
+        return params.linear(name, x)
+    return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))

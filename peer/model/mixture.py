@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels.dispatch import combine, counts, group, grouped_matmul, permute
-from shoal.peer.model.frozen import AdaptedLayer
+from shoal.peer.model.frozen import AdaptedLayer, linear
 from shoal.protocol.spec import ModelSpec
 from shoal.protocol.tensors import expert_name, router_name
 
@@ -74,7 +74,8 @@ class Routing:
 
 def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_ND: Tensor, mixture: Mixture) -> Tensor:
     """Run the mixture that replaces a dense layer's SwiGLU: [N, D] -> [N, W]."""
-    routing = route(_linear(params, router_name(model, index), x_ND), model.experts_per_token)
+    router = router_name(model, index).removesuffix(".weight")
+    routing = route(linear(params, router, x_ND), model.experts_per_token)
     if mixture.loads is not None:
         mixture.loads.add(index, routing.counts_E)
     y_NW = local_experts(model, index, params, x_ND, routing)
@@ -85,12 +86,6 @@ def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_
         return y_NW
     entered: Tensor = _Enter.apply(y_NW, model.router_aux_loss * routing.balance)  # type: ignore[no-untyped-call]
     return entered
-
-
-def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    if isinstance(params, AdaptedLayer):
-        return params.linear(name.removesuffix(".weight"), x)
-    return functional.linear(x, params[name])
 
 
 def route(logit_NE: Tensor, experts_per_token: int) -> Routing:

@@ -128,7 +128,8 @@ class Contributions:
         begun.
         """
         made: list[Summed | None] = []
-        kept = self._asked_for(step, indices)
+        apart = self._apart.get(step, {})
+        kept = [apart[index] for index in sorted(apart) if indices is None or has_index(indices, index)]
         self._told.append(lambda: made.append(self._give(step, kept)))
 
         def make() -> Summed | None:
@@ -226,7 +227,3 @@ class Contributions:
         for weights in stale:
             there.add(weights)
         return there
-
-    def _asked_for(self, step: int, indices: Indices | None) -> list[_Gradient]:
-        kept = self._apart.get(step, {})
-        return [kept[index] for index in sorted(kept) if indices is None or has_index(indices, index)]

@@ -82,7 +82,7 @@ class Weights:
         if weights is None or self._outdated(weights, state, step):
             weights = None
             sets.pop(step, None)  # from here on only a job that uses the set keeps it alive
-            if self._sees and not self._has_room(state):
+            if self._sees and self.copies(state) >= self._spec.training.s_max + 2:
                 return self._ahead.get(step) or self._current(state)
             weights = self._make(state, step - state.version)
         self._ahead[step] = weights
@@ -149,9 +149,6 @@ class Weights:
 
     def _num_seen(self, state: StageState, step: int) -> int:
         return sum(self._gradients.num(open_step) for open_step in range(state.version, step))
-
-    def _has_room(self, state: StageState) -> bool:
-        return self.copies(state) < self._spec.training.s_max + 2
 
     def _sets_of(self, state: StageState) -> dict[int, WeightSet]:
         made_for, sets = self._made
