@@ -34,7 +34,7 @@ class _ModelledStage(ModelledShard):
 
     def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, has_input: bool, vectors: Vectors) -> None:
         super().__init__(spec, keys, vectors=vectors)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self.expert_loads = ExpertLoads()
         self._contributes: dict[Microbatch, bool] = {}
         self._wire, self._has_input = ActivationWire(spec), has_input
         self._size_payloads()

@@ -29,8 +29,7 @@ from shoal.protocol.tensors import expert_name, router_name
 class ExpertLoads:
     """The number of tokens sent to each expert, by layer. Counted on the device's thread, read on any."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self) -> None:
         self._totals: dict[int, Tensor] = {}
 
     def add(self, layer_index: int, counts_E: Tensor) -> None:

@@ -74,7 +74,7 @@ class StageRuntime(Shard):
     ) -> None:
         keys = stage_layer_keys(spec.model, first_layer, last_layer)
         super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self.expert_loads = ExpertLoads()
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self.compiled = compiled_layers(spec, device, dtype)

@@ -37,10 +37,8 @@ Seen = Sequence[OwnGradients | None]
 
 class Compensation(ABC):
     """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
-    those flags that differ."""
+    those flags that differ. `TrainingSpec.wants_newer_weights` says whose backward asks for `weights` again."""
 
-    stash: ClassVar[bool] = True
-    """The backward uses the weights of the forward. False: it repeats the forward with the current `weights`."""
     predicts: ClassVar[bool] = True
     """`weights` makes a new tensor. False: it returns the layer's own."""
     sees: ClassVar[bool] = False

@@ -1,7 +1,5 @@
 """Weights predicted by extrapolating the optimizer's movement."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -26,8 +24,6 @@ class SpecTrain(Compensation):
     Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4. It is made for SGD with momentum. Adam's
     first moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
     """
-
-    stash: ClassVar[bool] = False
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)

@@ -11,8 +11,8 @@ STRENGTH = 0.04
 """λ of DC-ASGD-c, tuned in the paper for SGD on CIFAR-10."""
 
 
-class Stash(Compensation):
-    """PipeDream's weight stashing: ŵ = w_v, and the backward uses the weights of its forward.
+class Stale(Compensation):
+    """ŵ = w_v: PipeDream's weight stashing, or no compensation if the backward uses the weights of its own moment.
 
     Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
     setup of arXiv 2505.01099: NAdam's weights are the look-ahead point already.
@@ -24,13 +24,7 @@ class Stash(Compensation):
         return layer.param_N
 
 
-class NoCompensation(Stash):
-    """Forward and backward each use the weights of their own moment."""
-
-    stash: ClassVar[bool] = False
-
-
-class DelayCompensation(Stash):
+class DelayCompensation(Stale):
     """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise: corrected to first order, once w_t is known.
 
     g g stands in for the diagonal of the Hessian. For a mean over B tokens dominated by noise, B g g would be the

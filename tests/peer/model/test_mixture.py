@@ -147,7 +147,7 @@ def test_each_layer_gives_its_balance_once() -> None:
 
 
 def test_loads_are_totals_by_layer_and_a_reading_stays_what_it_was() -> None:
-    loads = ExpertLoads(E)
+    loads = ExpertLoads()
     mixture = Mixture(loads=loads)
     mixture_layer(MODEL, 1, params_of(), tokens(20), mixture)
     first = loads.totals()
