@@ -20,15 +20,15 @@ ERAS_KEPT: Final = 2
 class PastEras:
     """The past eras of one run on one peer. Args: path: the file that remembers when eras ended."""
 
-    def __init__(self, disk: Disk, path: PurePosixPath) -> None:
-        self._disk, self._path = disk, path
+    def __init__(self, path: PurePosixPath) -> None:
+        self._path = path
         self._ended_s: dict[int, float] = {}
         """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
-    def recall(self) -> None:
+    def recall(self, disk: Disk) -> None:
         """Read the ends of eras from the file. Raises: OSError."""
         try:
-            lines = self._disk.read(self._path).decode(errors="replace").splitlines()
+            lines = disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:
             return
         for line in lines:
@@ -38,7 +38,7 @@ class PastEras:
             except ValueError:
                 continue  # torn: that era's week begins when it is seen again
 
-    def note(self, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
+    def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
         """Note that all but the last of the eras in `ages` have ended; ages: (era, version). Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
@@ -46,7 +46,7 @@ class PastEras:
             return
         self._ended_s = dict(sorted((self._ended_s | ended).items())[-64:])
         text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
-        replace_file(self._disk, self._path, text.encode())
+        replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
         """Return the older eras in `ages` that keep their snapshots."""
