@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
-from shoal.peer.data.microbatch import microbatch, validation_microbatch
+from shoal.peer.data.microbatch import microbatch
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, seed_base
 from shoal.peer.model.layout import (
@@ -95,7 +95,7 @@ def train(
                 if layer and between is not None:
                     logits = between(logits, Microbatch(step, index), layer)
                 logits = run_layers(spec.model, part, used, logits, here, mixture=mixture, documents=documents)
-            value = _weighed_loss(logits, labels)
+            value = weighed_loss(logits, labels)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
             if used is params_by_key:
                 torch.autograd.backward(entire / M)
@@ -156,21 +156,7 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
                 param.grad = part if param.grad is None else param.grad + part
 
 
-@torch.no_grad()
-def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params]) -> float:
-    """Mean loss over the run's validation microbatches, in nats a token."""
-    keys = all_layer_keys(spec.model)
-    rotary = rotary_tables(spec.model)
-    total = 0.0
-    for index in range(spec.training.validation_microbatches):
-        tokens_BT, labels = validation_microbatch(corpus, spec, index)
-        documents, here = Documents.of(labels.begins_BT, rotary)
-        logits = run_layers(spec.model, keys, params_by_key, tokens_BT, here, documents=documents)
-        total += _weighed_loss(logits, labels).item()
-    return total / spec.training.validation_microbatches
-
-
-def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
+def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
     """Loss in nats a token, weighted so that the mean over a step's microbatches is the mean over all its tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
