@@ -13,7 +13,6 @@ into a new tensor. The optimizer step needs only the reduced gradient: sum and p
 made, and a later request gets None, not zeros.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,11 +29,8 @@ from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 
-logger = logging.getLogger(__name__)
-
 HELD_OUT_MAX = 16
 """The most gradients of one step held out of its sum; each is as large as the stage."""
-
 
 _Gradient = tuple[Tensor, WeightSet | None]
 """A gradient, and the weights at which it was taken."""
@@ -73,10 +69,6 @@ class Contributions:
         self._summed: set[Microbatch] = set()  # announced, and in a sum or in `_told`
         self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> the gradient held out
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted(self._sums)
 
     def has(self, microbatch: Microbatch) -> bool:
         """True if the gradient is here already: after the loss of a peer a microbatch may run again. It counts once."""
