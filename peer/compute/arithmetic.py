@@ -5,7 +5,7 @@ the same size, so that the same drivers run a thousand peers in one process.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from shoal.peer.pipeline.expert_shard import ExpertShard
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
+from shoal.peer.pipeline.shard import How
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.trunk import StageTrunk
 from shoal.protocol.ports import Payload
@@ -196,7 +197,7 @@ class TorchArithmetic:
         self._spec = spec
         self._corpus = corpus
         self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
-        self._how: dict[str, Any] = {"device": device, "dtype": dtype, "steps_on": steps_on, "offload": Offload(device)}
+        self._how: How = {"device": device, "dtype": dtype, "steps_on": steps_on, "offload": Offload(device)}
 
     @classmethod
     def on(cls, use: ComputeDevice, spec: RunSpec, corpus: Corpus | None) -> "TorchArithmetic":

@@ -6,6 +6,8 @@ run is kept; the run stays *open* until its sender reports the end.
 N tokens   D width
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,8 +18,7 @@ from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Shard
+from shoal.peer.pipeline.shard import How, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
@@ -26,20 +27,8 @@ from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 class ExpertShard(Shard):
     """Expert `expert` of the decoder layers [first_layer, last_layer)."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        expert: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
-    ) -> None:
-        keys = expert_keys(first_layer, last_layer, expert)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, expert: int, **how: Unpack[How]) -> None:
+        super().__init__(spec, expert_keys(first_layer, last_layer, expert), **how)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
         self.open_runs = OpenRuns(self._contributions)

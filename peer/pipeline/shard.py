@@ -6,6 +6,7 @@ N trained parameters of all layers; the layers' flat buffers follow one another
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -46,6 +47,15 @@ class _Step:
     skipped: int = 0
     square: float = 0.0
     """The squared 2-norm of the gradients of the layers in `new`."""
+
+
+class How(TypedDict, total=False):
+    """How a peer uses its device, with the defaults of `Shard`."""
+
+    device: Required[torch.device]
+    dtype: torch.dtype
+    steps_on: torch.device | None
+    offload: Offload | None
 
 
 class Shard:

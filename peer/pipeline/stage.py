@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
@@ -61,23 +61,13 @@ class StageRuntime(Shard):
     """The layers of one stage, and the contexts of open microbatches. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        *,
-        corpus: Corpus | None,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        keys = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
+        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), **how)
         self.expert_loads = ExpertLoads()
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
-        self._rotary = llama.rotary_tables(spec.model, device)
-        self.compiled = compiled_layers(spec, device, dtype)
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        self._rotary = llama.rotary_tables(spec.model, self.device)
+        self.compiled = compiled_layers(spec, self.device, self.dtype)
         """None: the layers run uncompiled."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer

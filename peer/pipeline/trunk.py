@@ -13,6 +13,7 @@ B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 import logging
 import math
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.expert_call import Calling, ExpertCall
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
@@ -83,22 +83,12 @@ class StageTrunk(Shard):
     part of a job. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        *,
-        corpus: Corpus | None,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        keys = trunk_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), **how)
         self.expert_loads = ExpertLoads()
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
-        self._rotary = llama.rotary_tables(spec.model, device)
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        self._rotary = llama.rotary_tables(spec.model, self.device)
         self._wire = TokenWire(spec)
         self._contexts: dict[Microbatch, _Context] = {}
         self.flop = trunk_stage_flop(spec, stage_layer_keys(spec.model, first_layer, last_layer))
