@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
-from shoal.peer.data.microbatch import microbatch, validation_microbatch
+from shoal.peer.data.microbatch import microbatch
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, seed_base
 from shoal.peer.model.layout import (
@@ -30,7 +30,6 @@ from shoal.peer.model.layout import (
 )
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
-from shoal.peer.model.rotary import Rotary
 from shoal.peer.model.schedule import rate_of
 from shoal.peer.model.subspace import constants_of
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -87,15 +86,16 @@ def train(
         total = 0.0
         for index in range(M):
             tokens_BT, labels = microbatch(corpus, spec, step, index)
-            here, documents = _of_documents(rotary, labels)
+            documents, here = Documents.of(labels.begins_BT, rotary)
             used = _narrowed(spec, params_by_key, base) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
-            for layer, part in enumerate(_parts(spec)):
+            for layer in range(spec.model.num_layers):
+                part = stage_layer_keys(spec.model, layer, layer + 1)
                 if layer and between is not None:
                     logits = between(logits, Microbatch(step, index), layer)
                 logits = run_layers(spec.model, part, used, logits, here, mixture=mixture, documents=documents)
-            value = _weighed_loss(logits, labels)
+            value = weighed_loss(logits, labels)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
             if used is params_by_key:
                 torch.autograd.backward(entire / M)
@@ -106,7 +106,8 @@ def train(
                 on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
         norms = [
-            _clip([params_by_key[key][name] for name in names], spec.optimizer.clip_norm) for key, names in _units(spec)
+            float(clip_grad_norm_([params_by_key[key][name] for name in names], spec.optimizer.clip_norm or math.inf))
+            for key, names in _units(spec)
         ]
         for optimizer in optimizers:
             _step(spec.optimizer, optimizer, rate_of(spec, step))
@@ -155,36 +156,11 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
                 param.grad = part if param.grad is None else param.grad + part
 
 
-@torch.no_grad()
-def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params]) -> float:
-    """Mean loss over the run's validation microbatches, in nats a token."""
-    keys = all_layer_keys(spec.model)
-    rotary = rotary_tables(spec.model)
-    total = 0.0
-    for index in range(spec.training.validation_microbatches):
-        tokens_BT, labels = validation_microbatch(corpus, spec, index)
-        here, documents = _of_documents(rotary, labels)
-        logits = run_layers(spec.model, keys, params_by_key, tokens_BT, here, documents=documents)
-        total += _weighed_loss(logits, labels).item()
-    return total / spec.training.validation_microbatches
-
-
-def _of_documents(rotary: Rotary, labels: Labels) -> tuple[Rotary, Documents | None]:
-    if labels.begins_BT is None:
-        return rotary, None
-    documents = Documents(labels.begins_BT)
-    return documents.positioned(rotary), documents
-
-
-def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
+def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
     """Loss in nats a token, weighted so that the mean over a step's microbatches is the mean over all its tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
-
-
-def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
-    return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
 
 
 def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict[str, Tensor]]:
@@ -238,7 +214,3 @@ def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) ->
             for tensor in optimizer.param_groups[0]["params"]:
                 tensor.mul_(1 - rate * spec.weight_decay)
     optimizer.step()
-
-
-def _clip(tensors: list[Tensor], clip_norm: float) -> float:
-    return float(clip_grad_norm_(tensors, clip_norm or math.inf))

@@ -15,7 +15,7 @@ from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenW
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.peer.encoding.vectors import Vectors
-from shoal.peer.model.flop import job_flop, part_flop, stage_flop, trunk_flop
+from shoal.peer.model.flop import stage_flop, trunk_stage_flop
 from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
@@ -34,7 +34,7 @@ class _ModelledStage(ModelledShard):
 
     def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, has_input: bool, vectors: Vectors) -> None:
         super().__init__(spec, keys, vectors=vectors)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
+        self.expert_loads = ExpertLoads()
         self._contributes: dict[Microbatch, bool] = {}
         self._wire, self._has_input = ActivationWire(spec), has_input
         self._size_payloads()
@@ -87,9 +87,7 @@ class ModelledTrunk(_ModelledStage):
         keys = trunk_keys(spec.model, first_layer, last_layer)
         super().__init__(spec, keys, has_input=first_layer > 0, vectors=vectors)
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        tokens = spec.training.microbatch_size * spec.model.context
-        flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
-        self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+        self.flop = trunk_stage_flop(spec, layers)
         self._routing = routing
         self._layers = [layer_index(key) for key in layers if key not in (EMBED, HEAD)]
 

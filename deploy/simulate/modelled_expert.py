@@ -9,16 +9,13 @@ from torch import Tensor
 from shoal.deploy.simulate.extents import Extent, phantom
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.peer.encoding.vectors import Vectors
-from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_keys
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 
 class ModelledTokenWire(TokenWire):
@@ -50,7 +47,7 @@ class ModelledExpert(ModelledShard):
         super().__init__(spec, expert_keys(first_layer, last_layer, expert), vectors=vectors)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
-        self._open = OpenRuns(self._contributions)
+        self.open_runs = OpenRuns(self._contributions)
 
     # --- jobs ---
 
@@ -58,9 +55,9 @@ class ModelledExpert(ModelledShard):
         return x_ND
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        opened = self._open.get(run)
+        opened = self.open_runs.get(run)
         if opened is None:
-            opened = self._open.begin(
+            opened = self.open_runs.begin(
                 run,
                 gradient_N=self._gradient_N if wanted else None,
                 weights=None,
@@ -69,30 +66,13 @@ class ModelledExpert(ModelledShard):
         opened.layers.add(layer)
         return grad_ND
 
-    def forward_flop(self, num_tokens: int) -> float:
-        return expert_flop(self.spec.model, num_tokens)
-
-    def backward_flop(self, num_tokens: int) -> float:
-        """Return the work of a backward, with the forward that runs again."""
-        return (1.0 + BACKWARD_PER_FORWARD) * expert_flop(self.spec.model, num_tokens)
-
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)
-        self._open.forget_before(stepped[0].version)
+        self.open_runs.forget_before(stepped[0].version)
         return stepped
 
     # --- between jobs ---
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def layers_done(self, run: Run) -> int:
-        return self._open.layers_done(run)
-
     def close(self, run: Run, *, wanted: bool) -> int | None:
         zero_N = self._gradient_N if wanted else None
-        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=False)
-
-    def drop(self, source: PeerID, successor: int | None = None) -> None:
-        self._open.drop(source, successor)
+        return self.open_runs.close(run, version=self.version, zero_N=zero_N, keeps_weights=False)

@@ -1,11 +1,11 @@
 """The arithmetic of a peer: the only part in which a training peer and a simulated one differ.
 
-Drivers decide which job runs when, and run it by this interface. `TorchArithmetic` computes; the modelled twin in
-`deploy/simulate` returns values of the same size, so that the same drivers run a thousand peers in one process.
+Drivers run jobs by this interface. `TorchArithmetic` computes; the modelled twin in `deploy/simulate` returns values of
+the same size, so that the same drivers run a thousand peers in one process.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +20,14 @@ from shoal.peer.model.frozen import seed_base
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, step_layer
 from shoal.peer.pipeline.expert_call import Calling
-from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_runs import OpenRuns, Run
 from shoal.peer.pipeline.expert_shard import ExpertShard
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
+from shoal.peer.pipeline.shard import How
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.trunk import StageTrunk
-from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
@@ -82,8 +82,8 @@ class Runtime(LayerRuntime, Protocol):
     expert_loads: ExpertLoads
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations to the next stage in the format `leaving`, and take them from the stage before in `coming`;
-        gradients to that stage travel in the format that goes with `coming`."""
+        """Send activations in the format `leaving`, and gradients in the one that goes with `coming`, the previous
+        stage's."""
         ...
 
 
@@ -122,23 +122,13 @@ class HeldExpert(LayerRuntime, Protocol):
 
     expert: int
     layers: range
-
-    @property
-    def num_open(self) -> int: ...
+    open_runs: OpenRuns
 
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor: ...
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor: ...
 
-    def forward_flop(self, num_tokens: int) -> float: ...
-
-    def backward_flop(self, num_tokens: int) -> float: ...
-
-    def layers_done(self, run: Run) -> int: ...
-
     def close(self, run: Run, *, wanted: bool) -> int | None: ...
-
-    def drop(self, source: PeerID, successor: int | None = None) -> None: ...
 
 
 class Arithmetic(Protocol):
@@ -159,8 +149,7 @@ class Arithmetic(Protocol):
         ...
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make a layer's step from `version` on the device, with a replica's bits; state and gradient are on the
-        host."""
+        """Make a layer's step from `version` on the device, with a replica's bits; all tensors are on the host."""
         ...
 
     def seed_base(self, key: str) -> Tensor:
@@ -208,12 +197,7 @@ class TorchArithmetic:
         self._spec = spec
         self._corpus = corpus
         self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
-        self._how: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "steps_on": steps_on,
-            "offload": Offload(device),
-        }
+        self._how: How = {"device": device, "dtype": dtype, "steps_on": steps_on, "offload": Offload(device)}
 
     @classmethod
     def on(cls, use: ComputeDevice, spec: RunSpec, corpus: Corpus | None) -> "TorchArithmetic":
@@ -227,9 +211,9 @@ class TorchArithmetic:
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        there = self.vectors.layer_state(*(tensor.to(self._steps_on) for tensor in layer.tensors))
+        there = layer.to(self._steps_on)
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
-        return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
+        return stepped.to(self.vectors.host)
 
     def seed_base(self, key: str) -> Tensor:
         return seed_base(self._spec, key)

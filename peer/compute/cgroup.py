@@ -1,9 +1,8 @@
 """Measures how much of this machine's memory and processors our process may use.
 
-A container, a systemd unit and a pod are control groups of Linux. Their limits apply besides the machine's own, and a
-group's limits apply to all groups inside it, so the smallest one along the path counts. `/proc/self/cgroup` names our
-group in each hierarchy, `/proc/self/mountinfo` says where a hierarchy is mounted and which of its groups is the root
-there. Groups above that root, such as those outside a container, are invisible. Other systems have no such limits.
+A container, a systemd unit and a pod are control groups of Linux. A group's limits apply to all groups inside it, so
+the smallest one along the path counts. `/proc/self/cgroup` names our group in each hierarchy, `/proc/self/mountinfo`
+says where a hierarchy is mounted and which of its groups is the root there; groups above that root are invisible.
 """
 
 import os

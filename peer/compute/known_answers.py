@@ -1,21 +1,21 @@
 """Checks at a peer's start that its optimizer steps have the same bits as all others'.
 
-Members of a group hold equal bits because each makes the same step with the same reduced gradient. IEEE 754 defines
-every operation of a step to the last bit; a device or a build that fuses two of them, flushes denormals to zero or
-takes another square root would dissent at each commit. So the device makes three steps of a small layer, and the result
-is compared with the digests below. The inputs are integers times powers of two, the same on every machine, from 1 to
-10^-21: the squares of the smallest are denormal.
+IEEE 754 defines every operation of a step to the last bit; a device or a build that fuses two of them, flushes
+denormals to zero or takes another square root would dissent at each commit. So the device makes three steps of a small
+layer, and the result is compared with the digests below. The inputs are integers times powers of two, the same on every
+machine, from 1 to 10^-21: the squares of the smallest are denormal.
 """
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from shoal.peer.model.layout import layer_layout
-from shoal.peer.model.state import LayerState, initial_state, step_layer
+from shoal.peer.model.state import initial_state, step_layer
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec
 
@@ -50,11 +50,7 @@ def answer(optimizer: str, device: torch.device) -> str:
     spec = RunSpec(model=_MODEL, optimizer=OptimizerSpec(name=optimizer, warmup_steps=0))  # type: ignore[arg-type]
     layer = initial_state(spec, (_KEY,), _CPU).layers[_KEY]
     numel = layer_layout(_MODEL, _KEY).numel
-    layer = LayerState(
-        param_N=_numbers(numel, 0, smallest=8).to(device),
-        moment1_N=layer.moment1_N.to(device),
-        moment2_N=layer.moment2_N.to(device),
-    )
+    layer = replace(layer, param_N=_numbers(numel, 0, smallest=8)).to(device)
     for step in range(3):
         gradient_N = _numbers(numel, 1 + step, smallest=70).to(device)
         layer = step_layer(spec, _KEY, layer, gradient_N, step) or layer

@@ -84,11 +84,9 @@ async def probe_device(
 class LinkProbe:
     """Measures round trip and rate towards one peer at a time; answers the probes of others.
 
-    The receiver takes the time, from a small first frame, the mark, to the last frame. So its answer may wait on its
-    own busy line without counting. The sender's transmit time is a lower bound.
-
-    Some frames precede the mark. On an idle link TCP doubles the data in flight with each round trip: without those
-    frames, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    The receiver takes the time, from a small first frame, the mark, to the last frame, so its answer may wait on its
+    own busy line. The sender's transmit time is a lower bound. Frames before the mark end TCP's slow start: without
+    them, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
@@ -115,32 +113,29 @@ class LinkProbe:
         eighth, round_trip_s = payload_bytes // 8, min(round_trips)
         parts = (eighth, eighth, 1), (payload_bytes // 2, payload_bytes, 1), (payload_bytes, payload_bytes, _TRAIN)
         for ahead, nbytes, times in parts:
-            await self._send(peer, ahead)
-            await self._mark(peer)
+            await self._send(peer, _UNANSWERED, self._zeros(ahead))
+            await self._send(peer, _MARK, b"\0")
             seconds = max(await self._timed(peer, nbytes, times=times), 1e-6)
             if seconds >= max(_QUICK_S, _ROUND_TRIPS_MIN * round_trip_s):
                 break
         return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=times * nbytes / seconds)
 
-    async def _mark(self, peer: PeerID) -> None:
-        await self._endpoint.send(peer, ProbeChunk(nonce=_MARK, echo=False), b"\0", priority=Priority.BULK)
+    def _zeros(self, nbytes: int) -> Payload:
+        return self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
 
-    async def _send(self, peer: PeerID, nbytes: int) -> None:
-        payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
-        meta = ProbeChunk(nonce=_UNANSWERED, echo=False)
-        await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
+    async def _send(self, peer: PeerID, nonce: int, payload: Payload, *, echo: bool = False) -> None:
+        await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes` in a row, after `_mark`. Returns: seconds from the mark to the last frame."""
-        payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
+        """Send `times` frames of `nbytes` in a row, after a mark. Returns: seconds from the mark to the last frame."""
+        payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
         begun_s = self._clock.now_s()
         try:
             async with asyncio.timeout(20.0):
                 for left in reversed(range(times)):
-                    meta = ProbeChunk(nonce=_UNANSWERED if left else nonce, echo=left == 0)
-                    await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
+                    await self._send(peer, _UNANSWERED if left else nonce, payload, echo=left == 0)
                 left_s = self._clock.now_s() - begun_s
                 took_s = await echo
         except TimeoutError as error:
@@ -154,7 +149,7 @@ class LinkProbe:
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
         """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
-        Args: links: as `measure` found them one by one. beside: peers that share our network card; they send as much.
+        Args: links: as `measure` found them; beside: peers that share our network card, which send as much.
         Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
@@ -185,7 +180,7 @@ class LinkProbe:
         frames = [max(_TRAIN_TOGETHER, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
         sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
         try:
-            await asyncio.gather(*(self._mark(link.peer) for link in links))
+            await asyncio.gather(*(self._send(link.peer, _MARK, b"\0") for link in links))
             marked_s = self._clock.now_s()
             probes = zip(links, sizes, frames, strict=True)
             took_s = await asyncio.gather(*(self._timed(link.peer, size, times=times) for link, size, times in probes))

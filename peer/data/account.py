@@ -1,12 +1,10 @@
 """A record of the rows and files that were skipped: reasons, counts and first places. Pure."""
 
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
 from shoal.protocol.errors import DataError
-
-_OTHER: Final = "for other reasons"
 
 Unit = Literal["row", "line", "file"]
 
@@ -41,22 +39,18 @@ class Account(msgspec.Struct):
 
     def leave_out(self, unit: Unit, reason: str, place: str) -> None:
         entry = self._entry(unit, reason)
+        if entry is None and len(self.left_out) >= 16:  # a chat template may word each of its refusals differently
+            reason = "for other reasons"
+            entry = self._entry(unit, reason)
+        if entry is None:
+            entry = SkippedInput(unit=unit, reason=reason)
+            self.left_out.append(entry)
         entry.count += 1
         if len(entry.places) < 3:
             entry.places.append(place)
 
-    def _entry(self, unit: Unit, reason: str) -> SkippedInput:
-        # A chat template may word each of its refusals differently.
-        if len(self.left_out) >= 16 and not self._has(unit, reason):
-            reason = _OTHER
-        for entry in self.left_out:
-            if (entry.unit, entry.reason) == (unit, reason):
-                return entry
-        self.left_out.append(SkippedInput(unit=unit, reason=reason))
-        return self.left_out[-1]
-
-    def _has(self, unit: Unit, reason: str) -> bool:
-        return any((entry.unit, entry.reason) == (unit, reason) for entry in self.left_out)
+    def _entry(self, unit: Unit, reason: str) -> SkippedInput | None:
+        return next((entry for entry in self.left_out if (entry.unit, entry.reason) == (unit, reason)), None)
 
     def sentences(self, source: str) -> tuple[str, ...]:
         """Return one sentence a reason for people, the most frequent first."""

@@ -1,16 +1,15 @@
 """Conversations as text, rendered by the vocabulary's chat template, with the places of the answers.
 
 The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
-runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the same rows give the same text on
-every machine.
+runs in Jinja's sandbox, sees no clock, and writes what transformers would write: the same text on every machine.
 
 **Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
-answer is what the template adds to the conversation so far, rendered with the prompt for an answer. So it includes the
-token that ends a turn. A template may render an earlier answer differently once more messages follow (for example
-without its thoughts); then only the last answer is learnt. An answer with a `weight` of 0 is not learnt.
+answer is what the template adds to the conversation so far, rendered with the prompt for an answer; so it includes the
+token that ends a turn. If a template renders an earlier answer differently once more messages follow (without its
+thoughts, say), only the last answer is learnt. An answer with a `weight` of 0 is not learnt.
 
-**Skipped rows.** Tool calls and separate thoughts would be lost in the rendering, and an empty answer teaches to end a
-turn at once. Rows with these are skipped.
+**Skipped rows** have tool calls or separate thoughts, which the rendering would lose, or an empty answer, which teaches
+to end a turn at once.
 """
 
 import json
@@ -108,8 +107,7 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
         """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: a field that we do not read, an empty answer, a refusal of the template, or an answer that
-        does not follow the template's prompt for one.
+        Raises: Unusable: a field that we do not read, an empty answer, or one that the template does not write.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):

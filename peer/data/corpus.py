@@ -1,13 +1,11 @@
 """The text of a run as tokens, split into training and validation.
 
-`python-library` is the source of Python's standard library; anything else is a path or a data set of the hub
-(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the
-same files prepares the same tokens; `digest` checks it.
+Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the same files prepares
+the same tokens; `digest` checks it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -117,7 +115,7 @@ def load_corpus(
     """
     corpora = []
     for done, one in enumerate(spec.each):
-        tell = None if on_progress is None else partial(_tell_part, on_progress, done, len(spec.each))
+        tell = None if on_progress is None else _part_of(on_progress, done, len(spec.each))
         corpora.append(_load_one(one, context, tokenizer, cache, tell))
     first, *others = corpora
     if not others:
@@ -131,8 +129,8 @@ def load_corpus(
     )
 
 
-def _tell_part(on_progress: OnProgress, done: int, parts: int, share: float) -> None:
-    on_progress((done + share) / parts)
+def _part_of(on_progress: OnProgress, done: int, parts: int) -> OnProgress:
+    return lambda share: on_progress((done + share) / parts)
 
 
 def _load_one(
@@ -147,7 +145,9 @@ def _load_one(
     elif spec.format == "chat":
         return _read_chats(spec, context, tokenizer, cache, on_progress, where)
     else:
-        corpus = _read_packed(spec, tokenizer, cache, on_progress)
+        vocabulary = load_tokenizer(spec, path=tokenizer)
+        packed = pack(spec, vocabulary, cache=cache, on_progress=on_progress)
+        corpus = _corpus_of(packed, vocabulary, start_D=packed.start_D if spec.masks_documents else None)
     shortest = min(corpus.num_training, corpus.text_N.numel() - corpus.num_training)
     if shortest < context + 1:
         unit = "bytes" if spec.tokenizer == BYTES else "tokens"
@@ -157,14 +157,6 @@ def _load_one(
         )
         raise DataError(corpus.account.behind(few))
     return corpus
-
-
-def _read_packed(
-    spec: DataSpec, tokenizer_path: Path | None, cache: Path | None, on_progress: OnProgress | None
-) -> Corpus:
-    tokenizer = load_tokenizer(spec, path=tokenizer_path)
-    packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)
-    return _corpus_of(packed, tokenizer, start_D=packed.start_D if spec.masks_documents else None)
 
 
 def _read_chats(
@@ -216,8 +208,9 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
     text_N = np.empty(sum(sizes), dtype=np.uint8)
     end = 0
     for i in sorted(range(len(named)), key=lambda i: i in chosen):
-        end = _put(text_N, end, named[i][1])
-        end = _put(text_N, end, SEPARATOR)
+        for part in (named[i][1], SEPARATOR):
+            text_N[end : end + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            end += len(part)
         named[i] = ("", b"")  # free it now, so that the text is never in memory twice
     num_training = end - (sum(sizes[i] for i in chosen) if chosen else wanted)
     return Corpus(
@@ -240,9 +233,3 @@ def _whole_files(named: Sequence[tuple[str, bytes]], sizes: Sequence[int], wante
             chosen.add(i)
             left -= sizes[i]
     return frozenset(chosen) if left <= wanted / 2 else frozenset()
-
-
-def _put(text_N: NDArray[np.uint8], start: int, text: bytes) -> int:
-    end = start + len(text)
-    text_N[start:end] = np.frombuffer(text, dtype=np.uint8)
-    return end

@@ -1,7 +1,7 @@
 """Documents from files and folders of text or rows (`rows.py`), and from data sets of the Hugging Face hub.
 
-A source is a stream in a fixed order, the same on every machine. Rows are never in memory all at once; unusable ones
-are skipped and counted (`account.py`). A source of rows is refused if nothing at its beginning is usable.
+A source is a stream in the same order on every machine. Unusable rows are skipped and counted (`account.py`); a source
+is refused if nothing at its beginning is usable.
 """
 
 import json
@@ -80,10 +80,8 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Identify a source and its present content without reading it. Raises: DataError.
-
-    A data set of the hub is assumed not to change; the digest of the text read from it shows whether it did.
-    """
+    """Identify a source and its present content without reading it; a data set of the hub is assumed not to change, and
+    the digest of its text shows whether it did. Raises: DataError."""
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)

@@ -1,10 +1,9 @@
 """The labels that travel with a microbatch's tokens: targets, and where documents begin.
 
-**The weight of a microbatch.** Microbatches may differ in the number of learnt tokens (in a chat only answers are
-learnt). The loss of a microbatch is the mean over its learnt tokens times c_i M / (c_1 + … + c_M), where c_i is the
-number of tokens that microbatch i of M learns. So the mean over the step's microbatches, which a group commits and
-reports, is the mean over all learnt tokens of the step. A microbatch without any has a loss of 0. Stage 0 computes all
-c_i, since microbatches are a pure function of their address, and sends the weight along.
+**The weight of a microbatch.** The loss of a microbatch is the mean over its learnt tokens times c_i M / (c_1 + … +
+c_M), where microbatch i of M learns c_i tokens (of a chat only answers). So the mean over the step's microbatches,
+which a group commits and reports, is the mean over all learnt tokens of the step. Stage 0 computes all c_i, since
+microbatches are a pure function of their address, and sends the weight along.
 
 B samples   T tokens
 """

@@ -1,9 +1,7 @@
 """Microbatch (t, i) as a pure function of the run's seed.
 
-One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation. It is computed
-sample by sample, so it needs no memory, and no microbatch needs the ones before it.
-
-With several sources each goes through its own passes. The source of the next sample is drawn without replacement: each
+One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation, which is computed
+sample by sample: no microbatch needs the ones before it. Each of several sources goes through its own passes, and each
 round of `ROUND` samples contains each source by its weight, in an order of its own.
 
 B samples   T tokens
@@ -45,8 +43,7 @@ def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Te
 
 
 def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Labels]:
-    """Return validation microbatch `index`, the same in every run: int64 tokens [B, T], and labels. Raises: as
-    `microbatch`.
+    """Return validation microbatch `index`, the same in every run. Returns and raises as `microbatch`.
 
     All `validation_microbatches` are spread evenly over the validation text; each source has samples by its weight.
     """
@@ -69,8 +66,8 @@ def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
 def permuted(place: int, size: int, *, key: bytes) -> int:
     """Return the image of `place` under a keyed permutation of [0, size).
 
-    A Feistel network permutes the next power of four; a result outside [0, size) goes round again (cycle walking),
-    which keeps it a permutation and takes less than four rounds on average.
+    A Feistel network permutes the next power of four; a result outside [0, size) goes round again (cycle walking), less
+    than four times on average.
     """
     half_bits = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1

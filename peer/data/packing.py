@@ -1,9 +1,8 @@
 """Documents packed into one long row of tokens: first those for training, then those for validation.
 
-The vocabulary's end of text follows each document. Stored beside the row are the beginning of each document and, for
-chats, the learnt tokens (`samples.py` makes samples of it). A hash of a document's text decides whether it is for
-validation, so a duplicate is never on both sides. The row is kept on disk and mapped: it may be larger than memory, and
-a restart does not tokenise again.
+Each document begins and ends as the vocabulary asks. Beside the row stand the beginning of each document and, for
+chats, the learnt tokens. A hash of a document's text decides whether it is for validation, so a duplicate is never on
+both sides. The row is mapped from disk: it may be larger than memory, and a restart does not tokenise again.
 """
 
 import contextlib
@@ -95,9 +94,8 @@ def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
     """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    ones.
+    ones. A document that a run would split between both sides is yielded, too.
 
-    A single document is yielded even if its hash says validation, because a run splits it between both sides.
     Raises: DataError: the source does not exist, or has no text.
     """
     size, kept_back = 0, ""
@@ -294,7 +292,5 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _digest(paths: list[Path], num_training: int) -> str:
     hasher = blake3(num_training.to_bytes(8))
     for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                hasher.update(block)
+        hasher.update_mmap(path)
     return hasher.hexdigest()

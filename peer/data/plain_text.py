@@ -18,7 +18,6 @@ PROBE_BYTES: Final = 64 * 1024
 """The part of a file that decides whether it is text: a folder may hold large binaries."""
 _GOOD_PER_BAD: Final = 9
 """Valid lines that must come with each invalid one. A single invalid line needs a single valid one."""
-_UTF_32: Final = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _KINDS: Final = (
     (GZIP, "gzip", "unpack it"),
     (b"BZh", "bzip2", "unpack it"),
@@ -27,6 +26,8 @@ _KINDS: Final = (
     (b"PK\x03\x04", "zip (as are .docx, .xlsx and .epub)", "extract its text"),
     (b"%PDF", "PDF", "extract its text"),
     (b"PAR1", "Parquet", "rename it to end in .parquet"),
+    (codecs.BOM_UTF32_LE, "UTF-32", "save it as UTF-8"),
+    (codecs.BOM_UTF32_BE, "UTF-32", "save it as UTF-8"),
 )
 _CONTROL: Final = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
@@ -77,8 +78,6 @@ def _check_kind(start: bytes) -> None:
     for mark, name, remedy in _KINDS:
         if start.startswith(mark):
             raise Unusable(name, remedy)
-    if start.startswith(_UTF_32):
-        raise Unusable("UTF-32", "save it as UTF-8")
     for offset in (0, 1) if not start.startswith(UTF_16) else ():
         if len(start) > 1 and start[1 - offset :: 2].count(0) > len(start) // 4 and not start[offset::2].count(0):
             raise Unusable("UTF-16 without its byte order mark", "save it as UTF-8")

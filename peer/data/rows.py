@@ -1,7 +1,7 @@
 """Rows of a file, read as a stream: JSON lines, a JSON array, CSV or Parquet, perhaps compressed with gzip.
 
-Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read becomes an `Unusable`, and the next one
-follows; a truncated or damaged file is refused.
+Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read becomes an `Unusable`; a truncated or damaged
+file is refused.
 """
 
 import codecs

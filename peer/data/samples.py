@@ -6,7 +6,6 @@ T tokens of a sample   N tokens of a text   D documents   S samples
 import itertools
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,18 +24,6 @@ class Sample:
     """int64; IGNORED where nothing is learnt."""
     begins_T: Tensor | None
     """bool, True where a document begins; None: attention crosses documents."""
-
-
-class Samples(Protocol):
-    """The samples of a text by number."""
-
-    count: int
-
-    def sample(self, number: int) -> Sample: ...
-
-    def counted(self, number: int) -> int:
-        """Return the number of learnt targets of a sample without making it."""
-        ...
 
 
 class Blocks:
@@ -71,6 +58,7 @@ class Blocks:
         return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T1[:-1])
 
     def counted(self, number: int) -> int:
+        """Return the number of learnt targets of a sample without making it."""
         if self._start_D is None:
             return self._context
         start = number * self._context
@@ -81,8 +69,8 @@ class Blocks:
 class Packs:
     """Whole conversations, as many to a sample as fit; the rest of a sample is padding that is not learnt.
 
-    A conversation of n tokens takes n - 1 places, because its last token predicts nothing. One longer than a sample
-    loses its end, and one without an answer left to learn is dropped.
+    A conversation of n tokens takes n - 1 places: its last token predicts nothing. One longer than a sample loses its
+    end, and one without an answer left to learn is dropped.
 
     Args:
         counted_N: uint8 [N], 1 if the token is learnt as a target.
@@ -137,11 +125,9 @@ class Packs:
     def counted(self, number: int) -> int:
         return int(self._counted_S[number])
 
-    @property
-    def filled(self) -> float:
-        """Return the share of all places that conversations take."""
-        used = int(self._kept_D[self._document_D].sum()) - len(self._document_D)
-        return used / (self.count * self.context)
+
+Samples = Blocks | Packs
+"""The samples of a text by number."""
 
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:

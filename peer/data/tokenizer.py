@@ -6,7 +6,7 @@ Decoding an encoded text gives the text back, and no part of a text becomes a sp
 import codecs
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -31,39 +31,18 @@ Places = NDArray[np.int64]
 """int64 [N, 2], the characters [begin, end) that each token stands for."""
 
 
-class Tokenizer(Protocol):
-    vocab_size: int
-    digest: str
-    """BLAKE3 of the file; empty for bytes."""
-    end_of_text: int | None
-    dtype: np.dtype[Any]
-    beginning: Sequence[int]
-    """Tokens before a document or a prompt that the vocabulary asks for; often none."""
-    separator: Sequence[int]
-    """Tokens after a document: the vocabulary's end of text, or a newline if it has none."""
-
-    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: text may become special tokens; never use it for text from others."""
-        ...
-
-    def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
-        """Encode texts, and return the place of each token in its text."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens. Invalid UTF-8 becomes U+FFFD; special tokens become their names."""
-        ...
-
-
 class ByteTokenizer:
     """A vocabulary in which token b is byte b. A model may have room for more tokens; they mean nothing."""
 
     vocab_size = 256
     digest = ""
+    """BLAKE3 of the file; empty for bytes."""
     end_of_text: int | None = None
     dtype: np.dtype[Any] = np.dtype(np.uint8)
     beginning: Sequence[int] = ()
+    """Tokens before a document or a prompt that the vocabulary asks for; often none."""
     separator: Sequence[int] = b"\n"
+    """Tokens after a document: the vocabulary's end of text, or a newline if it has none."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
@@ -80,7 +59,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The vocabulary of the tokenizer.json `data`, called `name` in messages.
+    """The vocabulary of the tokenizer.json `data`, called `name` in messages. It has what `ByteTokenizer` has.
 
     Raises: DataError: the library is not installed, or cannot read it.
     """
@@ -107,11 +86,13 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
+        """Encode texts. `special`: text may become special tokens; never use it for text from others."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
 
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
+        """Encode texts, and return the place of each token in its text."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -120,7 +101,11 @@ class FileTokenizer:
         ]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens. Invalid UTF-8 becomes U+FFFD; special tokens become their names."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 class Detokenizer:

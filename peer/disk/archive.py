@@ -1,16 +1,15 @@
 """Snapshots on this peer's disk: of the layers that it trains, and copies that other stages asked it to keep.
 
-A stage's state must survive the death of all of its replicas, so every few steps two members write it to their disks
-and each asks a peer outside the group to keep a copy. When a layer has lost its last holder, the coordinator sees from
-the heartbeats (`holdings`) which version is still complete, and the run goes back to it.
+Every few steps two members of each group write its state, and each asks a peer outside the group to keep a copy. When
+a layer has lost its last holder, the coordinator sees from the heartbeats (`holdings`) which version is still complete,
+and the run goes back to it.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -52,7 +51,7 @@ class Archive:
         self._run = run
         self._folder = PurePosixPath(run) / FOLDER
         self._path = PurePosixPath(run) / "era"
-        self._past = PastEras(disk, PurePosixPath(run) / "past-eras") if disk is not None else None
+        self._past = PastEras(PurePosixPath(run) / "past-eras")
         self._spec = spec
         self._clock = clock
         self._run_blocking = run_blocking
@@ -83,6 +82,11 @@ class Archive:
         return self._disk is not None
 
     @property
+    def _here(self) -> Disk:
+        assert self._disk is not None, "no disk"
+        return self._disk
+
+    @property
     def has_lost_all(self) -> bool:
         """True if snapshots were written here before, and none of them can be read."""
         return self._saved > 0 and not self._stored
@@ -95,7 +99,7 @@ class Archive:
 
     def is_due(self, version: int) -> bool:
         """True if a snapshot of this version is to be written."""
-        return self._disk is not None and self.is_attested(version)
+        return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
         """True if every member of a group signs its layers at this version, because snapshots of it are written."""
@@ -126,17 +130,15 @@ class Archive:
 
     async def open(self) -> None:
         """Read what an earlier process of this peer has left on the disk."""
-        if self._disk is not None:
+        if self.keeps:
             await self._run_blocking(self._look)
             await self._run_blocking(self._check)
             await self._run_blocking(self._recall_past)
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
-
-        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning has the same
-        bits every time, and no other peer may have it. With progress, the others have gone on or the state is lost."""
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process, and
+        in a later process unless it knows of progress (`note_era`): the others have gone on, or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -150,22 +152,20 @@ class Archive:
         """Note that `era` is under way: it has reached `version`, which is past its beginning."""
         if era > self.era_begun:
             self.era_begun, self._groups_begun = era, set()
-        disk = self._disk
-        if disk is None or era <= self._noted[0]:
+        if not self.keeps or era <= self._noted[0]:
             return
         before, self._noted = self._noted, (era, version)
-
         try:
-            await self._run_blocking(partial(self._write_notes, disk))
+            await self._run_blocking(self._write_notes)
         except OSError as error:
             self._noted = before  # the next step tries again
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
         """Note that we leave at `version`, which is saved: as far as we know the run went no further."""
-        if self._disk is not None:
+        if self.keeps:
             self._noted = (era, version)
-            await self._run_blocking(partial(self._note_saved, self._disk))
+            await self._run_blocking(self._note_saved)
 
     def version_noted(self, era: int) -> int:
         """Return the version that `era` has reached at least, as far as this peer remembers; 0: unknown."""
@@ -173,13 +173,12 @@ class Archive:
 
     async def write(self, state: StageState, *, era: int) -> bool:
         """Write a snapshot. Returns: False: the disk did not take it, which was logged; training goes on without."""
-        disk = self._disk
-        if disk is None:
+        if not self.keeps:
             return False
 
         def write() -> None:
             path = snapshot.write_snapshot(
-                disk,
+                self._here,
                 self._folder / _name(state.layers),
                 run=self._run,
                 era=era,
@@ -192,11 +191,12 @@ class Archive:
             self._damaged.discard(path)
             self._look()
             self._saved = state.version
-            self._note_saved(disk)
-            self._note_past()
-            self._remove_abandoned(disk, (era, state.version))
-            if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
-                self._remove(disk, (era, 0))  # too many eras for the disk, whatever other peers have
+            self._note_saved()
+            with self._complaining("note that an era has ended"):  # the next snapshot tries again
+                self._past.note(self._here, self._ages, self._clock.wall_s())
+            self._remove_abandoned((era, state.version))
+            if len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
+                self._remove((era, 0))  # too many eras for the disk, whatever other peers have
                 self._look()
 
         try:
@@ -222,33 +222,27 @@ class Archive:
     async def thin(self, safe: tuple[int, int]) -> None:
         """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
         to."""
-        disk = self._disk
-        if disk is None:
+        if not self.keeps:
             return
 
         def thin() -> None:
-            self._remove(disk, safe)
+            self._remove(safe)
             self._look()
 
-        try:
+        with self._complaining("remove old snapshots"):
             async with self._writing:
                 await self._run_blocking(thin)
-        except OSError as error:
-            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         """Read those of the layers that undamaged snapshots of (era, version) here have."""
         found: dict[str, LayerState] = {}
-        disk = self._disk
-        if disk is None:
-            return found
         for stored in sorted(self._stored.values(), key=lambda stored: stored.path):
             wanted = tuple(key for key in keys if key in stored.keys and key not in found)
             if stored.age != (era, version) or not wanted:
                 continue
 
             def read(path: PurePosixPath = stored.path, wanted: tuple[str, ...] = wanted) -> None:
-                found.update(snapshot.read_layers(disk, path, wanted))
+                found.update(snapshot.read_layers(self._here, path, wanted))
 
             try:
                 await self._run_blocking(read)
@@ -263,64 +257,47 @@ class Archive:
         return [stored.age for stored in self._stored.values()]
 
     def _is_old(self, safe: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
-        kept = self._past.kept(self._ages, self._clock.wall_s()) if self._past is not None else frozenset()
+        kept = self._past.kept(self._ages, self._clock.wall_s())
         return lambda age: age < safe and (age[0] == safe[0] or age[0] not in kept)
 
-    def _remove(self, disk: Disk, safe: tuple[int, int]) -> None:
+    def _remove(self, safe: tuple[int, int]) -> None:
         is_old = self._is_old(safe)
-        for name in disk.list(self._folder):
-            snapshot.remove_old(disk, self._folder / name, self._run, is_old)
+        for name in self._here.list(self._folder):
+            snapshot.remove_old(self._here, self._folder / name, self._run, is_old)
 
-    def _note_past(self) -> None:
-        if self._past is None:
-            return
-        try:
-            self._past.note(self._ages, self._clock.wall_s())
-        except OSError as error:  # the next snapshot tries again
-            self._complain(f"cannot note that an era has ended: {error.strerror or error}")
-
-    def _write_notes(self, disk: Disk) -> None:
+    def _write_notes(self) -> None:
         era, version = self._noted
-        replace_file(disk, self._path, f"{era} {version} {self._saved}".encode())
+        replace_file(self._here, self._path, f"{era} {version} {self._saved}".encode())
 
-    def _note_saved(self, disk: Disk) -> None:
-        try:
-            self._write_notes(disk)
-        except OSError as error:  # the next snapshot tries again
-            self._complain(f"cannot note that version {self._saved} is saved: {error.strerror or error}")
+    def _note_saved(self) -> None:
+        with self._complaining(f"note that version {self._saved} is saved"):  # the next snapshot tries again
+            self._write_notes()
 
     def _recall_past(self) -> None:
-        assert self._past is not None
-        try:
-            self._past.recall()
-        except OSError as error:
-            self._complain(f"cannot read when eras have ended: {error.strerror or error}")
+        with self._complaining("read when eras have ended"):
+            self._past.recall(self._here)
 
     def _recall_era(self) -> None:
-        assert self._disk is not None
         self._saved = max([self._saved, *(version for _, version in self._ages)])
         with contextlib.suppress(OSError, ValueError):  # absent or torn: as if it had not begun
-            era, version, *saved = (int(word) for word in self._disk.read(self._path).split())
+            era, version, *saved = (int(word) for word in self._here.read(self._path).split())
             self._noted, self.era_begun = (era, version), era
             self._saved = max([self._saved, *saved])
 
     def _check(self) -> None:
-        assert self._disk is not None
-
         def note(damage: snapshot.DamagedSnapshot) -> None:
             logger.warning("%s", damage)
             self._damaged.add(damage.path)
             self._saved = max(self._saved, self._stored[damage.path].version)
 
-        sound = snapshot.without_damaged(self._disk, self._stored.values(), on_damage=note)
+        sound = snapshot.without_damaged(self._here, self._stored.values(), on_damage=note)
         self._stored = {stored.path: stored for stored in sound}
 
     def _look(self) -> None:
-        assert self._disk is not None
         stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         try:
-            for name in self._disk.list(self._folder):
-                for found in snapshot.list_snapshots(self._disk, self._folder / name, self._run):
+            for name in self._here.list(self._folder):
+                for found in snapshot.list_snapshots(self._here, self._folder / name, self._run):
                     if found.path not in self._damaged:
                         stored[found.path] = found
         except (OSError, LocalError) as error:
@@ -328,7 +305,7 @@ class Archive:
             return
         self._stored = stored
 
-    def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
+    def _remove_abandoned(self, age: tuple[int, int]) -> None:
         """Delete layer groups that the last ten snapshots, up to `age`, do not contain; `thin` handles older eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
@@ -340,13 +317,17 @@ class Archive:
             if path.parent not in past:
                 newest[path.parent] = max(stored.age, newest.get(path.parent, stored.age))
         abandoned = {folder for folder, written in newest.items() if written < min(self._written)}
-        try:
+        with self._complaining("remove old snapshots"):  # the new snapshot is written all the same
             for folder in sorted(abandoned):
-                snapshot.prune(disk, folder, self._run, keep=0)
-        except OSError as error:  # the new snapshot is written all the same
-            self._complain(f"cannot remove old snapshots: {error.strerror or error}")
-            return
-        self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
+                snapshot.prune(self._here, folder, self._run, keep=0)
+            self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
+
+    @contextlib.contextmanager
+    def _complaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._complain(f"cannot {what}: {error.strerror or error}")
 
     def _complain(self, text: str) -> None:
         """Log at most once a minute: a full disk stays full."""

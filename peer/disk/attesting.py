@@ -1,7 +1,7 @@
 """Signs this peer's state for the run's certificates, until a plan certifies it.
 
-A member signs its group's layers at every version of which snapshots are written, once it has stepped to it. After a
-restart a peer signs the layers of its place that its own disk has: all others may have forgotten their signatures.
+A member signs its group's layers at every version of which snapshots are written. After a restart a peer signs the
+layers of its place that its own disk has: all others may have forgotten their signatures.
 """
 
 import logging

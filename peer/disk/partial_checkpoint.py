@@ -1,7 +1,7 @@
 """Layers of the state that a light member (`learner.py`) has when it ends, on its disk, for its next process.
 
-They are of use as long as some peer has the reduced gradients of the steps since. They are not offered to others: they
-lie beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
+They are of use as long as some peer has the reduced gradients of the steps since. They lie beside the snapshots, in
+their format, are read once, and are not offered to others.
 """
 
 import logging

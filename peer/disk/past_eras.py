@@ -1,11 +1,10 @@
 """Chooses the past eras of which this peer still keeps snapshots, so that the run can return to them.
 
 A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on enough
-disks, and for a week after the older era's end, for `shoal recover --era`. They cost room: if there are too many older
-eras, those that had come least far are removed first.
+disks, and for a week, for `shoal recover --era`. Of too many older eras those that had come least far go first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -21,15 +20,15 @@ ERAS_KEPT: Final = 2
 class PastEras:
     """The past eras of one run on one peer. Args: path: the file that remembers when eras ended."""
 
-    def __init__(self, disk: Disk, path: PurePosixPath) -> None:
-        self._disk, self._path = disk, path
+    def __init__(self, path: PurePosixPath) -> None:
+        self._path = path
         self._ended_s: dict[int, float] = {}
         """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
-    def recall(self) -> None:
+    def recall(self, disk: Disk) -> None:
         """Read the ends of eras from the file. Raises: OSError."""
         try:
-            lines = self._disk.read(self._path).decode(errors="replace").splitlines()
+            lines = disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:
             return
         for line in lines:
@@ -39,7 +38,7 @@ class PastEras:
             except ValueError:
                 continue  # torn: that era's week begins when it is seen again
 
-    def note(self, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
+    def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
         """Note that all but the last of the eras in `ages` have ended; ages: (era, version). Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
@@ -47,18 +46,11 @@ class PastEras:
             return
         self._ended_s = dict(sorted((self._ended_s | ended).items())[-64:])
         text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
-        replace_file(self._disk, self._path, text.encode())
+        replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
         """Return the older eras in `ages` that keep their snapshots."""
-        versions = _last_versions(ages)
+        versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]
         return frozenset(sorted(young, key=lambda era: (versions[era], era), reverse=True)[:ERAS_KEPT])
-
-
-def _last_versions(ages: Iterable[tuple[int, int]]) -> Mapping[int, int]:
-    versions: dict[int, int] = {}
-    for era, version in ages:
-        versions[era] = max(version, versions.get(era, 0))
-    return versions

@@ -46,8 +46,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class DamagedSnapshot(LocalError):
     """A snapshot is unreadable, torn, changed, or inconsistent with its own manifest."""
 
-    def __init__(self, where: str, path: PurePosixPath, reason: str) -> None:
-        super().__init__(f"the snapshot {where} is damaged: {reason}")
+    def __init__(self, disk: Disk, path: PurePosixPath, reason: str) -> None:
+        super().__init__(f"the snapshot {disk.where(path)} is damaged: {reason}")
         self.path = path
         self.reason = reason
 
@@ -71,16 +71,10 @@ class StoredSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(StoredSnapshot):
     """A snapshot that `read_snapshot` has verified."""
 
-    path: PurePosixPath
-    run: str
-    era: int
-    version: int
-    spec: RunSpec
     layers: Mapping[str, LayerState]
-    """Layer key -> state, maybe not of the whole model."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,8 +119,11 @@ def write_snapshot(
         disk.make_folder(folder)
         with disk.lock(folder / LOCK_NAME):
             _remove_unfinished(disk, folder)  # we have the lock, so their writers are dead
+            manifest = _Manifest(
+                format=MANIFEST_FORMAT, run=run, era=era, version=version, layers=tuple(layers), files={}, spec=spec
+            )
             try:
-                path = _write(disk, folder, run=run, era=era, version=version, layers=layers, spec=spec)
+                path = _write(disk, folder, manifest, layers)
             except OSError:
                 with suppress(OSError):
                     _remove_unfinished(disk, folder)  # a full disk needs the room
@@ -143,33 +140,22 @@ def write_snapshot(
     return path
 
 
-def _write(
-    disk: Disk,
-    folder: PurePosixPath,
-    *,
-    run: str,
-    era: int,
-    version: int,
-    layers: Mapping[str, LayerState],
-    spec: RunSpec,
-) -> PurePosixPath:
+def _write(disk: Disk, folder: PurePosixPath, manifest: _Manifest, layers: Mapping[str, LayerState]) -> PurePosixPath:
+    run, era, version = manifest.run, manifest.era, manifest.version
     unfinished = folder / f"{UNFINISHED_PREFIX}{run}-{era}-{version}"
     disk.make_folder(unfinished)
     digests: dict[str, str] = {}
     for key, tensors in layers.items():
-        for name, data in _layer_files(spec, key, tensors):
+        for name, data in _layer_files(manifest.spec, key, tensors):
             disk.write(unfinished / name, data)
             digests[name] = blake3(data).hexdigest()
-    manifest = _Manifest(
-        format=MANIFEST_FORMAT, run=run, era=era, version=version, layers=tuple(layers), files=digests, spec=spec
-    )
-    data = msgspec.json.format(msgspec.json.encode(manifest))
+    data = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=digests)))
     disk.write(unfinished / MANIFEST, data)
     disk.sync_folder(unfinished)
     path = folder / str(SnapshotName(run, era, version, _manifest_digest(data)))
     if path.name in disk.list(folder):
         try:
-            read_snapshot(disk, path)
+            _check(disk, path)
         except DamagedSnapshot as damage:
             logger.warning("%s: writing it again", damage)
             disk.replace(path, folder / f"{UNFINISHED_PREFIX}{path.name}")
@@ -194,24 +180,26 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
     Snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`). Raises:
     OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
+    old = []
     for name, (era, version) in ages.items():
         newer = {other for of_era, other in ages.values() if of_era == era and other > version}
         if len(newer) >= keep and (era, version) not in certified:
-            disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
-    _remove_unfinished(disk, folder)
+            old.append(name)
+    _remove(disk, folder, old)
 
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
     """Remove a run's snapshots of old age (era, version), and unfinished ones; then `folder` if it is empty. No process
     may be writing there. Raises: OSError."""
-    names = disk.list(folder)
-    for name in names:
-        found = _age(name, run)
-        if found is not None and is_old(found):
-            disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
-    _remove_unfinished(disk, folder)
+    _remove(disk, folder, [name for name in disk.list(folder) if (age := _age(name, run)) is not None and is_old(age)])
     if set(disk.list(folder)) <= {LOCK_NAME}:
         disk.remove_tree(folder)
+
+
+def _remove(disk: Disk, folder: PurePosixPath, names: Iterable[str]) -> None:
+    for name in names:
+        disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
+    _remove_unfinished(disk, folder)
 
 
 def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
@@ -252,14 +240,9 @@ def list_snapshots(
 
 def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
     """Read only the manifest of the snapshot in the folder `path`. Raises: DamagedSnapshot: the manifest is bad."""
-    manifest = _read_manifest(disk, path)
+    found = _read_manifest(disk, path)
     return StoredSnapshot(
-        path=path,
-        run=manifest.run,
-        era=manifest.era,
-        version=manifest.version,
-        keys=manifest.layers,
-        spec=manifest.spec,
+        path=path, run=found.run, era=found.era, version=found.version, keys=found.layers, spec=found.spec
     )
 
 
@@ -271,9 +254,7 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
     for found in newest_first:
         if found.path.parent not in has_sound:
             try:
-                manifest = _read_manifest(disk, found.path)
-                for name in manifest.files:
-                    _read_checked(disk, found.path, manifest, name)
+                _check(disk, found.path)
             except DamagedSnapshot as damage:
                 on_damage(damage)
                 continue
@@ -282,19 +263,27 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
     return left
 
 
+def _check(disk: Disk, path: PurePosixPath) -> None:
+    """Raises: DamagedSnapshot: a file is missing, torn, changed or unreadable."""
+    manifest = _read_manifest(disk, path)
+    for name in manifest.files:
+        _read_checked(disk, path, manifest, name)
+
+
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
     """Read the snapshot in the folder `path`, and check every byte of it against its digests.
 
     Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says.
     """
-    manifest = _read_manifest(disk, path)
+    found = _read_manifest(disk, path)
     return Snapshot(
         path=path,
-        run=manifest.run,
-        era=manifest.era,
-        version=manifest.version,
-        spec=manifest.spec,
-        layers={key: _read_layer(disk, path, manifest, key) for key in manifest.layers},
+        run=found.run,
+        era=found.era,
+        version=found.version,
+        keys=found.layers,
+        spec=found.spec,
+        layers={key: _read_layer(disk, path, found, key) for key in found.layers},
     )
 
 
@@ -314,14 +303,13 @@ def _read_manifest(disk: Disk, path: PurePosixPath) -> _Manifest:
     data = _read_file(disk, path, MANIFEST)
     name = SnapshotName.parse(path.name)  # a person may have renamed it
     if name is not None and name.manifest_digest != _manifest_digest(data):
-        raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST} is not the one its folder is named after")
+        raise DamagedSnapshot(disk, path, f"{MANIFEST} is not the one its folder is named after")
     try:
         manifest = msgspec.json.decode(data, type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedSnapshot(disk.where(path), path, f"{MANIFEST}: {str(error).splitlines()[0]}") from error
+        raise DamagedSnapshot(disk, path, f"{MANIFEST}: {str(error).splitlines()[0]}") from error
     if manifest.format != MANIFEST_FORMAT:
-        reason = f"it has format {manifest.format}, this shoal reads {MANIFEST_FORMAT}"
-        raise DamagedSnapshot(disk.where(path), path, reason)
+        raise DamagedSnapshot(disk, path, f"it has format {manifest.format}, this shoal reads {MANIFEST_FORMAT}")
     return manifest
 
 
@@ -340,7 +328,7 @@ def _read_layer(disk: Disk, path: PurePosixPath, manifest: _Manifest, key: str) 
                 f"the moments of {key} have {tuple(layer.moment1_N.shape)} and {tuple(layer.moment2_N.shape)}"
             )
     except (KeyError, ValueError) as error:
-        raise DamagedSnapshot(disk.where(path), path, f"it does not fit its own spec: {error}") from error
+        raise DamagedSnapshot(disk, path, f"it does not fit its own spec: {error}") from error
     return layer
 
 
@@ -349,14 +337,14 @@ def _read_tensors(disk: Disk, path: PurePosixPath, manifest: _Manifest, name: st
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
-        raise DamagedSnapshot(disk.where(path), path, f"{name}: {error}") from error
+        raise DamagedSnapshot(disk, path, f"{name}: {error}") from error
     return tensors
 
 
 def _read_checked(disk: Disk, path: PurePosixPath, manifest: _Manifest, name: str) -> bytes:
     data = _read_file(disk, path, name)
     if blake3(data).hexdigest() != manifest.files.get(name):
-        raise DamagedSnapshot(disk.where(path), path, f"{name} has changed since it was written")
+        raise DamagedSnapshot(disk, path, f"{name} has changed since it was written")
     return data
 
 
@@ -364,7 +352,7 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
     try:
         return disk.read(path / name)
     except OSError as error:
-        raise DamagedSnapshot(disk.where(path), path, f"cannot read {name}: {error.strerror or error}") from error
+        raise DamagedSnapshot(disk, path, f"cannot read {name}: {error.strerror or error}") from error
 
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:

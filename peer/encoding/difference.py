@@ -1,9 +1,8 @@
 """Encode the exact difference between two versions of bf16 weights: one byte for most numbers.
 
-A step moves most weights by a few neighbouring bf16 numbers. All bf16 numbers are counted in order (-0 next below 0);
-the distance between a weight's two versions travels as int8. A weight that moves further, as one near 0 may, is marked,
-and its new bits follow at the end: of weights of 0.02 that move by 3e-4, one in a hundred. The code is lossless, so no
-error grows from step to step.
+All bf16 numbers are counted in order (-0 next below 0), and the distance between a weight's two versions travels as
+int8. A weight that moves further, as one near 0 may, is marked, and its new bits follow at the end: of weights of 0.02
+that move by 3e-4, one in a hundred. The code is lossless, so no error grows from step to step.
 
 C numbers of one chunk
 """

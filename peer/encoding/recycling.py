@@ -1,8 +1,7 @@
 """Reuses the memory of large vectors.
 
-A gradient, its sum and the mean of a round are as large as the stage, and each lives for a moment. Returning such
-memory to the system takes as long as hundreds of frames, with the interpreter locked; getting it again costs a fault
-for each of its pages. So a few vectors are kept for reuse.
+A gradient, its sum and the mean of a round are as large as the stage. Returning such memory to the system takes as long
+as hundreds of frames, with the interpreter locked, and getting it again costs a fault for each of its pages.
 """
 
 from typing import Any, Final

@@ -1,8 +1,5 @@
 """Flat float32 vectors (gradient sums, layer states): where they live between the device and the wire, in what pieces
-they travel, and how they become bytes and numbers again.
-
-A peer without tensors replaces this module, `arithmetic.py` and, for tokens on their way to experts,
-`../pipeline/expert_wire.py`.
+they travel, and how they become bytes and numbers again. A modelled peer replaces `Vectors`.
 """
 
 from collections.abc import Sequence
@@ -51,9 +48,9 @@ class Vectors:
         self.chunk = chunk_bytes // 4
         """Elements."""
         self.background_chunk = max(1, self.chunk // 4)
-        """Elements of a background frame, a quarter of a chunk. A frame that has begun delays an activation for the
-        same peer, and 1 MiB takes 1.7 s at 5 Mbit/s. Smaller frames would cost more: each takes a third of a
-        millisecond of both ends (`../protocol/live/MEASURED.md`)."""
+        """Elements of a background frame. A frame that has begun delays an activation for the same peer, and 1 MiB
+        takes 1.7 s at 5 Mbit/s; each frame takes a third of a millisecond of both ends
+        (`protocol/live/MEASURED.md`)."""
 
     def empty(self, size: int) -> Tensor:
         """float32 [size], uninitialized."""
@@ -105,8 +102,8 @@ class Vectors:
         return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Round in place to what others will read of it. Returns: its bytes, in formats of few bits, where
-        `piece_payload` would round it a second time; else None: rounding to bf16 twice changes nothing."""
+        """Round in place to what others will read of it. Returns: its bytes in formats of few bits, where
+        `piece_payload` would round it a second time, else None."""
         if form in DTYPES:
             if form != "fp32":
                 mean_C.copy_(mean_C.to(DTYPES[form]))

@@ -44,8 +44,8 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 class HolderRouter(Router):
     """Distributes the microbatches of one expert among its holders by their shares.
 
-    A stage sends each expert few microbatches at a time, so the outstanding ones alone would send all to the holder
-    with the largest share. So earlier choices count, too, and outstanding ones twice.
+    Earlier choices count, and outstanding ones twice: few are outstanding at a time, and these alone would send all to
+    the holder with the largest share.
     """
 
     me: PeerID

@@ -2,16 +2,15 @@
 
 Each expert gets one holder for a whole microbatch (`choice.py`); a layer is one frame to each holder, without padding.
 A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is
-*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it.
-
-If an expert has no holder, and none of those in the plan can be reached, its tokens are *passed by*: they continue by
-the residual, and are counted.
+*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it. If
+none of an expert's holders can be reached, its tokens are *passed by*: they continue by the residual.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
 from shoal.peer.base.tasks import Tasks
@@ -105,7 +104,7 @@ class ExpertDispatch:
         """Send one layer's rows to the experts. Return their output, [P, D]; zero for tokens passed by."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
-        todo, wait_s = {expert for expert in self._experts if call.counts[expert]}, _RETRY_S
+        todo = {expert for expert in self._experts if call.counts[expert]}
         for expert in sorted(todo):
             if call.gradients is None:
                 passage.passed_by.discard((call.layer, expert))
@@ -115,19 +114,22 @@ class ExpertDispatch:
                 rows, part = spans[expert], passage.part(expert)
                 tokens, gradients = self._wire.part(call.tokens, rows), self._wire.part(call.gradients, rows)
                 part.asked[call.layer] = (tokens, gradients)
-        began_s = self._s.clock.now_s()
-        while todo:
-            by_holder = self._choose(passage, sorted(todo))
-            if by_holder:
-                began_s = self._s.clock.now_s()
-                asks = [self._ask(passage, call, *share, spans, output) for share in by_holder]
-                todo -= {expert for served in await asyncio.gather(*asks) for expert in served}
-            elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
-                self._pass_by(passage, call, todo)
-                break
-            if todo:
-                await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
-                wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
+
+        async def ask(holder: PeerID, experts: Sequence[int]) -> bool:
+            pieces = [self._wire.part(call.tokens, spans[expert]) for expert in experts]
+            if call.gradients is not None:
+                pieces += [self._wire.part(call.gradients, spans[expert]) for expert in experts]
+            counts = {expert: call.counts[expert] for expert in experts}
+            answer = await self._answer(passage, call.layer, holder, counts, pieces, backward=call.backward)
+            if answer is None:
+                return False
+            for expert, span in self._wire.rows(counts).items():
+                self._wire.write(output, spans[expert], self._wire.part(answer, span))
+                if call.backward:
+                    passage.part(expert).done.add(call.layer)
+            return True
+
+        self._pass_by(passage, call, await self._serve_all(passage, todo, ask))
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
@@ -141,6 +143,27 @@ class ExpertDispatch:
             self._release(expert, part)
 
     # --- a layer ---
+
+    async def _serve_all(
+        self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
+    ) -> set[int]:
+        """Have the experts `todo` served, by other holders if some fail. Returns: those that no holder could serve.
+
+        Args: serve: (holder, some of its experts) -> True if it has served all of them, False if none.
+        """
+        began_s, wait_s = self._s.clock.now_s(), _RETRY_S
+        while todo:
+            by_holder = self._choose(passage, sorted(todo))
+            if by_holder:
+                began_s = self._s.clock.now_s()
+                served = await asyncio.gather(*(serve(holder, experts) for holder, experts in by_holder))
+                todo -= {e for (_, experts), done in zip(by_holder, served, strict=True) if done for e in experts}
+            elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
+                break
+            if todo:
+                await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
+                wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
+        return todo
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
         """Return (holder, experts) for each frame. Experts without a holder are missing."""
@@ -157,35 +180,11 @@ class ExpertDispatch:
 
     def _holder(self, expert: int, part: ExpertPart) -> PeerID | None:
         if part.holder in self._absent:
-            self._release(expert, part)
-            part.lose()
+            self._lose(expert, part)
         if part.holder is None:
             now_s, shunned = self._s.clock.now_s(), self._asking.shunned
             part.holder = self._routers[expert].pick(now_s=now_s, avoid=part.avoid, shunned=shunned)
         return part.holder
-
-    async def _ask(
-        self,
-        passage: Passage,
-        call: ExpertCall,
-        holder: PeerID,
-        experts: Sequence[int],
-        spans: dict[int, slice],
-        output: Payload,
-    ) -> list[int]:
-        """Returns: the experts with their rows in `output` now: all of `experts`, or none."""
-        pieces = [self._wire.part(call.tokens, spans[expert]) for expert in experts]
-        if call.gradients is not None:
-            pieces += [self._wire.part(call.gradients, spans[expert]) for expert in experts]
-        counts = {expert: call.counts[expert] for expert in experts}
-        answer = await self._answer(passage, call.layer, holder, counts, pieces, backward=call.backward)
-        if answer is None:
-            return []
-        for expert, span in self._wire.rows(counts).items():
-            self._wire.write(output, spans[expert], self._wire.part(answer, span))
-            if call.backward:
-                passage.part(expert).done.add(call.layer)
-        return list(experts)
 
     async def _answer(
         self,
@@ -216,8 +215,7 @@ class ExpertDispatch:
             for expert in counts:
                 part = passage.part(expert)
                 if part.holder == holder:
-                    self._release(expert, part)
-                    part.lose()
+                    self._lose(expert, part)
         return answer
 
     def _has_others(self, meta: ExpertTokens, holder: PeerID) -> bool:
@@ -232,27 +230,16 @@ class ExpertDispatch:
 
     async def _settle(self, passage: Passage, retried: bool) -> None:
         try:
-            todo, began_s, wait_s = set(self._experts), self._s.clock.now_s(), _RETRY_S
-            while todo:
-                by_holder = self._choose(passage, sorted(todo))
-                if by_holder:
-                    began_s = self._s.clock.now_s()
-                    closing = [self._close(passage, *share, retried) for share in by_holder]
-                    todo -= {expert for closed in await asyncio.gather(*closing) for expert in closed}
-                elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
-                    break
-                if todo:
-                    await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
-                    wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
+            await self._serve_all(passage, set(self._experts), functools.partial(self._close, passage, retried))
         finally:
             self._unsettled -= 1
             self.abandon(passage)
 
-    async def _close(self, passage: Passage, holder: PeerID, experts: Sequence[int], retried: bool) -> list[int]:
-        """Returns: the experts that have counted the microbatch: all of `experts`, or none."""
+    async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
+        """Have a holder count the microbatch for its experts. Returns: False if it failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
-                return []
+                return False
         message = ExpertDone(
             stage=self._stage,
             incarnation=self._incarnation,
@@ -263,12 +250,10 @@ class ExpertDispatch:
             retried=retried or any(passage.part(expert).replaced for expert in experts),
         )
         if await self._asking.tell(holder, message):
-            return list(experts)
+            return True
         for expert in experts:
-            part = passage.part(expert)
-            self._release(expert, part)
-            part.lose()
-        return []
+            self._lose(expert, passage.part(expert))
+        return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
         """Repeat the backwards that a replaced holder had done."""
@@ -287,6 +272,10 @@ class ExpertDispatch:
     def _release(self, expert: int, part: ExpertPart) -> None:
         if part.holder is not None:
             self._routers[expert].returned(part.holder)
+
+    def _lose(self, expert: int, part: ExpertPart) -> None:
+        self._release(expert, part)
+        part.lose()
 
     def _is_lost(self, expert: int) -> bool:
         """True if no holder of the plan can be reached."""

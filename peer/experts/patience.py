@@ -1,7 +1,7 @@
 """How long to wait for a holder of experts, by the times of the others. Pure.
 
-All holders of an expert may be late, because they wait for a version. So a holder is given up only after others have
-answered for the same step or a later one. It is then avoided for a time that grows with each late answer.
+All holders of an expert may wait for a version. So a holder is given up only after others have answered for the same
+step or a later one, and then avoided for a time that grows with each late answer.
 """
 
 from collections import deque

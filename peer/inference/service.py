@@ -7,16 +7,15 @@ The path of a request through this file:
         ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
         ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
-**One version.** All stages answer with the weights of one version, so that the caches of a session are consistent and
-an evaluation belongs to one version. The client may name it; else stage 0 takes its committed one. Each stage keeps the
-weights of that version while requests use it, and waits if it is a step behind. A stage that has passed the version
-says so, and the client begins again with a newer one.
+**One version.** All stages answer with the weights of one version, the client's or else stage 0's committed one, so
+that the caches of a session are consistent. Each stage keeps these weights while requests use them, and waits if it is
+a step behind. A stage that has passed the version says so, and the client begins again with a newer one.
 
-**Which member.** A hash of the client's `way` chooses the member of each stage, without any table. If that member is
-gone, or has no cache, the request fails, and the client chooses another `way` and a new session.
+**Which member.** A hash of the client's `way` chooses the member of each stage. If that member is gone, or has no
+cache, the request fails, and the client chooses another `way` and a new session.
 
-**Training goes first.** A peer computes one request at a time, and rests after each so long that while it trains
-requests take at most `SHARE` of its time.
+**Training goes first.** A peer computes one request at a time. While it trains it rests after each, so that requests
+take at most `SHARE` of its time.
 """
 
 import asyncio
@@ -29,14 +28,13 @@ from typing import Final, TypeVar
 import msgspec
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from shoal.peer.base.failures import Failures
 from shoal.peer.base.plans import Plans
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.inference.sessions import Session, Sessions
-from shoal.peer.inference.wire import InferenceWire
+from shoal.peer.inference.wire import InferenceWire, bytes_of
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.presence.parts import Parts, StagePart
@@ -45,7 +43,6 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import INFERENCE_CANDIDATES_MAX, INFERENCES_MAX, INFERENCES_OF_ONE_MAX
 from shoal.protocol.messages import Done, InferenceAnswer, InferenceInput, InferenceOutput, InferenceRequest
-from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority, Timed
 from shoal.protocol.spec import RunSpec
 
@@ -176,7 +173,9 @@ class InferenceService:
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
         """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
         plan = self._plans.newest
-        if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
+        if plan is None or meta.stage >= len(plan.stages) or plan.stages[meta.stage].first_layer != meta.first_layer:
+            raise self._no(_DIVIDED)  # in our plan the stage does not begin at the sender's layer
+        if stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
         work = functools.partial(self._work, stage, version, meta, payload)
         timed = await self._with_memory(work, self._flop_of(meta))
@@ -208,9 +207,9 @@ class InferenceService:
         if not stage.has_head:
             return self._wire.encode(y_BTD, question)
         if question.targets_BT is not None:
-            return _bytes(*stage.log_likelihoods(y_BTD, question.targets_BT))
+            return bytes_of(*stage.log_likelihoods(y_BTD, question.targets_BT))
         token_K, logit_K = stage.candidates(y_BTD, INFERENCE_CANDIDATES_MAX)
-        return _bytes(token_K.to(torch.int32), logit_K)
+        return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
         """Return (version, our stage at that version). Raises: Refused."""
@@ -323,15 +322,6 @@ class InferenceService:
         return stage.num_layers * 2 * model.num_kv_heads * model.head_dim * model.context * stage.dtype.itemsize
 
 
-def _has(plan: Plan, meta: InferenceInput) -> bool:
-    """True if the stage begins at the sender's layer in our plan, too."""
-    return meta.stage < len(plan.stages) and plan.stages[meta.stage].first_layer == meta.first_layer
-
-
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
     """Rank a member for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()
-
-
-def _bytes(*tensors: Tensor) -> bytes:
-    return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -1,8 +1,8 @@
 """Inference requests as bytes, and the checks before anything is computed.
 
-Tokens are int32; activations are float32, or bfloat16 if every member computes in it (`training.compute = "bf16"`),
-whatever the training's wire is. In a subspace model (`peer/model/subspace.py`) each token and its k coordinates travel
-instead of its activation. Sizes follow from the header, which is checked against the run spec.
+Tokens are int32; activations are float32, or bfloat16 if every member computes in it, whatever the training's wire is.
+In a subspace model each token and its k coordinates travel instead of its activation. Sizes follow from the header,
+which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -35,6 +35,12 @@ class StageInput:
     """int64, at stage 0 and at all stages of a subspace model; else None."""
     targets_BT: Tensor | None
     begins_BT: Tensor | None
+
+
+def bytes_of(*tensors: Tensor) -> bytearray:
+    """Return the bytes of all tensors, in a row."""
+    parts = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return bytearray().join(parts)
 
 
 class InferenceWire:
@@ -87,10 +93,7 @@ class InferenceWire:
             parts.append(question.targets_BT.to(torch.int32))
         if question.begins_BT is not None:
             parts.append(question.begins_BT.to(torch.uint8))
-        payload = bytearray()
-        for part in parts:
-            payload += part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return payload
+        return bytes_of(*parts)
 
     def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
         """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""

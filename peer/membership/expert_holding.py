@@ -21,12 +21,7 @@ class ExpertMembership(GroupMembership):
         unit = plan.experts[group_id - len(plan.stages)]
         self.stage = unit.stage
         self.layers = plan.stages[unit.stage].layers
-        self.work = ExpertWork(
-            services.arithmetic.expert(*self.layers, unit.expert),
-            unit.stage,
-            server=services.experts,
-            upwards=self,
-        )
+        self.work = ExpertWork(services.arithmetic.expert(*self.layers, unit.expert), unit.stage, upwards=self)
         group = make_commit(services, group_id, incarnation=incarnation, has_loss=False)
         super().__init__(services, seat, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
@@ -50,10 +45,6 @@ class ExpertMembership(GroupMembership):
             draining=self.is_draining,
         )
 
-    @property
-    def serves(self) -> bool:
-        return self.is_ready
-
     def wants(self, microbatch: Microbatch) -> bool:
         """True if our group lacks the expert's gradient of the microbatch."""
         return self.core.group.lacks(microbatch.step, microbatch.index)
@@ -69,18 +60,19 @@ class ExpertMembership(GroupMembership):
 
     @property
     def is_idle(self) -> bool:
-        return self.work.is_idle
+        return not self._s.experts.num_pending(self.work) and not self.work.runtime.open_runs
 
     def _install(self) -> None:
-        self.work.install()
+        self._s.experts.add(self.work)
 
     async def close(self) -> None:
         self.retire()
-        self.work.close()
+        self._s.experts.remove(self.work)
         await super().close()
 
     def _load(self, state: StageState) -> None:
         self.work.load(state)
+        self._s.experts.wake()
 
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
         self._tasks.spawn(self._make_step(step, mean_gradient_N), f"step {step} of expert {self.work.expert}")
@@ -92,7 +84,7 @@ class ExpertMembership(GroupMembership):
             return  # a state was loaded meanwhile
         self.work.version = step + 1
         self.stepped(*timed.value)
-        self.work.wake()
+        self._s.experts.wake()
 
     # --- membership ---
 
@@ -112,11 +104,15 @@ class ExpertMembership(GroupMembership):
     def pause(self, *, at_once: bool) -> None:
         """Args: at_once: refuse tokens, so that they go to other holders."""
         super().pause(at_once=at_once)
-        self.work.pause(at_once)
+        self._pause_requests(at_once)
 
     def resume(self) -> None:
-        self.work.pause(False)
+        self._pause_requests(False)
         super().resume()
+
+    def _pause_requests(self, is_paused: bool) -> None:
+        self.work.is_paused = is_paused
+        self._s.experts.wake()  # waiting requests are refused
 
     def depart(self, plan: Plan) -> None:
         """Follow a plan without us while we drain: its leader must be able to close our last rounds."""
@@ -125,8 +121,8 @@ class ExpertMembership(GroupMembership):
 
     def peer_died(self, peer: PeerID) -> None:
         super().peer_died(peer)
-        self.work.source_lost(peer)
+        self.work.runtime.open_runs.drop(peer)
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
         super().peer_reborn(peer, incarnation)  # its PresenceUpdate says the rest
-        self.work.source_lost(peer, incarnation)
+        self.work.runtime.open_runs.drop(peer, incarnation)

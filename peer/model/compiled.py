@@ -1,7 +1,7 @@
 """Decoder layers compiled by `torch.compile` in the background.
 
-A peer begins with the layers of `llama.py` and switches to the compiled ones when they are ready. If compiling fails,
-it logs that and goes on uncompiled. All layers of one kind in this process share one compiled layer.
+A peer uses the layers of `llama.py` until the compiled ones are ready, or for good if compiling fails. All layers of
+one kind in this process share one compiled layer.
 
 B samples   T tokens   D width
 """

@@ -23,15 +23,18 @@ class Documents:
         self._first_BT = first_BT
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def positioned(self, rotary: Rotary) -> Rotary:
-        return at_positions(rotary, self.position_BT)
+    @classmethod
+    def of(cls, begins_BT: Tensor | None, rotary: Rotary) -> "tuple[Documents | None, Rotary]":
+        """Return the documents and the tables at their positions; without documents (None) the tables themselves."""
+        if begins_BT is None:
+            return None, rotary
+        documents = cls(begins_BT)
+        return documents, at_positions(rotary, documents.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
         """Return the mask [B, 1, T, T] to add to scores of this dtype: 0 for a token of the same document that is at
-        most `window` - 1 before (0: no limit), -inf for others.
-
-        All layers share one tensor, which their backwards keep once; of a boolean mask torch would make a copy a layer.
-        """
+        most `window` - 1 before (0: no limit), -inf for others. All layers share it; of a boolean mask torch would make
+        a copy a layer."""
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T
             seen_BTT = (back_TT >= 0) & (self._at_T >= self._first_BT[:, :, None])

@@ -1,16 +1,15 @@
 """Detection and removal of numbers that are not finite.
 
-Reading a number from a GPU (`bool`, `float`) waits for all queued work and leaves the GPU idle. So the answers here
-stay on the device, and a job reads them at its end, where it waits for its payload anyway. On a CPU reading costs
-nothing and can save a pass over the numbers.
+Reading a number from a GPU (`bool`, `float`) waits for all queued work. So the answers stay on the device until a job's
+end, which waits for its payload anyway. On a CPU reading costs nothing and can save a pass over the numbers.
 """
 
 from torch import Tensor
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time; otherwise each
-    element is tested, since the sum alone may overflow."""
+    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time; else each element
+    is tested, since a sum may overflow."""
     of_sum = values.sum().isfinite()
     if values.is_cpu:
         return of_sum if bool(of_sum) else values.isfinite().all()

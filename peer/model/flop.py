@@ -27,37 +27,27 @@ class JobFlop:
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`. With adapters a backward is one
-    product: only a matrix's input has a gradient."""
+    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
-    backward = BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD
     again = forward - sum(forward_flop(spec.model, key, tokens) for key in keys if key == HEAD)
-    return job_flop(
-        forward,
-        recomputes=spec.training.recomputes,
-        backward_per_forward=backward,
-        again_at_loss=again if spec.recomputes_by_layer else 0.0,
-    )
+    return job_flop(spec, forward, again_at_loss=again if spec.recomputes_by_layer else 0.0)
 
 
-def job_flop(
-    forward: float,
-    *,
-    recomputes: bool,
-    backward_per_forward: float = BACKWARD_PER_FORWARD,
-    again_at_loss: float = 0.0,
-) -> JobFlop:
-    """Return the FLOP of the jobs of a stage, given those of its `forward`.
+def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
+    """Return the FLOP of one part of a microbatch's jobs at a stage with placed experts, whose calls cut the forward at
+    each decoder layer of `keys`."""
+    tokens = spec.training.microbatch_size * spec.model.context
+    forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
+    return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))
 
-    Args:
-        recomputes: a backward first repeats the forward.
-        again_at_loss: FLOP of the forwards that the last stage's job repeats.
-    """
-    backward = backward_per_forward * forward
+
+def job_flop(spec: RunSpec, forward: float, *, again_at_loss: float = 0.0) -> JobFlop:
+    """Return the FLOP of jobs with this `forward`. Args: again_at_loss: of forwards that the loss job repeats."""
+    backward = (BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD) * forward
     return JobFlop(
         forward=forward,
-        backward=forward + backward if recomputes else backward,
+        backward=forward + backward if spec.training.recomputes else backward,
         loss=forward + backward + again_at_loss,
     )
 
@@ -65,12 +55,6 @@ def job_flop(
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:
     """Return the matmul FLOP of one expert's forward on the `num_tokens` tokens sent to it."""
     return 2.0 * num_tokens * expert_elements(model)
-
-
-def part_flop(keys: Sequence[str], flop: float) -> float:
-    """Return the FLOP of one part of a stage's forward of `flop`, cut at each decoder layer of `keys` by its
-    experts."""
-    return flop / (1 + sum(key not in (EMBED, HEAD) for key in keys))
 
 
 def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
@@ -81,11 +65,10 @@ def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
 
 
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of
-    `context`.
+    """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens.
 
     Attention is causal: a token attends to (context + 1) / 2 others on average, fewer with a window. The embedding is a
-    gather, 0. Counted are also the router, the K experts of each token, and the products with a subspace's basis.
+    gather, 0. The router, each token's K experts and the products with a subspace's basis count, too.
     """
     if key == EMBED:
         return 2.0 * num_tokens * model.dim * model.subspace
@@ -95,8 +78,3 @@ def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     matrices = trunk_elements(model, index)[0] + model.experts_computed * expert_elements(model)
     scores_and_values = 2 * model.num_heads * model.head_dim * tokens_seen(model, index)
     return 2.0 * num_tokens * (matrices + basis_elements(model) + scores_and_values)
-
-
-def backward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Return the matmul FLOP of one layer's backward, without a repeated forward."""
-    return BACKWARD_PER_FORWARD * forward_flop(model, key, num_tokens)

@@ -1,7 +1,6 @@
 """Weights that are not trained: a layer of the base as it is stored, and the same with adapters.
 
-A quantised matrix is decoded for each product. Autograd keeps the stored bytes for the backward, not the dense matrix,
-and the matrix never has a gradient.
+A quantised matrix is decoded for each product: for its backward autograd keeps the stored bytes.
 
 B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rows and C columns of a matrix   K rank
 P rows of tokens, sorted by expert   E experts
@@ -37,8 +36,8 @@ def adapter_of(spec: RunSpec) -> AdapterSpec:
 
 
 def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
-    """Encode a layer's parameters, float32 [N], in the formats of the run's base: the same bytes on every machine. They
-    travel as state does, so they are returned as float32 [Y / 4]; as numbers they mean nothing."""
+    """Encode a layer's parameters, float32 [N], in the formats of the run's base: the same bytes on every machine, as
+    float32 [Y / 4], since they travel as state does."""
     model, base = spec.model, adapter_of(spec).base
     views = layer_layout(model, key).views(flat_N)
     stored_Y = torch.zeros(base_bytes(model, base, key), dtype=torch.uint8)
@@ -185,7 +184,7 @@ def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor,
 
 class AdaptedLayer(dict[str, Tensor]):
     """A layer with adapters as the model's functions see it: a dict of the adapters' leaves and of the base's norms and
-    biases. The base's matrices are available only through the methods.
+    biases; methods give the base's matrices.
 
     Args:
         adapters: A and B by name, and m for "dora": autograd leaves; may be empty.
@@ -225,11 +224,8 @@ class AdaptedLayer(dict[str, Tensor]):
         return y + y * (times_R - 1).to(y.dtype)
 
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
-        """Multiply each expert's rows by its frozen matrix: [P, columns] -> [P, rows], differentiable in `x_PC`.
-
-        Args: names: one matrix for each of the E experts; offset_E: int64 [E + 1], as in
-        `kernels.dispatch.grouped_matmul`.
-        """
+        """Multiply each expert's rows by its frozen matrix in `names`: [P, columns] -> [P, rows], differentiable in
+        `x_PC`. Args: offset_E: as in `kernels.dispatch.grouped_matmul`."""
         matrices = [self._frozen.matrices[name] for name in names]
         product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]
         return product
@@ -240,3 +236,10 @@ class AdaptedLayer(dict[str, Tensor]):
     def matrix(self, name: str) -> Tensor:
         """Return the matrix `name`, which has no gradient."""
         return self._frozen.matrices[name].dense(self._frozen.dtype)
+
+
+def linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Apply the projection `name` with its bias and adapter, if any."""
+    if isinstance(params, AdaptedLayer):
+        return params.linear(name, x)
+    return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))

@@ -1,13 +1,12 @@
 """Sampling from the model, token by token.
 
-The first forward caches the prompt's keys and values; then each token is a forward of one token. Positions are
-absolute: beyond the context each new token shifts all positions, so each is a forward of the last `context` tokens.
+The prompt's keys and values are cached, and each next token is a forward of one token. Beyond the context each token
+shifts all positions, which are absolute, and so is a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -77,24 +76,6 @@ def stream(
     if not prompt:
         raise ValueError("the prompt must have at least one token")
     return _stream(model, params_by_key, list(prompt), sampler)
-
-
-def generate(
-    model: ModelSpec,
-    params_by_key: Mapping[str, Params],
-    prompt: bytes,
-    num_tokens: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> bytes:
-    """Continue `prompt` by `num_tokens` bytes and return only the continuation. Raises: ValueError: the prompt is
-    empty, or the vocabulary is larger than bytes."""
-    if not prompt:
-        raise ValueError("the prompt must have at least one byte")
-    if model.vocab_size > 256:
-        raise ValueError(f"a vocabulary of {model.vocab_size} tokens is not bytes")
-    sampler = Sampler(temperature=temperature, seed=seed)
-    return bytes(islice(stream(model, params_by_key, prompt, sampler), num_tokens))
 
 
 def _stream(

@@ -4,8 +4,8 @@
 
 The logits of 4,096 tokens with a vocabulary of 128,256 take 2.1 GB in float32, and their gradients as much again.
 
-Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4: there
-the backward makes the logits again. Here the forward makes the gradient at once, since every loss has its backward.
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4, where
+the backward makes the logits again. Here every loss has its backward, so the forward makes the gradient at once.
 
 N tokens   D width   V vocabulary   C rows at a time
 """
@@ -26,8 +26,7 @@ def head_loss(
     """Return the mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
 
     Args:
-        x_ND: in the dtype of the products.
-        weight_VD: in the same dtype, in which its gradient is summed, too.
+        x_ND, weight_VD: in the dtype of the products, in which the gradients are summed, too.
         target_N: int64 in [0, V); with `counted` also negative: the row has no target.
         cap: c, if a logit becomes c tanh(logit / c); 0: no cap.
         counted: the number of rows with a target, over which the mean is taken (0: the loss is 0); None: all rows.

@@ -1,18 +1,17 @@
 """The place of each tensor in a layer's one flat buffer.
 
 All tensors of a layer (`protocol.tensors` defines them) share one flat fp32 buffer, so that reducing, stepping,
-hashing, sending and predicting a layer is one operation on one tensor. Matrices come first: elements [0, num_decayed)
-get weight decay, the norms and biases after them do not.
+hashing, sending and predicting a layer is one operation on one tensor. Matrices come first and get weight decay; the
+norms and biases after them do not.
 
-A layer with experts has units, which can be placed, clipped and stepped independently: "layers.3.experts.0",
-"layers.3.experts.1" … from element 0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's
-key as well.
+A layer with experts has units, which are placed, clipped and stepped independently: "layers.3.experts.0" … from element
+0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's key as well.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -32,30 +31,32 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX, Shapes, adapter_tensors, layer_tensors, router_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerLayout:
-    """The tensors of one layer or unit. All tuples are in buffer order."""
+    """The tensors of one layer or unit, in buffer order."""
 
     key: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    """The first element of each tensor in the flat buffer."""
-    numel: int
     num_decayed: int
     """Elements [0, num_decayed) are matrices."""
 
-    matrices: tuple[tuple[int, int, int], ...] = field(init=False, compare=False)
-    """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
-    _ranges: tuple[tuple[str, tuple[int, ...], int, int], ...] = field(init=False, repr=False, compare=False)
-    """(name, shape, first element, end) of each tensor."""
+    @cached_property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
 
-    def __post_init__(self) -> None:
-        tensors = zip(self.offsets, self.shapes, strict=True)
-        matrices = [(offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2]
-        object.__setattr__(self, "matrices", () if self.key in (EMBED, HEAD) else tuple(matrices))
-        ends = (*self.offsets, self.numel)[1:]
-        object.__setattr__(self, "_ranges", tuple(zip(self.names, self.shapes, self.offsets, ends, strict=True)))
+    @cached_property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
+        if self.key in (EMBED, HEAD):
+            return ()
+        return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
+        """(name, shape, first element, end) of each tensor."""
+        ends = list(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
+        return tuple(zip(self.names, self.shapes, ends, ends[1:], strict=False))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """Return name -> view of `flat_N` [numel]; no copies, and writes go through."""
@@ -64,15 +65,11 @@ class LayerLayout:
         return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges}
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
-        """Return name -> autograd leaf that shares memory with `flat_N` [numel].
-
-        With `gradient_N` [numel] each leaf's `.grad` is a view of it, and `backward` adds into it in place. (If the
-        flat tensor itself were the leaf, each of its tensors would cost a zero-filled buffer of the whole layer.)
-        """
+        """Return name -> autograd leaf that shares memory with `flat_N` [numel]; `backward` adds into `gradient_N`, if
+        given. (A flat leaf would cost a zero-filled buffer of the whole layer for each of its tensors.)"""
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
-            for name, gradient in self.views(gradient_N).items():
-                leaves[name].grad = gradient
+            self.collect(leaves, gradient_N)
         return leaves
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -112,14 +109,12 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of a layer's or unit's trained parameters: all, or its adapters (none in embedding and
-    head)."""
+    """Return the layout of a layer's or unit's trained parameters: all, or its adapters, if any."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return `unit_slices` of the trained parameters. In the head a tied matrix is a unit, clipped as in the
-    embedding."""
+    """Return `unit_slices` of the trained parameters. A tied matrix is a unit of the head, clipped alone."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -144,15 +139,8 @@ def _adapter_layout(model: ModelSpec, adapter: AdapterSpec, key: str) -> LayerLa
 
 def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
     shapes = matrices | vectors
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    return LayerLayout(
-        key=key,
-        names=tuple(shapes),
-        shapes=tuple(shapes.values()),
-        offsets=tuple(accumulate(sizes, initial=0))[:-1],
-        numel=sum(sizes),
-        num_decayed=sum(sizes[: len(matrices)]),
-    )
+    num_decayed = sum(math.prod(shape) for shape in matrices.values())
+    return LayerLayout(key=key, names=tuple(shapes), shapes=tuple(shapes.values()), num_decayed=num_decayed)
 
 
 def num_parameters(model: ModelSpec) -> int:
@@ -175,8 +163,7 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero: the model begins as its
-    base."""
+    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and else zero: the model begins as its base."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)
@@ -192,11 +179,10 @@ def _generator(name: str) -> torch.Generator:
 
 
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
-    """Return the initial parameters of one layer or unit, float32 [numel].
+    """Return the initial parameters of one layer or unit, float32 [numel]: a pure function of (model, key, seed).
 
-    A pure function of (model, key, seed): no other layer or unit is needed. Norms multiply by 1, biases are 0. An
-    element of a matrix is a sum of four uniform numbers: almost normal, at most 3.5 deviations (`_deviation`) from
-    zero, and the same bits on every CPU, unlike torch's normal numbers.
+    Norms multiply by 1, biases are 0. An element of a matrix is a sum of four uniform numbers: almost normal, at most
+    3.5 deviations (`_deviation`) from zero, and the same bits on every CPU, unlike torch's normal numbers.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -220,8 +206,8 @@ def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
     residual stream 1/sqrt(2 L C); the router 0.02, for nearly equal shares; others, and a tied embedding, 1/sqrt(C).
 
     So a layer changes little of the stream that it reads, at any width: "small sub-layers, large shortcut" (Takase et
-    al., 2023, arXiv 2312.16903). The usual 0.02 fits matrices 2,500 wide; narrow models learn much less with it
-    (`peer/model/MEASURED.md`), least of all from stale gradients (`tests/bench/staleness/MEASURED.md`).
+    al., 2023, arXiv 2312.16903). With the usual 0.02 narrow models learn much less (`MEASURED.md`), least of all from
+    stale gradients (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
         return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding or model.tied else 1.0

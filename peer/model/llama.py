@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.model.documents import Documents
-from shoal.peer.model.frozen import AdaptedLayer
+from shoal.peer.model.frozen import AdaptedLayer, linear
 from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
-from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
+from shoal.peer.model.mixture import PLAIN, Mixture, mixture_layer
 from shoal.peer.model.rotary import Rotary, rotate
 from shoal.peer.model.rotary import rotary_tables as rotary_tables
 from shoal.peer.model.subspace import BASIS, fixed_vectors
@@ -66,7 +66,7 @@ def decoder_layer(
     rotary: Rotary,
     remember: Remember | None = None,
     *,
-    mixture: Mixture = LOCAL,
+    mixture: Mixture = PLAIN,
     documents: Documents | None = None,
 ) -> Tensor:
     """Run attention and feed-forward (or experts) with residuals: [B, T, D] -> [B, T, D].
@@ -143,7 +143,7 @@ def run_layers(
     rotary: Rotary,
     remember: Mapping[str, Remember] | None = None,
     *,
-    mixture: Mixture = LOCAL,
+    mixture: Mixture = PLAIN,
     documents: Documents | None = None,
 ) -> Tensor:
     """Run the layers `keys` in order: the forward of a stage, or of a whole model.
@@ -151,7 +151,7 @@ def run_layers(
     Args:
         x: int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D].
         remember: caches by layer, for sampling.
-        documents: restricts attention to a token's own document; then `rotary` must be `documents.positioned(...)`.
+        documents: restricts attention to a token's own document; `rotary` must come with it from `Documents.of`.
     Returns: logits [B, T, V] if keys[-1] is "head", otherwise [B, T, D].
     """
     for key in keys:
@@ -178,26 +178,19 @@ def _norm(model: ModelSpec, params: Params, name: str, x: Tensor) -> Tensor:
     return functional.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), model.norm_eps).to(x.dtype)
 
 
-def _linear(params: Params, name: str, x: Tensor) -> Tensor:
-    """Apply the projection `name` with its bias and adapter, if any."""
-    if isinstance(params, AdaptedLayer):
-        return params.linear(name, x)
-    return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))
-
-
 def _spread(model: ModelSpec, params: Params, y: Tensor) -> Tensor:
     """Widen a layer's output to the residual stream, [..., W] -> [..., D]; a no-op without a subspace."""
     return functional.linear(y, params[BASIS]) if model.subspace else y
 
 
 def _feed_forward(model: ModelSpec, at: str, params: Params, x_BTD: Tensor) -> Tensor:
-    gate_BTF = _linear(params, at + "gate_proj", x_BTD)
-    up_BTF = _linear(params, at + "up_proj", x_BTD)
+    gate_BTF = linear(params, at + "gate_proj", x_BTD)
+    up_BTF = linear(params, at + "up_proj", x_BTD)
     if model.decoder.activation == "silu":
         gate_BTF = functional.silu(gate_BTF)
     else:
         gate_BTF = functional.gelu(gate_BTF, approximate="tanh")
-    return _linear(params, at + "down_proj", gate_BTF * up_BTF)
+    return linear(params, at + "down_proj", gate_BTF * up_BTF)
 
 
 def _attention(
@@ -211,13 +204,13 @@ def _attention(
 ) -> Tensor:
     B, T, _ = x_BTD.shape
     at, decoder, window = f"model.layers.{index}.self_attn.", model.decoder, model.window_of(index)
-    query_BTH = _linear(params, at + "q_proj", x_BTD)
-    key_BTG = _linear(params, at + "k_proj", x_BTD)
+    query_BTH = linear(params, at + "q_proj", x_BTD)
+    key_BTG = linear(params, at + "k_proj", x_BTD)
     if decoder.qk_norm == "projection":
         query_BTH = _norm(model, params, at + "q_norm", query_BTH)
         key_BTG = _norm(model, params, at + "k_norm", key_BTG)
     query_BHTK, key_BGTK = _heads(query_BTH, model.num_heads), _heads(key_BTG, model.num_kv_heads)
-    value_BGTK = _heads(_linear(params, at + "v_proj", x_BTD), model.num_kv_heads)
+    value_BGTK = _heads(linear(params, at + "v_proj", x_BTD), model.num_kv_heads)
     if decoder.qk_norm == "head":
         query_BHTK = _norm(model, params, at + "q_norm", query_BHTK)
         key_BGTK = _norm(model, params, at + "k_norm", key_BGTK)
@@ -228,7 +221,7 @@ def _attention(
         key_BGTK, value_BGTK = key_BGTK[:, :, -window:], value_BGTK[:, :, -window:]
     mask = None if documents is None else documents.mask(window, query_BHTK.dtype)
     out_BHTK = _attend(model, query_BHTK, key_BGTK, value_BGTK, window, mask)
-    return _linear(params, at + "o_proj", out_BHTK.transpose(1, 2).reshape(B, T, -1))
+    return linear(params, at + "o_proj", out_BHTK.transpose(1, 2).reshape(B, T, -1))
 
 
 def _attend(

@@ -1,20 +1,19 @@
 """A decoder layer's mixture of experts as in Mixtral and Qwen3-MoE: a router sends each token to K of E SwiGLUs.
 
-The load-balancing loss of a layer depends only on that layer's router. So its gradient enters in the layer's own
-backward, without messages between stages: the model trains on loss + `router_aux_loss` * the sum of all layers'
-balance, wherever it is cut. With adapters, routers and experts are frozen, and there is no balance.
+The load-balancing loss of a layer depends only on its router, so its gradient enters in the layer's own backward: the
+model trains on loss + `router_aux_loss` * the sum of all layers' balance, wherever it is cut. With adapters, routers
+and experts are frozen, and there is no balance.
 
 Sources: Mixtral (2024, arXiv 2401.04088, section 2.1), its weights and names; Switch Transformers (2021, arXiv
-2101.03961, equations 4 to 6), the balance, here over all K choices of a token and divided by K, so that it is 1 for an
-even load at any K.
+2101.03961, equations 4 to 6), the balance, here over all K choices of a token and divided by K: 1 for an even load.
 
 N tokens   K experts a token   P = N K rows, sorted by expert   E experts   D width   F hidden width
 W numbers that a layer adds to a token: D, or those of a subspace, in which w2 is [W, F]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,38 +21,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels.dispatch import combine, counts, group, grouped_matmul, permute
-from shoal.peer.model.frozen import AdaptedLayer
+from shoal.peer.model.frozen import AdaptedLayer, linear
 from shoal.protocol.spec import ModelSpec
-from shoal.protocol.tensors import EXPERT_MATRICES, expert_name, router_name
-
-
-class Experts(Protocol):
-    """Computes the experts of a layer, here or on other peers."""
-
-    def __call__(self, layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
-
-        Args:
-            x_ND: the tokens, of any floating dtype.
-            chosen_NK: int64, different experts for each token.
-            weight_NK: float32, their weights; a token's add up to 1.
-        Returns: [N, D] in the dtype of `x_ND`, differentiable in `x_ND` and `weight_NK`. A token without available
-        experts has a row of zeros: the residual carries it on.
-        """
-        ...
+from shoal.protocol.tensors import expert_name, router_name
 
 
 class ExpertLoads:
     """The number of tokens sent to each expert, by layer. Counted on the device's thread, read on any."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self) -> None:
         self._totals: dict[int, Tensor] = {}
 
     def add(self, layer_index: int, counts_E: Tensor) -> None:
         """Add int64 [E] on any device, without waiting for it."""
         before = self._totals.get(layer_index)
-        # A new tensor each time, so that a concurrent reader sees a consistent one.
+        # A new tensor each time: a concurrent reader sees a consistent one.
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:
@@ -65,8 +47,6 @@ class ExpertLoads:
 class Mixture:
     """Settings of one run through layers with experts. Dense layers ignore it."""
 
-    experts: Experts | None = None
-    """None: compute the experts here, from the layer's parameters."""
     loads: ExpertLoads | None = None
     """Counts the run, if given."""
     balances: list[Tensor] | None = None
@@ -74,7 +54,7 @@ class Mixture:
     `router_aux_loss`."""
 
 
-LOCAL: Final = Mixture()
+PLAIN: Final = Mixture()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,28 +72,19 @@ class Routing:
 
 
 def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_ND: Tensor, mixture: Mixture) -> Tensor:
-    """Run the mixture that replaces a dense layer's SwiGLU: [N, D] -> [N, W].
-
-    `params` of decoder layer `index` need not have the experts' matrices if `mixture.experts` computes them.
-    """
-    routing = route(_linear(params, router_name(model, index), x_ND), model.experts_per_token)
+    """Run the mixture that replaces a dense layer's SwiGLU: [N, D] -> [N, W]."""
+    router = router_name(model, index).removesuffix(".weight")
+    routing = route(linear(params, router, x_ND), model.experts_per_token)
     if mixture.loads is not None:
         mixture.loads.add(index, routing.counts_E)
-    experts = mixture.experts or local_experts(model, {f"layers.{index}": params})
-    y_ND = experts(index, x_ND, routing.chosen_NK, routing.weight_NK)
+    y_NW = local_experts(model, index, params, x_ND, routing)
     if isinstance(params, AdaptedLayer):
-        return y_ND
+        return y_NW
     if mixture.balances is not None:
         mixture.balances.append(routing.balance)
-        return y_ND
-    entered: Tensor = _Enter.apply(y_ND, model.router_aux_loss * routing.balance)  # type: ignore[no-untyped-call]
+        return y_NW
+    entered: Tensor = _Enter.apply(y_NW, model.router_aux_loss * routing.balance)  # type: ignore[no-untyped-call]
     return entered
-
-
-def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    if isinstance(params, AdaptedLayer):
-        return params.linear(name.removesuffix(".weight"), x)
-    return functional.linear(x, params[name])
 
 
 def route(logit_NE: Tensor, experts_per_token: int) -> Routing:
@@ -128,42 +99,22 @@ def route(logit_NE: Tensor, experts_per_token: int) -> Routing:
     return Routing(chosen_NK=chosen_NK, weight_NK=top_NK.softmax(-1), counts_E=counts_E, balance=balance)
 
 
-def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Tensor]]) -> Experts:
-    """Return an `Experts` that uses the decoder layers `params_by_key` directly."""
-
-    def experts(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        params = params_by_key[f"layers.{layer_index}"]
-        groups = group(chosen_NK, model.num_experts)
-        x_PD, offset_E, all_experts = permute(x_ND, groups), groups.offset_E, range(model.num_experts)
-        if isinstance(params, AdaptedLayer):
-            names = {w: [expert_name(model, layer_index, e, w) for e in all_experts] for w in EXPERT_MATRICES}
-            y_PD = _swiglu(x_PD, lambda w, rows: params.grouped(names[w], rows, offset_E))
-        else:
-            y_PD = swiglu_experts(x_PD, offset_E, *expert_matrices(model, params, layer_index, all_experts))
-        return combine(y_PD, weight_NK, groups)
-
-    return experts
-
-
-def expert_matrices(
-    model: ModelSpec, params: Mapping[str, Tensor], layer_index: int, experts: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return (w1 [F, D], w2 [W, F], w3 [F, D]) of each of `experts`, in their order."""
-    w1, w2, w3 = ([params[expert_name(model, layer_index, expert, w)] for expert in experts] for w in EXPERT_MATRICES)
-    return w1, w2, w3
-
-
-def swiglu_experts(
-    x_PD: Tensor, offset_E: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], w3: Sequence[Tensor]
+def local_experts(
+    model: ModelSpec, layer_index: int, params: Mapping[str, Tensor], x_ND: Tensor, routing: Routing
 ) -> Tensor:
-    """Run each expert's rows [offset_E[e], offset_E[e + 1]) through its SwiGLU: [P, D] -> [P, W]."""
-    matrices = {"w1": w1, "w2": w2, "w3": w3}
-    return _swiglu(x_PD, lambda w, rows: grouped_matmul(rows, matrices[w], offset_E))
+    """Return the weighted sum of each token's experts: [N, D] -> [N, W]."""
+    groups = group(routing.chosen_NK, model.num_experts)
 
+    def times(matrix: str, rows: Tensor) -> Tensor:
+        """Multiply each expert's rows by its matrix w1 [F, D], w2 [W, F] or w3 [F, D]."""
+        names = [expert_name(model, layer_index, expert, matrix) for expert in range(model.num_experts)]
+        if isinstance(params, AdaptedLayer):
+            return params.grouped(names, rows, groups.offset_E)
+        return grouped_matmul(rows, [params[name] for name in names], groups.offset_E)
 
-def _swiglu(x_PD: Tensor, times: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Apply SwiGLU. Args: times: (matrix, rows) -> each expert's rows times its matrix of that name."""
-    return times("w2", functional.silu(times("w1", x_PD)) * times("w3", x_PD))
+    x_PD = permute(x_ND, groups)
+    y_PW = times("w2", functional.silu(times("w1", x_PD)) * times("w3", x_PD))
+    return combine(y_PW, routing.weight_NK, groups)
 
 
 class _Enter(torch.autograd.Function):

@@ -16,8 +16,8 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
-    """Return (cos, sin) of every position's angles, each [context, K]; [context, 2, K] if window layers (index 1)
-    differ. The second half of K repeats the first; the sines of the first half are negated."""
+    """Return (cos, sin) of every position's angles, each [context, K], or [context, 2, K] if window layers (index 1)
+    differ. The second half of K repeats the first, whose sines are negated."""
     decoder = model.decoder
     tables = [_tables(model, model.rope_theta, decoder.rope)]
     if decoder.window_rope_theta is None:

@@ -1,8 +1,7 @@
 """The learning rate of each step, in a run that may have been continued.
 
-Theory of operation. A run that was never continued has one leg, from step 0 to its last step; each continuation begins
-another leg. In each leg the rate climbs to its top, unless it is there already, and then follows the schedule to the
-leg's last step:
+Theory of operation. A run has one leg, from step 0 to its last step, and each continuation begins another. In each leg
+the rate climbs to its top, unless it is there already, and then follows the schedule to the leg's last step:
 
 | schedule   | after the climb                                     | a leg that begins where a run had ended |
 |------------|-----------------------------------------------------|-----------------------------------------|
@@ -11,16 +10,14 @@ leg's last step:
 | `wsd`      | stays, then falls over the last `decay_steps`,      | climbs to the peak, stays and falls     |
 |            | as 1 - sqrt(progress)                               | again                                   |
 
-The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the same rates
-as one planned with the new length. With `cosine`, where the fall begins early, the run warms up and decays again, which
-first costs some loss and then regains it ("re-warming and re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section
-6). Stretching the cosine instead would jump from the final rate to about half of the peak. A run that is shortened gets
-no climb: the rate falls from its present value.
+The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the rates of
+one planned with the new length. With `cosine`, which falls early, it warms up and decays again, which first costs some
+loss and then regains it (Ibrahim et al., 2024, arXiv 2403.08763, section 6); stretching the cosine would jump from the
+final rate to about half of the peak. A run that is shortened gets no climb: the rate falls from its present value.
 
 Sources: cosine, Loshchilov & Hutter, 2017, arXiv 1608.03983, equation 5 without restarts; `wsd`, Hu et al., 2024, arXiv
-2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: the square root beats a line,
-and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at `final_learning_rate_fraction` of the
-peak, they at 0, so that all schedules end at the same rate.
+2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: over 10 to 20 % of the steps
+it reaches the loss of the cosine. All end at `final_learning_rate_fraction` of the peak; theirs end at 0.
 """
 
 import math
@@ -100,11 +97,8 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
 def learning_rate(
     optimizer: OptimizerSpec, step: int, total_steps: int, continued: Sequence[ContinuedSpec] = ()
 ) -> float:
-    """Return the rate of `step` (from 0) in a run of `total_steps`.
-
-    The first warm-up starts from 0 before step 0 and reaches the peak at step `warmup_steps`; a falling rate reaches
-    `final_learning_rate_fraction` of the peak at the last step and stays there.
-    """
+    """Return the rate of `step` (from 0) in a run of `total_steps`. It reaches the peak at step `warmup_steps`; if it
+    falls, it is at `final_learning_rate_fraction` of the peak at the last step and stays there."""
     leg = next(leg for leg in reversed(legs(optimizer, total_steps, continued)) if leg.begins <= step)
     return leg.rate(step, optimizer)
 

@@ -1,7 +1,7 @@
 """The state of a replica's stage at one version: parameters and moments, by layer.
 
-Immutable by convention: an optimizer step makes new tensors and frees each layer's old ones as it goes (`shard.py`),
-unless a microbatch in flight, a joining peer or a snapshot still holds them.
+Immutable by convention: an optimizer step makes new tensors, and frees each layer's old ones unless a microbatch in
+flight, a joining peer or a snapshot holds them (`shard.py`).
 """
 
 import logging
@@ -47,11 +47,8 @@ class LayerState:
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
     def digest(self) -> str:
-        """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are.
-
-        It finds accidents. Against attackers BLAKE3 (`secure_digest`), five times slower, covers states sent to joining
-        peers and snapshots.
-        """
+        """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are. This
+        finds accidents; against attackers there is `secure_digest`, five times slower."""
         hasher = xxh3_128()
         for tensor in self.tensors:
             if tensor.numel():
@@ -59,7 +56,7 @@ class LayerState:
         return hasher.hexdigest()
 
     def secure_digest(self) -> str:
-        """Return the BLAKE3 of the three tensors' bytes, 128 bits. Nobody can construct another state with it."""
+        """Return the BLAKE3 of the three tensors' bytes, 128 bits: nobody can construct another state with it."""
         hasher = blake3()
         for tensor in self.tensors:
             if tensor.numel():
@@ -109,8 +106,8 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
     """Make one optimizer step from `version` with the reduced gradient, clipped for each unit of the layer separately.
 
-    A unit stays unchanged if its gradient is not finite, since no optimizer may see such numbers. So the step of a
-    layer equals the steps of its units bit for bit, even if they are on different peers. `key` may name a unit.
+    A unit whose gradient is not finite stays unchanged. So the step of a layer equals the steps of its units bit for
+    bit, even if they are on different peers. `key` may name a unit.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
     return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)

@@ -3,17 +3,17 @@
     x = fixed[v] + U c        D numbers of a token v in the residual stream, c its k coordinates
     c = (k / D) U^T (x - fixed[v])
 
-U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: they are not trained, sent or
-stored. Every addend of x is U times k numbers: the embedding e[v], and the output and down projections, which have k
-rows instead of D. So v and c determine x up to rounding, and the stages before need only U^T dL/dx of its gradient.
+U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: not trained, sent or stored. Every
+addend of x is U times k numbers: the embedding e[v], and the output and down projections, which have k rows instead of
+D. So v and c determine x up to rounding, and the stages before need only U^T dL/dx of its gradient.
 
 Source: Ramasinghe et al., "Protocol Models: Scaling Decentralized Training with Communication-Efficient Model
 Parallelism", 2025, arXiv 2506.01260. There full matrices are projected after each step, and the subspace turns slowly.
 Here, as in its authors' later runs, the k rows themselves are trained, and U is constant.
 
-We scale an orthonormal U: U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, if m below does not divide
-k). A matrix with k rows then has initial values as large as in a dense model, takes steps as large, and writes as much
-into a channel of x; with an orthonormal U it learns less (`MEASURED.md`).
+U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, if m below does not divide k): a matrix with k rows
+then begins, steps and writes into a channel of x as in a dense model. With an orthonormal U it learns less
+(`MEASURED.md`).
 
 **The same bits on every machine.** With D = P m, P the largest power of two in D:
 
@@ -65,13 +65,6 @@ class Subspace:
         """Return the subspace of a run that has one; cached by device."""
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
-    def constants(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
-        if key == HEAD:
-            return {}
-        basis = {BASIS: _narrowed(self, dtype)}
-        return basis | {KEY: self.key_2} if key == EMBED else basis
-
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
         """Return c, float32 [B, T, k]."""
         return self._scaled((x_BTD.float() - self._fixed(tokens_BT)) @ self.basis_DK)
@@ -97,8 +90,12 @@ class Subspace:
 
 
 def constants_of(spec: RunSpec, key: str, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the constants of the layer `key` by name; none without a subspace."""
-    return Subspace.of(spec, device).constants(key, dtype) if spec.model.subspace else {}
+    """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
+    if not spec.model.subspace or key == HEAD:
+        return {}
+    subspace = Subspace.of(spec, device)
+    basis = {BASIS: _narrowed(subspace, dtype)}
+    return basis | {KEY: subspace.key_2} if key == EMBED else basis
 
 
 def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,7 +150,7 @@ def _basis(seed: int, dim: int, k: int) -> Tensor:
 
 def _signs(tokens_BT: Tensor, key_2: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Return pseudo-random signs [B, T, dim]: bit e of word w of a token's hash decides sign 32 w + e. Every integer is
-    a valid token here, so a neighbour cannot send one out of range.
+    a valid token here.
 
     Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32. Token and one half of the key are
     added before its first round, the word's number and the other half before its second.

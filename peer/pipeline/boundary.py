@@ -19,7 +19,6 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import WireFormat
 
 
 class Boundary:
@@ -30,16 +29,12 @@ class Boundary:
         self._first_layer = first_layer
         self._corpus = corpus
         self._device = device
-        self._wire = ActivationWire(spec)
-
-    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._wire.travel_as(leaving, coming)
+        self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return a microbatch's labels, and as input the activation [B, T, D], or at stage 0 (None) the tokens [B,
-        T]."""
+        """Return a stage's input, the activation [B, T, D] or at stage 0 (None) the tokens [B, T], and the labels."""
         if payload is not None:
-            x_BTD, labels = self._wire.decode_activation(payload, self._device)
+            x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
         assert self._corpus is not None, "only stage 0 reads the data"
         if microbatch.validates:
@@ -51,14 +46,11 @@ class Boundary:
         return tokens_BT.to(self._device), labels.to(self._device)
 
     def send(self, y_BTD: Tensor, labels: Labels) -> bytearray:
-        return self._wire.encode_activation(y_BTD.detach(), labels)
+        return self.wire.encode_activation(y_BTD.detach(), labels)
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
-        """Return the loss of the head `params`, in nats a token, times the microbatch's weight.
-
-        NaN if the previous stage sent a target outside the vocabulary or a weight out of range: torch would raise or
-        lose its GPU context.
-        """
+        """Return the loss of the head `params`, in nats a token, times the microbatch's weight. NaN if the previous
+        stage sent a weight or a target out of range, for which torch would raise or lose its GPU context."""
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:
@@ -72,12 +64,12 @@ class Boundary:
 
     def receive_gradient(self, payload: Payload) -> Tensor:
         """Decode the gradient of our output, float32 [B, T, D]."""
-        return self._wire.decode_gradient(payload, self._device)
+        return self.wire.decode_gradient(payload, self._device)
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
-        """Encode the gradient of our input `x`: zero if none reached it or `fine`, bool [], is False. None: `x` are
+        """Encode the gradient of our input `x`, zero if none reached it or unless `fine`, bool []. None: `x` are
         tokens."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad
-        return self._wire.encode_gradient(zero_unless(fine, gradient), microbatch, self._first_layer)
+        return self.wire.encode_gradient(zero_unless(fine, gradient), microbatch, self._first_layer)

@@ -4,18 +4,15 @@ were taken.
 A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
 that may have to be omitted is held out.
 
-**Two threads.** The event loop announces gradients and requests sums, and touches no tensor. It puts each such order
-into a queue; the next thread that works with tensors (a job, or a thread that makes a sum) runs the queue in order. So
-a sum holds what had been announced when it was requested, whenever it is made.
+**Two threads.** The event loop announces gradients and requests sums, and touches no tensor: it puts each such order
+into a queue, which the next thread that works with tensors (a job, or a thread that makes a sum) runs in order. So a
+sum holds what had been announced when it was requested.
 
-**One tensor a step.** A sum is as large as the stage and is returned without a copy. A later gradient is added into a
-new tensor. A sum that a strategy reads (`seen`) is copied only if a gradient comes meanwhile.
-
-**The optimizer step closes the sum.** It needs only the reduced gradient, so sum and places are freed before the new
-state is made. A later request gets None, not zeros.
+**One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
+into a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
+made, and a later request gets None, not zeros.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,11 +29,8 @@ from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 
-logger = logging.getLogger(__name__)
-
 HELD_OUT_MAX = 16
 """The most gradients of one step held out of its sum; each is as large as the stage."""
-
 
 _Gradient = tuple[Tensor, WeightSet | None]
 """A gradient, and the weights at which it was taken."""
@@ -76,10 +70,6 @@ class Contributions:
         self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> the gradient held out
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
-    @property
-    def steps(self) -> list[int]:
-        return sorted(self._sums)
-
     def has(self, microbatch: Microbatch) -> bool:
         """True if the gradient is here already: after the loss of a peer a microbatch may run again. It counts once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
@@ -89,10 +79,9 @@ class Contributions:
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
-        """Set the gradient of a finished backward to zero unless all its numbers are finite.
+        """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If that overflows
+        with finite numbers, so does the norm, and no optimizer would take the gradient.)
 
-        Their sum is tested, in one pass without a copy. (If it overflows with finite numbers, so does the norm, and no
-        optimizer would take the gradient.)
         Args: fine: bool [], the backward's input was finite; None: it was.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
@@ -108,8 +97,8 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
-        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room. Call it just before
-        announcing it. Returns: True if it is held out; None if its step is over and it is in no sum."""
+        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room, just before it is
+        announced. Returns: True if it is held out; None if its step is over and it is in no sum."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -125,14 +114,14 @@ class Contributions:
         return False
 
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
-        """Request the sum of our contributions to `step`; of those held out only `indices`, or all if None.
+        """Request the sum of our contributions to `step` by now; of those held out only `indices`, or all if None.
 
-        Gradients announced later are not in it, but in the sum for another attempt at the step.
         Returns: a function for any thread but the loop's. Its sum is read-only; None if the step's optimizer step has
         begun.
         """
         made: list[Summed | None] = []
-        kept = self._asked_for(step, indices)
+        apart = self._apart.get(step, {})
+        kept = [apart[index] for index in sorted(apart) if indices is None or has_index(indices, index)]
         self._told.append(lambda: made.append(self._give(step, kept)))
 
         def make() -> Summed | None:
@@ -230,7 +219,3 @@ class Contributions:
         for weights in stale:
             there.add(weights)
         return there
-
-    def _asked_for(self, step: int, indices: Indices | None) -> list[_Gradient]:
-        kept = self._apart.get(step, {})
-        return [kept[index] for index in sorted(kept) if indices is None or has_index(indices, index)]

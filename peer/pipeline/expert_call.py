@@ -40,7 +40,7 @@ class JobInParts(Generic[T]):
         self._job = job
 
     def go_on(self, output: Payload | None = None) -> ExpertCall | None:
-        """Run the next part, given the answer to the previous call (None: the first part). Return the next call; None:
+        """Run the next part, given the answer to the call before (None: the first part). Return its call; None:
         done."""
         try:
             return self._job.send(output)

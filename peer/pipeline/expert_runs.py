@@ -11,8 +11,8 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""The most open runs of one microbatch by one sender; each has a gradient as large as the expert. One may be settling
-while the next runs; those between were given up without a report."""
+"""The most open runs of one microbatch by one sender; each has a gradient as large as the expert. One settles while the
+next runs; those between were given up without a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class OpenRuns:
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run: its gradient can be contributed. If no token came, that is `zero_N`; None: contribute nothing.
+        """End a run: its gradient, or `zero_N` if no token came, can be contributed.
 
         Returns: the staleness in steps; None: the run adds nothing.
         """
@@ -85,11 +85,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died or restarted: nobody will report their end.
-
-        Args: successor: the incarnation after the restart; its runs stay, since its tokens may arrive before the news
-        of it. None: the peer is gone.
-        """
+        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. That one's runs
+        stay: its tokens may arrive before the news of it."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

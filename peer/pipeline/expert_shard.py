@@ -1,10 +1,12 @@
 """The arithmetic of one expert in all layers of a stage: tokens in, tokens out, and the gradient of its weights.
 
-Nothing is kept between a forward and its backward, which brings the tokens again, so any holder can take over in the
-middle of a microbatch. Only the gradient of each run is kept; the run stays *open* until its sender reports the end.
+A backward brings its tokens again, so any holder can take over in the middle of a microbatch. Only the gradient of each
+run is kept; the run stays *open* until its sender reports the end.
 
 N tokens   D width
 """
+
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -12,15 +14,12 @@ from torch.nn import functional
 
 from shoal.peer.model.backward import backward
 from shoal.peer.model.finite import is_finite
-from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Shard
+from shoal.peer.pipeline.shard import How, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
-from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
@@ -28,23 +27,11 @@ from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 class ExpertShard(Shard):
     """Expert `expert` of the decoder layers [first_layer, last_layer)."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        expert: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
-    ) -> None:
-        keys = expert_keys(first_layer, last_layer, expert)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, expert: int, **how: Unpack[How]) -> None:
+        super().__init__(spec, expert_keys(first_layer, last_layer, expert), **how)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
-        self._open = OpenRuns(self._contributions)
+        self.open_runs = OpenRuns(self._contributions)
 
     # --- jobs ---
 
@@ -55,16 +42,16 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the gradient of the tokens, float32 [N, D]. That of the weights is added to the run's, once a layer.
+        """Return the gradient of the tokens, float32 [N, D]; that of the weights is added to the run's, once a layer.
 
-        Args: wanted: the group lacks the microbatch. Only the value at the first backward of a run counts.
+        Args: wanted: the group lacks the microbatch; it counts at the first backward of a run.
         """
         weights = self._wanted(run.microbatch)
-        opened = self._open.get(run)
+        opened = self.open_runs.get(run)
         if opened is None:
             gradient_N = self._zero_gradient() if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
-            opened = self._open.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
+            opened = self.open_runs.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
         if not is_finite(grad_ND):
             opened.layers.add(layer)
             return torch.zeros_like(x_ND)
@@ -82,21 +69,7 @@ class ExpertShard(Shard):
         assert x_ND.grad is not None
         return x_ND.grad
 
-    def forward_flop(self, num_tokens: int) -> float:
-        return expert_flop(self.spec.model, num_tokens)
-
-    def backward_flop(self, num_tokens: int) -> float:
-        """Return the FLOP of a backward, which repeats the forward."""
-        return 3.0 * expert_flop(self.spec.model, num_tokens)
-
     # --- between jobs ---
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def layers_done(self, run: Run) -> int:
-        return self._open.layers_done(run)
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
         """End a run: its gradient can be contributed; if no token came, zero if `wanted`, else none.
@@ -104,16 +77,13 @@ class ExpertShard(Shard):
         Returns: the staleness in steps; None: the run adds nothing.
         """
         zero_N = None
-        if wanted and self._open.get(run) is None:
+        if wanted and self.open_runs.get(run) is None:
             zero_N = self._zero_gradient()
-        return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
-
-    def drop(self, source: PeerID, successor: int | None = None) -> None:
-        self._open.drop(source, successor)
+        return self.open_runs.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)
-        self._open.forget_before(stepped[0].version)
+        self.open_runs.forget_before(stepped[0].version)
         return stepped
 
     # --- inside ---

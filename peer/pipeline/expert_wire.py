@@ -1,7 +1,7 @@
 """Tokens for experts as bytes.
 
-Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded like all others,
-so that the place of an expert does not change its results. A peer without tensors replaces this class.
+Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded like all others:
+the place of an expert does not change its results. A modelled peer replaces this class.
 
 P rows, sorted by expert   D width
 """

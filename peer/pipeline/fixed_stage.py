@@ -64,17 +64,14 @@ class FixedStage:
     ) -> Tensor:
         """Run all layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
 
-        Args: position: index of the first token, before which `memory` ends; begins_BT: bool, marks first tokens of
-        documents; None: attention crosses documents.
+        Args: position: index of the first token, before which `memory` ends; begins_BT: as in `Documents`; None:
+        attention crosses documents.
         """
         x = x.to(self.device)
         if x.is_floating_point():
             x = x.to(self.dtype)
-        rotary, documents = self._rotary, None
-        if begins_BT is not None:
-            documents = Documents(begins_BT.to(self.device))
-            rotary = documents.positioned(rotary)
-        else:
+        documents, rotary = Documents.of(None if begins_BT is None else begins_BT.to(self.device), self._rotary)
+        if documents is None:
             cos_TK, turned_TK = rotary
             rotary = cos_TK[position:], turned_TK[position:]
         return llama.run_layers(self.model, self._keys, self._params, x, rotary, memory, documents=documents)
@@ -87,10 +84,8 @@ class FixedStage:
         """
         wanted = (targets_BT != IGNORED).to(self.device)
         x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]
-        value_N, likeliest_N = (
-            x_ND.new_zeros(len(x_ND), dtype=torch.float32),
-            torch.ones_like(target_N, dtype=torch.bool),
-        )
+        value_N = x_ND.new_zeros(len(x_ND), dtype=torch.float32)
+        likeliest_N = torch.ones_like(target_N, dtype=torch.bool)
         rows = max(1, _LOGITS_BYTES_MAX // (4 * self.model.vocab_size))
         for start in range(0, len(x_ND), rows):
             part = slice(start, start + rows)
@@ -102,8 +97,8 @@ class FixedStage:
         return value_BT, likeliest_BT
 
     def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens after the last one at the last stage, given the output of `run`. Returns: (int64
-        [K], the tokens in the order of the vocabulary; float32 [K], their logits), on the CPU."""
+        """Return the `most` likeliest next tokens at the last stage, given the output of `run`: (int64 [K], in the
+        order of the vocabulary; float32 [K], their logits), on the CPU."""
         logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
         if len(logit_V) <= most:
             return torch.arange(len(logit_V)), logit_V

@@ -7,8 +7,7 @@ class Microbatch(NamedTuple):
     """One microbatch. `index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at
     version `step`.
 
-    Work is done in the order (step, index), so validation comes first in its step. It is a tuple, since it is a key of
-    most tables.
+    Work is done in the order (step, index), so validation comes first in its step.
     """
 
     step: int

@@ -1,8 +1,8 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
-The optimizer step and predictions for a step ahead are the only readers of moments and `Places`, and a sum that is
-being reduced passes through host memory anyway (`coordinator/cost/memory.py` lists all uses). Once a job has run out of
-memory these stay on the host and return layer by layer for each use. The bits are the same; a step takes longer.
+Only the optimizer step and predictions for a step ahead read moments and `Places`, and a sum that is being reduced
+passes through host memory anyway. Once a job has run out of memory these stay on the host and return layer by layer for
+each use. The bits are the same; a step takes longer.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
 does, because its bits equal those of all members (`../compute/known_answers.py`).
@@ -10,6 +10,7 @@ does, because its bits equal those of all members (`../compute/known_answers.py`
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -24,8 +25,7 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """The offloading of one peer from the `device` of its jobs: once begun for one replica, it stays on for the
-    next."""
+    """The offloading of one peer from the `device` of its jobs: once begun, it stays on for the next replica."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class Offload:
         moment1_N, moment2_N = self.put(layer.moment1_N), self.put(layer.moment2_N)
         if moment1_N is layer.moment1_N and moment2_N is layer.moment2_N:
             return layer
-        return LayerState(param_N=layer.param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+        return replace(layer, moment1_N=moment1_N, moment2_N=moment2_N)
 
     def layers(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
         return {key: self.layer(layer) for key, layer in layers.items()}
@@ -68,4 +68,4 @@ class Offload:
         """Return the state with the moments of all layers `put`; itself before `begin`."""
         if not self.is_on:
             return state
-        return StageState(version=state.version, layers=self.layers(state.layers), gradient_norm=state.gradient_norm)
+        return replace(state, layers=self.layers(state.layers))

@@ -6,6 +6,7 @@ N trained parameters of all layers; the layers' flat buffers follow one another
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -48,15 +49,24 @@ class _Step:
     """The squared 2-norm of the gradients of the layers in `new`."""
 
 
+class How(TypedDict, total=False):
+    """How a peer uses its device, with the defaults of `Shard`."""
+
+    device: Required[torch.device]
+    dtype: torch.dtype
+    steps_on: torch.device | None
+    offload: Offload | None
+
+
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses do the forward and the backward.
 
     Jobs run on the device's one thread, `contribute` and `gradient_sum` on the event loop's, without touching a tensor.
 
-    **A step takes the state apart.** Old and new state together would be a peer's largest use of memory. So each
-    layer's old state is freed as soon as its new one exists, unless something else holds it: a joining peer, a snapshot
-    being written, a signed version. During a step `state` is None. A step that runs out of memory keeps the layers that
-    have stepped and later continues with the rest; until then jobs that need the weights raise MemoryError, too.
+    **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
+    layer's old state is let go as soon as its new one exists. During a step `state` is None. A step that runs out of
+    memory keeps the layers that have stepped and later continues with the rest; until then jobs that need the weights
+    raise MemoryError, too.
 
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
@@ -156,8 +166,7 @@ class Shard:
         """Commit a step: run the optimizer with the reduced gradient, float32 [N].
 
         Returns: (the new state, its digest, the number of layers left unchanged because their gradient is not finite).
-        Raises: MemoryError or the device's own: call again with the same gradient to continue with the remaining
-        layers.
+        Raises: MemoryError or the device's own: call again with the same gradient to continue.
         """
         self._contributions.settle()  # a gradient that waits to be added is as large as what a step allocates
         step = self._step or self._begun()
@@ -197,22 +206,15 @@ class Shard:
 
     def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None:
         """Add the microbatch's gradient to its step's sum, or, if `held_out` and there is room, hold it out so that it
-        can be omitted. Call it just before announcing the gradient. The next job, or a sum made earlier, adds the
-        tensor.
-
-        Returns: True if the gradient is held out; None if our step no longer accepts it.
-        """
+        can be omitted; call it just before announcing it. Returns: as `Contributions.contribute`."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step` announced by now; of those held out only `indices`, or all if
-        None.
+        """Request `Contributions.total`, corrected for the weights at which the gradients were taken, if the
+        compensation corrects and `step` is the current version. (If a round begins before our own step to that version
+        has ended, its weights are unknown here.)
 
-        It is corrected for the weights at which the gradients were taken, if the compensation corrects and `step` is
-        the current version. (If a round begins before our own step to that version has ended, its weights are unknown
-        here.)
-        Returns: a function for any thread but the loop's: float32 [N] on the CPU, or None if our step has begun by
-        then.
+        Returns: a function for any thread but the loop's: float32 [N] on the CPU; None: our step has begun by then.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive

@@ -1,13 +1,15 @@
 """The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
 
-Every method runs on the device's one thread, as a job. A microbatch's context keeps the weights of its forward for its
-backward. With `keep = "recompute"`, or if the compensation asks for it, it keeps only the input, and the backward first
-repeats the forward with the weights that the current version gives for the microbatch's step. With `keep = "layers"` it
-keeps the weights and each layer's input, and the backward repeats the forward of one layer at a time, so that at most
-one layer's graph is in memory. Every run does the latter after a job has run out of memory.
+Every method runs on the device's one thread, as a job. Between forward and backward a microbatch's context keeps
 
-No job reads a number from its device before its end, where it waits for the payload anyway (`../model/finite.py`).
-`trunk.py` replaces this module where the experts are on other peers.
+- the graph and the weights of the forward; or
+- with `keep = "recompute"`, or if the compensation asks for it, only the input: the backward repeats the forward with
+  the weights that the current version gives for the microbatch's step; or
+- with `keep = "layers"` the weights and each layer's input: the backward repeats the forward of one layer at a time,
+  whose graph alone is in memory. After a job has run out of memory every run does so.
+
+No job reads a number from its device before its end (`../model/finite.py`). `trunk.py` replaces this module where the
+experts are on other peers.
 
 B samples   T tokens   D width   N parameters of the stage; the layers' flat buffers follow one another
 """
@@ -17,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -34,8 +37,7 @@ from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
@@ -59,30 +61,20 @@ class StageRuntime(Shard):
     """The layers of one stage, and the contexts of open microbatches. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        *,
-        corpus: Corpus | None,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        keys = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
-        self._rotary = llama.rotary_tables(spec.model, device)
-        self.compiled = compiled_layers(spec, device, dtype)
+        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), **how)
+        self.expert_loads = ExpertLoads()
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        self._rotary = llama.rotary_tables(spec.model, self.device)
+        self.compiled = compiled_layers(spec, self.device, self.dtype)
         """None: the layers run uncompiled."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.travel_as(leaving, coming)
+        self._boundary.wire.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Run the forward of a stage that is not the last. Return the activation for the next stage.
@@ -105,9 +97,8 @@ class StageRuntime(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
-        """Run forward, loss and backward of the last stage.
+        """Run forward, loss and backward of the last stage. If the loss is not finite, all gradients are zero.
 
-        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see such a number.
         Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
         """
         x, labels = self._boundary.receive(microbatch, payload)
@@ -201,20 +192,19 @@ class StageRuntime(Shard):
         return x
 
     def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
-        rotary, documents = self._rotary, None
-        if labels.begins_BT is not None:
-            documents = Documents(labels.begins_BT)
-            rotary = documents.positioned(rotary)
-        model, keys = self.spec.model, [key for key in self.keys if key != HEAD]
-        run = partial(
-            llama.run_layers, model, params_by_key=leaves, rotary=rotary, mixture=mixture, documents=documents
-        )
+        documents, rotary = Documents.of(labels.begins_BT, self._rotary)
+
+        def run(key: str, x: Tensor) -> Tensor:
+            return llama.run_layers(self.spec.model, (key,), leaves, x, rotary, mixture=mixture, documents=documents)
+
         layers: list[Callable[[Tensor], Tensor]] = []
-        for key in keys:
+        for key in self.keys:
+            if key == HEAD:
+                continue
             compiled = None
             if self.compiled is not None and documents is None and key != EMBED:
                 compiled = self.compiled.layer(key, leaves[key], rotary)
-            layers.append(compiled or partial(_run_one, run, key))
+            layers.append(compiled or partial(run, key))
         return layers
 
     # --- layer by layer ---
@@ -242,13 +232,10 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Backpropagate with the graph of one layer in memory at a time: repeat its forward, then run its backward.
+        """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
+        the stage's input `x` are tokens.
 
-        Add the gradients of the weights to `.grad` of each leaf; set `x.grad` to the gradient of the stage's input.
-        Args:
-            read: the input of each layer, as `_read_by_layers` returns them.
-            grad_BTD: the gradient of the stage's output; None: there is none, and no gradient is computed.
-            x: the stage's input; tokens get no gradient.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: there is none.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):
@@ -260,7 +247,3 @@ class StageRuntime(Shard):
             grad_BTD = x_leaf.grad
         if x.is_floating_point() and grad_BTD is not None:
             x.grad = grad_BTD.to(x.dtype)
-
-
-def _run_one(run: Callable[..., Tensor], key: str, x: Tensor) -> Tensor:
-    return run(keys=(key,), x=x)

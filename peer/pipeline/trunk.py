@@ -1,13 +1,11 @@
 """The arithmetic of a stage with its experts on other peers: attention, routers, norms and both ends of the model.
 
-Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The results
-before a call (residual stream, weights of the chosen experts, tokens sorted by expert) are kept with their graph. The
-part after the call begins with new autograd leaves: the residual stream, the weights, and the experts' output. So
-nothing runs twice: the backward takes the leaves' gradients, sends those of the output to the experts, and continues
-with their answer through the part before.
+Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The part
+before a call is kept with its graph; the part after it begins with new autograd leaves: the residual stream, the
+weights of the chosen experts, and the experts' output. So nothing runs twice: the backward takes the leaves' gradients,
+sends those of the output to the experts, and continues with their answer through the part before.
 
-Rows are rounded to the wire's dtype on the way to the experts. The gradient of the rounding is taken as 1, as
-everywhere on the wire.
+Rows are rounded to the wire's dtype on the way to the experts; the gradient of the rounding is taken as 1.
 
 B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 """
@@ -15,6 +13,7 @@ B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 import logging
 import math
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
-from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
+from shoal.peer.model.flop import trunk_stage_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
 from shoal.peer.model.rotary import Rotary
@@ -35,8 +34,7 @@ from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.expert_call import Calling, ExpertCall
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.offload import Offload
-from shoal.peer.pipeline.shard import Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
@@ -81,35 +79,22 @@ class _Context:
 
 
 class StageTrunk(Shard):
-    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` counts a job up to
-    its first call. `corpus` is the run's text, at stage 0 only."""
+    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` is that of one
+    part of a job. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        first_layer: int,
-        last_layer: int,
-        *,
-        corpus: Corpus | None,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        steps_on: torch.device | None = None,
-        offload: Offload | None = None,
+        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        keys = trunk_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
-        self._rotary = llama.rotary_tables(spec.model, device)
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), **how)
+        self.expert_loads = ExpertLoads()
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        self._rotary = llama.rotary_tables(spec.model, self.device)
         self._wire = TokenWire(spec)
         self._contexts: dict[Microbatch, _Context] = {}
-        tokens = spec.training.microbatch_size * spec.model.context
-        layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
-        self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+        self.flop = trunk_stage_flop(spec, stage_layer_keys(spec.model, first_layer, last_layer))
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.travel_as(leaving, coming)
+        self._boundary.wire.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
@@ -177,8 +162,7 @@ class StageTrunk(Shard):
     ) -> Calling[_Graph]:
         """Run the forward of all layers but the head, experts included. `loads` counts the tokens, if given."""
         model, cuts = self.spec.model, list[_Cut]()
-        documents = None if labels.begins_BT is None else Documents(labels.begins_BT)
-        rotary = self._rotary if documents is None else documents.positioned(self._rotary)
+        documents, rotary = Documents.of(labels.begins_BT, self._rotary)
         if x.is_floating_point():
             with torch.set_grad_enabled(grad):
                 x = x.to(self.dtype)

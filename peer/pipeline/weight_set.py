@@ -49,8 +49,7 @@ class Places:
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
         """Return the mean, over `total` gradients, of `param_N` minus the weights at which each was taken; float32.
 
-        Args: span: the layer's slice of the sum; param_N: the step's own weights, at which all other gradients were
-        taken.
+        Args: span: the layer's slice; param_N: the step's own weights, at which all other gradients were taken.
         """
         return (param_N * self.num).sub_(self.sum_N[span].to(param_N.device)).div_(total)
 

@@ -3,28 +3,28 @@
 Theory of operation. A set of weights is held by its users: a microbatch between forward and backward, a gradient that
 will be corrected, the cache of sets made at the current version. The last reference frees it.
 
-How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: it is made
-when the step's first microbatch comes, and as long as something holds it, later microbatches of that step share it,
-even if a newer version could give a better one. A commit turns a step ahead into the current one: new microbatches get
-w_t itself, but older ones may still hold their set. So at most 1 + s_max + 1 are alive. (A new set at every version
-would allow up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, but 6 and not 4 at s_max = 2.) Strategies that
-predict nothing hold past versions, at most s_max + 1.
+How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: its first
+microbatch makes it, and as long as something holds it, later ones share it, even if a newer version could give a better
+one. A commit turns a step ahead into the current one: new microbatches get w_t itself, but older ones may still hold
+their set. So at most 1 + s_max + 1 are alive; a new set at every version would make them 6 and not 4 at s_max = 2.
+Strategies that predict nothing hold past versions, at most s_max + 1.
 
 A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room, which is so if few microbatches are in flight. If there is no room for the first set of a step, its
-microbatches use the current weights until there is.
+there is room. Without room for the first set of a step, its microbatches use the current weights.
 """
 
 import logging
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState, StageState, clipped, hyperparameters
-from shoal.peer.pipeline.prediction import COMPENSATIONS, OwnGradients, compensation
+from shoal.peer.pipeline.contributions import Contributions
+from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import staleness_bound
@@ -35,16 +35,6 @@ FRESHER: Final = 1.5
 """A set is made again when this many times its gradients have been seen. A lower value would make one a microbatch."""
 
 
-class OpenGradients(Protocol):
-    """This member's own gradients of steps that are not committed yet."""
-
-    def num(self, step: int) -> int: ...
-
-    def seen(self, step: int) -> OpenSum | None:
-        """Return the sum of all `num` gradients; None if there are none."""
-        ...
-
-
 class Weights:
     """The weights of one stage. The state is an argument of each call, because another thread may load a new one.
 
@@ -52,7 +42,7 @@ class Weights:
     Args: spans: layer key -> slice of the stage's flat vector; gradients: shown to a strategy that sees them.
     """
 
-    def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
+    def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: Contributions) -> None:
         self._spec = spec
         self._spans = spans
         self._gradients = gradients
@@ -75,7 +65,7 @@ class Weights:
 
     def of(self, state: StageState, step: int) -> WeightSet:
         """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts; for a
-        past step (committed here, not on other peers) the weights of the previous version, if they are kept."""
+        step that only other peers have not committed, those of the previous version, if they are kept."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -92,7 +82,7 @@ class Weights:
         if weights is None or self._outdated(weights, state, step):
             weights = None
             sets.pop(step, None)  # from here on only a job that uses the set keeps it alive
-            if self._sees and not self._has_room(state):
+            if self._sees and self.copies(state) >= self._spec.training.s_max + 2:
                 return self._ahead.get(step) or self._current(state)
             weights = self._make(state, step - state.version)
         self._ahead[step] = weights
@@ -127,11 +117,8 @@ class Weights:
 
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
-        """Correct the sum of our `total` gradients of step `state.version`, in place, for the weights at which they
-        were taken. If those were the step's own, no bit changes.
-
-        Args: sum_N: float32 [N] on the CPU.
-        """
+        """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
+        weights at which they were taken. If those were the step's own, no bit changes."""
         if places is None:
             return
         for key, layer in state.layers.items():
@@ -163,9 +150,6 @@ class Weights:
     def _num_seen(self, state: StageState, step: int) -> int:
         return sum(self._gradients.num(open_step) for open_step in range(state.version, step))
 
-    def _has_room(self, state: StageState) -> bool:
-        return self.copies(state) < self._spec.training.s_max + 2
-
     def _sets_of(self, state: StageState) -> dict[int, WeightSet]:
         made_for, sets = self._made
         if made_for is not state:
@@ -189,8 +173,7 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
-        """Return the gradient as the step will see it; None if it is not finite. `known`: `layer` is at this step's
-        weights."""
+        """Return the gradient as the step will see it; None: not finite. `known`: `layer` is at this step's weights."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

@@ -5,14 +5,14 @@ sender's, and the receiver tells the format by the number of bytes (bf16 and int
 which no real model has). So a payload can be read under any plan, and is resent unchanged.
 
 In formats of few bits (`kernels/codec`) activations are rounded to nearest, gradients stochastically, so that they are
-unbiased. The random numbers depend on the microbatch and the layer, so a repeated backward gives the same bytes.
+unbiased. The microbatch and the layer seed this, so a repeated backward gives the same bytes.
 
 An activation is followed by its labels: the target of each token; if the run masks documents or does not learn all
 targets, also the microbatch's weight and, as a bit of each target, the beginnings of documents.
 
-In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, likewise
-for gradients. The receiver needs the tokens to restore them. If all targets are learnt, each target is the next token,
-so only the first token of each sample is sent; otherwise all are.
+In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers. To restore
+them the receiver needs the tokens: if all targets are learnt, each is the next token, and only the first token of each
+sample is sent, too; otherwise all are.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -50,8 +50,6 @@ class ActivationWire:
         self._shape_BTW = (spec.training.microbatch_size, spec.model.context, spec.model.written_width)
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
-        self._seed = spec.seed
-        self._backward_of = spec.wire.backward_of
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
         """Bytes of a payload without labels -> its format; `_gradients` likewise."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
@@ -62,9 +60,9 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Choose the formats of what we send: activations travel as `leaving`, gradients as the counterpart of
-        `coming`, the previous stage's format. Both are of `WireSpec.forward`."""
-        self._forward, self._backward = leaving, self._backward_of(coming)
+        """Send activations as `leaving`, gradients as the counterpart of `coming`, the previous stage's format. Both
+        are of `WireSpec.forward`."""
+        self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property
     def activation_bytes(self) -> int:
@@ -175,7 +173,7 @@ class ActivationWire:
         return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTW)
 
     def _key(self, microbatch: Microbatch, layer: int) -> tuple[int, int]:
-        words = f"{self._seed} {microbatch.step} {microbatch.index} {layer}"
+        words = f"{self._spec.seed} {microbatch.step} {microbatch.index} {layer}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

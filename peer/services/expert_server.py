@@ -146,7 +146,7 @@ class ExpertServer:
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
         """Return the experts' works (for `layer`, if given). Raises: Refused: one is not here, or not ready."""
         works = [self._works.get((stage, expert)) for expert in experts]
-        held = [work for work in works if work is not None and work.serves]
+        held = [work for work in works if work is not None and work.upwards.is_ready]
         if len(held) < len(experts):
             raise Refused(self._endpoint.peer_id, f"does not hold all of the experts {experts} of stage {stage}")
         if layer is not None and any(work.is_paused for work in held):

@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from validating import validate
+
 from shoal.deploy.session.heap import trim_heap
 from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.data.corpus import Corpus, load_corpus
@@ -29,7 +33,7 @@ from shoal.peer.model.layout import all_layer_keys, layer_layout, num_parameters
 from shoal.peer.model.llama import Params
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.single_process import StepLoss, train, validate
+from shoal.peer.single_process import StepLoss, train
 from shoal.protocol.base_format import model_bytes
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
 from shoal.protocol.tensors import state_elements

@@ -172,7 +172,7 @@ class Hollow:
         self.keys = stage_layer_keys(spec.model, 0, spec.model.num_layers)
         self.num_parameters = num_parameters(spec.model)
         self.step_flop, self.flop = 0.0, JobFlop(forward=0.0, backward=0.0, loss=0.0)
-        self.expert_loads = ExpertLoads(0)
+        self.expert_loads = ExpertLoads()
         self.state: StageState | None = None
         self.remembers, self.is_stepping = True, False
         self._sum_N = torch.zeros(self.num_parameters)

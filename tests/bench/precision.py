@@ -5,13 +5,18 @@ The model is that of a run file which says nothing. Validation loss after so man
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from validating import validate
+
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train, validate
+from shoal.peer.single_process import train
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
 

@@ -21,11 +21,12 @@ from layers import Layer
 from settings import Method
 from tasks import GPT, ByteGPT
 from tasks import validate as study_validate
+from validating import validate
 
 from cuts import Sums, cuts
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.single_process import train, validate
+from shoal.peer.single_process import train
 from shoal.protocol.spec import OptimizerSpec, RunSpec, TrainingSpec, WireSpec
 from shoal.protocol.wire_format import WireFormat
 

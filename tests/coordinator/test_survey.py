@@ -22,7 +22,7 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
     survey.obey(plan)
     forward = [sum(survey.workload.layer_flop[s.first_layer : s.last_layer]) for s in plan.stages]
-    loss = job_flop(forward[1], recomputes=spec.training.recomputes).loss
+    loss = job_flop(spec, forward[1]).loss
     for _ in range(20):
         for stage, (peer, flop) in enumerate((("a", forward[0]), ("b", loss))):
             says = {"plan_sequence": plan.sequence, "stage": stage, "forward_s": flop / SPEED}

@@ -1,7 +1,7 @@
 """Strategies against stale weights: one interface (`Compensation`, in compensation.py), chosen by name.
 
     strategy = compensation("calibrated", "adamw")                  # one object a layer; it may learn
-    w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; at the backward too unless .stash
+    w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; maybe at the backward, too
     g_N = strategy.corrected(g_N, displacement_N, layer, settings)  # if .corrects: at the commit, before the reduction
     strategy.committed(before, after, settings)                     # after every step
 
@@ -13,31 +13,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from shoal.peer.pipeline.prediction.calibrated import Calibrated
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
-from shoal.peer.pipeline.prediction.correction import DelayCompensation
+from shoal.peer.pipeline.prediction.compensation import Compensation
 from shoal.peer.pipeline.prediction.eager import Eager
 from shoal.peer.pipeline.prediction.extrapolation import LookAhead, PipeOptim, SpecTrain
-from shoal.peer.pipeline.prediction.stale import NoCompensation, Stash
-
-__all__ = [
-    "COMPENSATIONS",
-    "Calibrated",
-    "Compensation",
-    "DelayCompensation",
-    "Eager",
-    "LookAhead",
-    "NoCompensation",
-    "OwnGradients",
-    "PipeOptim",
-    "Settings",
-    "SpecTrain",
-    "Stash",
-    "compensation",
-]
+from shoal.peer.pipeline.prediction.stale import DelayCompensation, Stale
 
 COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
-    "none": NoCompensation,
-    "stash": Stash,
+    "none": Stale,
+    "stash": Stale,
     "spectrain": SpecTrain,
     "pipeoptim": PipeOptim,
     "lookahead": LookAhead,

@@ -1,13 +1,12 @@
 """PipeOptim's prediction, scaled by how far the layer really moves in that direction."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Seen, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 
 MEMORY = 0.9
@@ -62,9 +61,7 @@ class Calibrated(PipeOptim):
         """k_s, in [0, GAIN_MAX]."""
         return self._gains.get(staleness_steps, _Gain()).value
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         self._gains.setdefault(staleness_steps, _Gain())
         predicted_N = self._predicted(layer, settings, staleness_steps)
         if predicted_N is layer.param_N:

@@ -2,8 +2,7 @@
 
 A microbatch of step t needs the weights w_t. If the layer is at version v < t, it is s = t - v steps stale. A strategy
 decides which weights it computes with instead (ŵ), whether its backward uses the same weights, and how its gradient is
-corrected once w_t is known. What it learns, and its weights, may differ between the members of a group; the optimizer's
-step may not, and no strategy touches it: `corrected` is applied before the reduction.
+corrected once w_t is known, before the reduction. What it learns, and so ŵ, may differ between the members of a group.
 
 N parameters of one layer
 """
@@ -32,12 +31,14 @@ class OwnGradients:
     """w_t - ŵ, float32 [N]; None: all were taken at w_t, or w_t or ŵ is unknown."""
 
 
+Seen = Sequence[OwnGradients | None]
+"""This member's gradients of each step from the layer's version on; None: there are none."""
+
+
 class Compensation(ABC):
     """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
-    those flags that differ."""
+    those flags that differ. `TrainingSpec.wants_newer_weights` says whose backward asks for `weights` again."""
 
-    stash: ClassVar[bool] = True
-    """The backward uses the weights of the forward. False: it repeats the forward with the current `weights`."""
     predicts: ClassVar[bool] = True
     """`weights` makes a new tensor. False: it returns the layer's own."""
     sees: ClassVar[bool] = False
@@ -47,20 +48,16 @@ class Compensation(ABC):
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
 
-    def weights(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None] = ()
-    ) -> Tensor:
+    def weights(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen = ()) -> Tensor:
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
         At staleness 0 (or less: a repair) it is `layer.param_N` itself with every strategy.
-        Args: seen: the gradients of each step from the layer's version on, for a strategy that `sees`; None: there are
-        none.
+        Args: seen: for a strategy that `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
     def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
-        """Estimate what the gradient would have been at w_t: float32 [N]. Called for a step t just before its
-        reduction.
+        """Estimate what the gradient would have been at w_t: float32 [N].
 
         Args:
             gradient_N: float32 [N], mean over this member's microbatches of the step; not changed.
@@ -75,9 +72,7 @@ class Compensation(ABC):
         """Learn from a step of the layer; `settings` are those of `before`. Not called if the layer did not change."""
 
     @abstractmethod
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         """Do what `weights` does for `staleness_steps` > 0. Must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:

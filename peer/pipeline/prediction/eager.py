@@ -1,12 +1,11 @@
 """The optimizer's own next steps, made with this peer's part of their gradients."""
 
-from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 KEPT: Final = 0.7
 """The part of a displacement that is kept in the next weights."""
@@ -18,18 +17,9 @@ class Eager(Compensation):
     Each g is the mean of this member's gradients of an open step; e is the mean of ŵ - w_v over the weights at which
     g_v was taken. A step without any gradient here is predicted as in PipeOptim.
 
-    When microbatches of step t are admitted at version t - 1, this peer has computed most of its share of step t - 1;
-    only the last microbatches and the other members' are missing. A partial sum is a noisy gradient, but it is right
-    along the directions in which the weights oscillate. Delay costs most along those, and an extrapolation of past
-    steps always has them wrong. A member that has all gradients of a step computes with w_t itself.
-
-    **Why e is kept in part** (γ = KEPT). Members of a stage have seen different gradients, so their ŵ lie around w_t.
-    To first order the mean of their results is right, but the deviation e feeds back: at curvature h the gradient is
-    off by h e, and the next ŵ by -k h e, where k is the optimizer's reaction to a new gradient, 1 - β times its
-    learning rate, with Nesterov 1 - β². For k h > 1 the deviation grows, at curvatures at which training itself is
-    still stable (β = 0.9: h lr < 38, Nesterov 13.6; k h < 1 means 10 and 5.3). With γ e kept it becomes (γ - k h) e,
-    which grows only for k h > 1 + γ: 17 and 8.9. The price: where the loss is flat, e is the noise of the missing
-    gradients, and its variance is 1 / (1 - γ²) = 2 times as large.
+    A partial sum is a noisy gradient, but right along the directions in which the weights oscillate, along which delay
+    costs most. A member that has all gradients of a step computes with w_t itself. γ = KEPT of the deviation e is kept
+    so that it does not grow from step to step. EAGER.md explains both.
 
     Source: ours. DiLoCo's eager updates (Kale et al., 2025, arXiv 2502.12996) also replace a pending sum by a worker's
     own part; there in the step itself, here only in the weights for the next microbatches.
@@ -37,18 +27,14 @@ class Eager(Compensation):
 
     sees: ClassVar[bool] = True
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         weights_N = self._stepped(layer, settings, staleness_steps, seen)
         first = seen[0] if seen else None
         if first is None or first.displacement_N is None:
             return weights_N
         return weights_N.sub(first.displacement_N, alpha=KEPT**staleness_steps)
 
-    def _stepped(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _stepped(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         tensors, version = layer.tensors, settings["step"]
         for ahead in range(staleness_steps):
             its = seen[ahead] if ahead < len(seen) else None

@@ -1,13 +1,10 @@
 """Weights predicted by extrapolating the optimizer's movement."""
 
-from collections.abc import Sequence
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 
 class PipeOptim(Compensation):
@@ -17,9 +14,7 @@ class PipeOptim(Compensation):
     correction. We keep ŵ for the backward; the paper uses the then current weights, as we do with `keep = "recompute"`.
     """
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         return self._predicted(layer, settings, staleness_steps)
 
 
@@ -30,11 +25,7 @@ class SpecTrain(Compensation):
     first moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
     """
 
-    stash: ClassVar[bool] = False
-
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         return torch.add(layer.param_N, layer.moment1_N, alpha=-settings["learning_rate"] * staleness_steps)
 
 
@@ -45,8 +36,6 @@ class LookAhead(Compensation):
     2505.01099 shows to correct delay (there with s = 1 for every delay, and with stashed weights as here).
     """
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         way = sum(settings["beta1"] ** step for step in range(1, staleness_steps + 1))
         return layer.param_N.lerp(self._predicted(layer, settings, 1), way)

@@ -1,16 +1,18 @@
-"""The stale weights themselves: the baseline of all other strategies."""
+"""The stale weights themselves: the baseline of all other strategies, and with gradients that are corrected later."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction.compensation import Compensation, OwnGradients, Settings
+from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
+
+STRENGTH = 0.04
+"""λ of DC-ASGD-c, tuned in the paper for SGD on CIFAR-10."""
 
 
-class Stash(Compensation):
-    """PipeDream's weight stashing: ŵ = w_v, and the backward uses the weights of its forward.
+class Stale(Compensation):
+    """ŵ = w_v: PipeDream's weight stashing, or no compensation if the backward uses the weights of its own moment.
 
     Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
     setup of arXiv 2505.01099: NAdam's weights are the look-ahead point already.
@@ -18,13 +20,20 @@ class Stash(Compensation):
 
     predicts: ClassVar[bool] = False
 
-    def _ahead(
-        self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[OwnGradients | None]
-    ) -> Tensor:
+    def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
         return layer.param_N
 
 
-class NoCompensation(Stash):
-    """Forward and backward each use the weights of their own moment."""
+class DelayCompensation(Stale):
+    """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise: corrected to first order, once w_t is known.
 
-    stash: ClassVar[bool] = False
+    g g stands in for the diagonal of the Hessian. For a mean over B tokens dominated by noise, B g g would be the
+    Fisher information, so λ depends on the batch size. The correction is linear in ŵ: for several microbatches of one
+    step at different ŵ, mean gradient and mean displacement suffice, apart from g itself being a mean.
+    Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
+    """
+
+    corrects: ClassVar[bool] = True
+
+    def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
+        return gradient_N + STRENGTH * gradient_N * gradient_N * displacement_N

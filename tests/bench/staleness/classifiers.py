@@ -191,15 +191,8 @@ TASKS: Final[Mapping[str, Callable[[BatchShape, int], Task]]] = {
 
 def _layout(key: str, matrices: dict[str, tuple[int, ...]], vectors: dict[str, tuple[int, ...]]) -> LayerLayout:
     shapes = matrices | vectors
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    return LayerLayout(
-        key=key,
-        names=tuple(shapes),
-        shapes=tuple(shapes.values()),
-        offsets=tuple(sum(sizes[:i]) for i in range(len(sizes))),
-        numel=sum(sizes),
-        num_decayed=sum(sizes[: len(matrices)]),
-    )
+    num_decayed = sum(math.prod(shape) for shape in matrices.values())
+    return LayerLayout(key=key, names=tuple(shapes), shapes=tuple(shapes.values()), num_decayed=num_decayed)
 
 
 def _initial(layout: LayerLayout, seed: int, deviation: Callable[[str, int], float]) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.schedule import learning_rate
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction import OwnGradients, compensation
-from shoal.protocol.spec import OptimizerSpec
+from shoal.peer.pipeline.prediction import compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
+from shoal.protocol.spec import OptimizerSpec, TrainingSpec
 
 
 class Layer:
@@ -26,7 +27,8 @@ class Layer:
         self.layout = task.layout(key)
         self.version = 0
         self.compensation = compensation(method.name, optimizer.name)
-        self.stashes = self.compensation.stash if method.stash is None else method.stash
+        newer = TrainingSpec(compensation=method.name).wants_newer_weights  # type: ignore[arg-type]
+        self.stashes = not newer if method.stash is None else method.stash
         param_N = task.initial(key)
         moment1_N, moment2_N = OPTIMIZERS[optimizer.name].moments(param_N, self.layout.matrices)
         self.state = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

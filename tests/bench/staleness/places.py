@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 
-from shoal.peer.model.flop import backward_flop, forward_flop
+from shoal.peer.model.flop import forward_flop
 from shoal.peer.model.layout import all_layer_keys
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 from shoal.protocol.topology import Topology
 
 
@@ -56,10 +57,8 @@ def slowed_down(topology: Topology, large: RunSpec, small: RunSpec) -> Topology:
 def _flop(spec: RunSpec) -> float:
     """Of a microbatch through all layers, forward and backward."""
     tokens = spec.training.microbatch_size * spec.model.context
-    return sum(
-        forward_flop(spec.model, key, tokens) + backward_flop(spec.model, key, tokens)
-        for key in all_layer_keys(spec.model)
-    )
+    forward = sum(forward_flop(spec.model, key, tokens) for key in all_layer_keys(spec.model))
+    return (1 + BACKWARD_PER_FORWARD) * forward
 
 
 def _message_bytes(spec: RunSpec) -> float:

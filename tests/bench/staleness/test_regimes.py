@@ -14,6 +14,7 @@ from regimes import steps, train
 from schedule import heavy_tailed, one_by_one
 from settings import HeavyTailed, Method, Paper, Run, Steps, StepsBegun
 from tasks import Batch, BatchShape
+from validating import validate
 
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer import single_process
@@ -86,7 +87,7 @@ def test_synchronous_outcomes_agree_on_the_validation_loss(tiny, run_of, corpus)
     outcome = train(task, run_of(task, Steps()))
     last = {}
     list(single_process.train(task.spec, corpus, steps=12, on_step=lambda _, params: last.update(params)))
-    assert outcome.validation_loss == pytest.approx(single_process.validate(task.spec, corpus, last), abs=1e-3)
+    assert outcome.validation_loss == pytest.approx(validate(task.spec, corpus, last), abs=1e-3)
     assert [point.updates for point in outcome.curve] == [4, 8, 12]
     assert outcome.units == 12 * 4 * 2 * 32
     assert outcome.staleness_mean == 0
@@ -260,7 +261,7 @@ class Chain:
     chunk_samples = 1
 
     def layout(self, key: str) -> LayerLayout:
-        return LayerLayout(key=key, names=("w",), shapes=((1,),), offsets=(0,), numel=1, num_decayed=1)
+        return LayerLayout(key=key, names=("w",), shapes=((1,),), num_decayed=1)
 
     def initial(self, key: str) -> torch.Tensor:
         return torch.tensor([0.9, 0.8, 1.1, 0.7])[self.keys.index(key)].reshape(1).clone()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner, Result
+from validating import validate
 
 from shoal.deploy import cli
 from shoal.deploy.run.run_text import load_own_corpus
@@ -18,7 +19,6 @@ from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import rotary_tables, run_layers
 from shoal.peer.model.state import LayerState
-from shoal.peer.single_process import validate
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, TrainingSpec
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from typer.testing import CliRunner
+from written_bytes import generate
 
 from shoal.deploy import cli
 from shoal.deploy.manners import device
@@ -16,7 +17,7 @@ from shoal.deploy.ship.generate import fit_for_terminal
 from shoal.deploy.ship.loaded_model import LoadedModel, load_model
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
 from shoal.peer.disk.snapshot import write_snapshot
-from shoal.peer.model.generate import Sampler, generate
+from shoal.peer.model.generate import Sampler
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError

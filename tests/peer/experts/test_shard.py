@@ -69,11 +69,11 @@ def test_forward_and_backward_are_autograds_and_all_layers_are_one_contribution(
         torch.testing.assert_close(shard.forward(Microbatch(0, 0), layer, x_ND), y_ND, rtol=0, atol=1e-6)
         found = shard.backward(run_of(0), layer, x_ND, grad_ND, wanted=True)
         torch.testing.assert_close(found, grad_x_ND, rtol=0, atol=1e-6)
-    assert shard.layers_done(run_of(0)) == 2
+    assert shard.open_runs.layers_done(run_of(0)) == 2
     assert shard.close(run_of(0), wanted=True) == 0
     assert shard.contribute(Microbatch(0, 0)) is False
     torch.testing.assert_close(shard.gradient_sum(0)(), torch.cat(wanted), rtol=0, atol=1e-6)
-    assert shard.num_open == 0
+    assert len(shard.open_runs) == 0
 
 
 def test_a_layer_that_comes_twice_is_answered_twice_and_counted_once(shard) -> None:
@@ -91,16 +91,16 @@ def test_a_layer_that_comes_twice_is_answered_twice_and_counted_once(shard) -> N
 
 def test_what_is_not_wanted_or_came_before_or_of_the_dead_adds_nothing(shard) -> None:
     shard.backward(run_of(0), 1, rows(1), rows(2), wanted=False)
-    assert shard.layers_done(run_of(0)) == 1
+    assert shard.open_runs.layers_done(run_of(0)) == 1
     assert shard.close(run_of(0), wanted=True) is None
     shard.backward(run_of(1), 1, rows(1), rows(2), wanted=True)
-    shard.drop(PEER, successor=7)
-    assert shard.layers_done(run_of(1)) == 1, "it is the successor's: its tokens came before word of it did"
-    shard.drop(PEER, successor=8)
-    assert shard.layers_done(run_of(1)) == 0
+    shard.open_runs.drop(PEER, successor=7)
+    assert shard.open_runs.layers_done(run_of(1)) == 1, "it is the successor's: its tokens came before word of it did"
+    shard.open_runs.drop(PEER, successor=8)
+    assert shard.open_runs.layers_done(run_of(1)) == 0
     shard.backward(run_of(1), 1, rows(1), rows(2), wanted=True)
-    shard.drop(PEER)
-    assert shard.layers_done(run_of(1)) == 0
+    shard.open_runs.drop(PEER)
+    assert shard.open_runs.layers_done(run_of(1)) == 0
     assert shard.close(run_of(2), wanted=True) == 0, "no token came, but it counts"
     shard.contribute(Microbatch(0, 0))
     assert shard.close(run_of(3), wanted=True) is None
@@ -111,16 +111,16 @@ def test_runs_begun_over_and_over_give_up_the_earliest(shard) -> None:
     for passage in range(10):
         shard.backward(run_of(passage), 1, rows(1), rows(2), wanted=True)
     shard.backward(run_of(10, index=1), 1, rows(1), rows(2), wanted=True)
-    assert shard.num_open == AT_ONCE_MAX + 1
-    assert [shard.layers_done(run_of(passage)) for passage in range(10)] == [0] * 6 + [1] * 4
-    assert shard.layers_done(run_of(10, index=1)) == 1
+    assert len(shard.open_runs) == AT_ONCE_MAX + 1
+    assert [shard.open_runs.layers_done(run_of(passage)) for passage in range(10)] == [0] * 6 + [1] * 4
+    assert shard.open_runs.layers_done(run_of(10, index=1)) == 1
 
 
 def test_a_gradient_that_is_not_finite_is_done_and_adds_nothing(shard) -> None:
     grad_ND = rows(2)
     grad_ND[0, 0] = float("inf")
     assert not shard.backward(run_of(0), 1, rows(1), grad_ND, wanted=True).any()
-    assert shard.layers_done(run_of(0)) == 1
+    assert shard.open_runs.layers_done(run_of(0)) == 1
     shard.close(run_of(0), wanted=True)
     shard.contribute(Microbatch(0, 0))
     assert not shard.gradient_sum(0)().any()
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_is_done_and_adds_nothing(shard) -> None:
 def test_a_step_leaves_nothing_open_of_the_step_before(shard) -> None:
     shard.backward(run_of(0), 1, rows(1), rows(2), wanted=True)
     shard.step(torch.zeros(shard.num_parameters))
-    assert shard.num_open == 0
+    assert len(shard.open_runs) == 0
     assert shard.close(run_of(0), wanted=True) is None
 
 

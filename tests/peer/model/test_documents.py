@@ -64,8 +64,8 @@ def test_logits_of_packed_documents_are_those_of_each_alone(changes: dict) -> No
     keys, rotary = all_layer_keys(model), rotary_tables(model)
     params = {key: layer_layout(model, key).views(init_layer(model, key, 3)) for key in keys}
     tokens_BT = torch.randint(model.vocab_size, (len(LENGTHS), CONTEXT), generator=torch.Generator().manual_seed(1))
-    documents = Documents(begins_BT(LENGTHS))
-    packed = run_layers(model, keys, params, tokens_BT, documents.positioned(rotary), documents=documents)
+    documents, positioned = Documents.of(begins_BT(LENGTHS), rotary)
+    packed = run_layers(model, keys, params, tokens_BT, positioned, documents=documents)
     unmasked = run_layers(model, keys, params, tokens_BT, rotary)
     for row, sizes in enumerate(LENGTHS):
         at = 0
@@ -79,8 +79,8 @@ def test_logits_of_packed_documents_are_those_of_each_alone(changes: dict) -> No
 
 def test_where_no_kernel_takes_grouped_heads_with_a_mask_they_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = msgspec.convert(PLAIN, ModelSpec)
-    keys, documents = all_layer_keys(model), Documents(begins_BT(LENGTHS))
-    rotary = documents.positioned(rotary_tables(model))
+    keys = all_layer_keys(model)
+    documents, rotary = Documents.of(begins_BT(LENGTHS), rotary_tables(model))
     params = {key: layer_layout(model, key).views(init_layer(model, key, 3)) for key in keys}
     tokens_BT = torch.randint(model.vocab_size, (len(LENGTHS), CONTEXT), generator=torch.Generator().manual_seed(1))
     grouped = run_layers(model, keys, params, tokens_BT, rotary, documents=documents)
@@ -100,10 +100,11 @@ def test_where_no_kernel_takes_grouped_heads_with_a_mask_they_are_repeated(monke
 
 def test_gradients_do_not_cross_a_documents_end() -> None:
     model = msgspec.convert(PLAIN, ModelSpec)
-    keys, documents = all_layer_keys(model)[1:-1], Documents(begins_BT([[9, 15]]))
+    keys = all_layer_keys(model)[1:-1]
+    documents, rotary = Documents.of(begins_BT([[9, 15]]), rotary_tables(model))
     params = {key: layer_layout(model, key).views(init_layer(model, key, 3)) for key in keys}
     x_BTD = torch.randn(1, CONTEXT, model.dim, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    y_BTD = run_layers(model, keys, params, x_BTD, documents.positioned(rotary_tables(model)), documents=documents)
+    y_BTD = run_layers(model, keys, params, x_BTD, rotary, documents=documents)
     torch.autograd.backward(y_BTD[0, 9:].square().sum())
     assert x_BTD.grad is not None
     assert not x_BTD.grad[0, :9].any()

@@ -32,7 +32,8 @@ def test_the_stages_of_any_cut_make_the_whole_model() -> None:
 def test_hidden_matrices_are_a_layers_first_elements_and_embedding_and_head_have_none() -> None:
     layout = layer_layout(MODEL, "layers.1")
     assert [(rows, columns) for _, rows, columns in layout.matrices] == list(layout.shapes[:7])
-    assert [first for first, _, _ in layout.matrices] == list(layout.offsets[:7])
+    ends = [first + rows * columns for first, rows, columns in layout.matrices]
+    assert [first for first, _, _ in layout.matrices] == [0, *ends[:-1]]
     assert sum(rows * columns for _, rows, columns in layout.matrices) == layout.num_decayed
     assert layer_layout(MODEL, "embed").matrices == layer_layout(MODEL, "head").matrices == ()
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import decoder_layer, rotary_tables, run_layers
-from shoal.peer.model.mixture import ExpertLoads, Mixture, expert_matrices, local_experts, mixture_layer, route
+from shoal.peer.model.mixture import ExpertLoads, Mixture, Routing, mixture_layer, route
 from shoal.protocol.spec import ModelSpec
-from shoal.protocol.tensors import expert_name
 
 MODEL = ModelSpec(
     dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=8, num_experts=4, router_aux_loss=0.5
@@ -52,19 +51,20 @@ def test_a_mixture_is_what_its_definition_says() -> None:
     torch.testing.assert_close(got_ND, plain_mixture(params, x_ND), rtol=1e-4, atol=1e-5)
 
 
-def test_a_decoder_layer_has_the_mixture_in_the_swiglus_place() -> None:
+def test_a_decoder_layer_has_the_mixture_in_the_swiglus_place(monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of()
     x_BTD = tokens(16).view(2, 8, D)
     seen: list[Tensor] = []
 
-    def nothing(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        assert (layer_index, chosen_NK.shape, weight_NK.shape) == (1, (16, K), (16, K))
+    def nothing(model: ModelSpec, index: int, _: dict[str, Tensor], x_ND: Tensor, routing: Routing) -> Tensor:
+        assert (index, routing.chosen_NK.shape, routing.weight_NK.shape) == (1, (16, K), (16, K))
         seen.append(x_ND)
         return torch.zeros_like(x_ND)
 
     rotary = rotary_tables(MODEL)
-    attended_BTD = decoder_layer(MODEL, 1, params, x_BTD, rotary, mixture=Mixture(experts=nothing))
     whole_BTD = decoder_layer(MODEL, 1, params, x_BTD, rotary)
+    monkeypatch.setattr("shoal.peer.model.mixture.local_experts", nothing)
+    attended_BTD = decoder_layer(MODEL, 1, params, x_BTD, rotary)
     made_ND = plain_mixture(params, seen[0])
     torch.testing.assert_close(whole_BTD - attended_BTD, made_ND.view(2, 8, D), rtol=1e-4, atol=1e-5)
 
@@ -143,34 +143,11 @@ def test_each_layer_gives_its_balance_once() -> None:
     assert len(balances) == MODEL.num_layers
 
 
-# --- who computes, and what is counted ---
-
-
-def test_other_experts_get_gradients_of_tokens_and_weights_through_autograd() -> None:
-    """As a dispatcher to other peers will be: the layer's own experts are not needed."""
-    params = params_of()
-    own = {name: tensor for name, tensor in params.items() if ".experts." not in name}
-    elsewhere = local_experts(MODEL, {"layers.1": {name: params[name].detach() for name in params if name not in own}})
-    gradients = []
-    for given, mixture in ((params, Mixture()), (own, Mixture(experts=elsewhere))):
-        x_ND = tokens(20).requires_grad_()
-        y_ND = mixture_layer(MODEL, 1, given, x_ND, mixture)
-        gradients.append(torch.autograd.grad(y_ND.square().sum(), [x_ND, params[GATE]]))
-    for one, other in zip(*gradients, strict=True):
-        assert one.any()
-        torch.testing.assert_close(one, other)
-
-
-def test_matrices_of_some_experts_come_in_the_order_asked_for() -> None:
-    params = params_of()
-    w1, w2, w3 = expert_matrices(MODEL, params, 1, [3, 1])
-    assert w1[1] is params[expert_name(MODEL, 1, 1, "w1")]
-    assert w2[0] is params[expert_name(MODEL, 1, 3, "w2")]
-    assert w3[0] is params[expert_name(MODEL, 1, 3, "w3")]
+# --- what is counted ---
 
 
 def test_loads_are_totals_by_layer_and_a_reading_stays_what_it_was() -> None:
-    loads = ExpertLoads(E)
+    loads = ExpertLoads()
     mixture = Mixture(loads=loads)
     mixture_layer(MODEL, 1, params_of(), tokens(20), mixture)
     first = loads.totals()

@@ -25,7 +25,7 @@ def made(monkeypatch):
         spec = msgspec.structs.replace(SPEC, model=msgspec.structs.replace(SPEC.model, subspace=subspace))
         runtime, sent = StageRuntime(spec, first, last, corpus=None, device=META, dtype=dtype), []
         runtime.load(runtime.initial_state())
-        wire = runtime._boundary._wire
+        wire = runtime._boundary.wire
         monkeypatch.setattr(wire, "encode_activation", lambda x_BTD, _: sent.append(x_BTD.shape) or bytearray())
         monkeypatch.setattr(wire, "encode_gradient", lambda x_BTD, *_: sent.append(x_BTD.shape) or bytearray())
         received = bytearray(wire.activation_bytes + wire.targets_bytes), bytearray(wire.gradient_bytes)

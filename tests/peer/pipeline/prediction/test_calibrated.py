@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction import Calibrated
-from shoal.peer.pipeline.prediction.calibrated import GAIN_MAX
+from shoal.peer.pipeline.prediction.calibrated import GAIN_MAX, Calibrated
 
 N = 8
 GRADIENT_N = torch.tensor([1.0, -2.0, 3.0, 0.5, -1.0, 2.0, -0.25, 4.0])

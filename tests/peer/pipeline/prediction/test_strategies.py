@@ -11,14 +11,10 @@ from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.model.state import LayerState
-from shoal.peer.pipeline.prediction import (
-    COMPENSATIONS,
-    DelayCompensation,
-    LookAhead,
-    OwnGradients,
-    SpecTrain,
-    compensation,
-)
+from shoal.peer.pipeline.prediction import COMPENSATIONS, compensation
+from shoal.peer.pipeline.prediction.compensation import OwnGradients
+from shoal.peer.pipeline.prediction.extrapolation import LookAhead, SpecTrain
+from shoal.peer.pipeline.prediction.stale import STRENGTH
 from shoal.protocol.spec import TrainingSpec
 
 N = 12
@@ -135,20 +131,16 @@ def test_looking_one_step_ahead_is_nesterovs_way(optimizer: str) -> None:
 
 def test_delay_compensation_is_its_formula() -> None:
     gradient_N, displacement_N = random(1), random(2)
-    corrected_N = DelayCompensation("sgd", strength=0.5).corrected(
-        gradient_N, displacement_N, layer_at(3, "sgd"), settings(3)
-    )
-    torch.testing.assert_close(corrected_N, gradient_N + 0.5 * gradient_N**2 * displacement_N)
+    corrected_N = compensation("dc", "sgd").corrected(gradient_N, displacement_N, layer_at(3, "sgd"), settings(3))
+    torch.testing.assert_close(corrected_N, gradient_N + STRENGTH * gradient_N**2 * displacement_N)
 
 
 def test_delay_compensation_finds_the_gradient_of_a_quadratic_whose_curvature_it_guesses() -> None:
     """Loss Σ h w² / 2: the gradient at w_t is that at ŵ plus h (w_t - ŵ), and h = λ g² if it is made so."""
     stale_N, fresh_N = random(1), random(2)
-    curvature_N = 1 / (0.5 * stale_N**2)
+    curvature_N = 1 / (STRENGTH * stale_N**2)
     gradient_N = curvature_N * stale_N
-    corrected_N = DelayCompensation("sgd", strength=0.5).corrected(
-        gradient_N, fresh_N - stale_N, layer_at(1, "sgd"), settings(1)
-    )
+    corrected_N = compensation("dc", "sgd").corrected(gradient_N, fresh_N - stale_N, layer_at(1, "sgd"), settings(1))
     torch.testing.assert_close(corrected_N, curvature_N * fresh_N)
 
 
@@ -197,6 +189,7 @@ def test_eager_members_stay_together_further_if_they_know_where_they_were(
 
 def test_the_run_spec_names_them_all_and_knows_which_run_a_forward_again() -> None:
     assert set(get_args(get_type_hints(TrainingSpec)["compensation"])) == set(COMPENSATIONS)
-    for name, strategy in COMPENSATIONS.items():
-        assert TrainingSpec(compensation=name, keep="stash").recomputes == (not strategy.stash)  # type: ignore[arg-type]
+    for name in COMPENSATIONS:
+        repeats = name in ("none", "spectrain")
+        assert TrainingSpec(compensation=name, keep="stash").recomputes == repeats  # type: ignore[arg-type]
         assert TrainingSpec(compensation=name, keep="recompute").recomputes  # type: ignore[arg-type]
