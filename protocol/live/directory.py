@@ -57,7 +57,7 @@ class LiveDirectory:
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
-        transport.on_restart(self._meet_connected)  # after the transport's own callback, which dials them
+        transport.daemon.on_restart.append(self._meet_connected)  # after the transport's own callback, which dials them
         await self._meet_connected()
         self._keeper = asyncio.create_task(self._keep_joined(), name="stay in the directory")
         return self

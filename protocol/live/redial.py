@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -184,7 +185,7 @@ class Redialer:
     async def _close(self, peer: PeerID) -> None:
         try:
             with suppress(*_FAILURES):
-                await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
+                await (await self._daemon.p2p())._client.disconnect(hivemind_id(peer))
         finally:
             task = self._closing.pop(peer, None)
             if task is not None:
@@ -345,7 +346,7 @@ class Redialer:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 client = (await self._daemon.p2p())._client
-                answer = await client.call_unary_handler(_hivemind_id(peer), self._again, b"")
+                answer = await client.call_unary_handler(hivemind_id(peer), self._again, b"")
         except (*_FAILURES, TimeoutError) as error:
             logger.debug("%s did not say whether it closes old connections: %r", peer[-8:], error)
             return
@@ -369,7 +370,7 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
     reader, writer = await p2p._client.control.daemon_connector.open_connection()
     try:
         request = p2pd_pb2.ConnectRequest(
-            peer=_hivemind_id(peer).to_bytes(),
+            peer=hivemind_id(peer).to_bytes(),
             addrs=[Multiaddr(place).to_bytes() for place in where],
             timeout=patience_s,
         )
@@ -403,7 +404,9 @@ def _has_route(place: str) -> bool:
     return True
 
 
-def _hivemind_id(peer: PeerID) -> HivemindPeerID:
+@lru_cache(maxsize=PEERS_MAX)
+def hivemind_id(peer: PeerID) -> HivemindPeerID:
+    """Return the peer's ID as hivemind writes it."""
     return HivemindPeerID.from_base58(peer)
 
 

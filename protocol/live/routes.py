@@ -137,11 +137,7 @@ class Routes:
 
     async def dial(self, peer: PeerID) -> bool:
         """Dial `peer`, once for all simultaneous callers. Return whether it is connected."""
-        task = self._dials.get(peer)
-        if task is None:
-            task = self._dials[peer] = asyncio.create_task(self._dial(peer), name=f"dial {peer[-8:]}")
-            task.add_done_callback(lambda _: self._dials.pop(peer, None))
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._dials.get(peer) or self._dial_beside(peer))
 
     async def carry(self, peer: PeerID, purpose: Purpose) -> tuple[PeerID, Streams]:
         """Have a stream put through to `peer`. Return the carrier and the stream.
@@ -237,9 +233,10 @@ class Routes:
         finally:
             self._looking = None
 
-    def _dial_beside(self, peer: PeerID) -> None:
+    def _dial_beside(self, peer: PeerID) -> asyncio.Task[bool]:
         task = self._dials[peer] = asyncio.create_task(self._dial(peer), name=f"dial {peer[-8:]}")
         task.add_done_callback(lambda _: self._dials.pop(peer, None))
+        return task
 
     def _in_order(self, peer: PeerID, connections: Mapping[PeerID, Sequence[str]]) -> list[PeerID]:
         """Return the possible carriers to `peer`, the first to ask first."""
