@@ -917,62 +917,20 @@ class Refusal(_Message, frozen=True):
     keeps_out: bool = False
 
 
+# fmt: off
 Message = (
-    Heartbeat
-    | HeartbeatReply
-    | TermRequest
-    | TermGrant
-    | PlanOffer
-    | PlanVote
-    | PlanLive
-    | ChainRequest
-    | ChainLinks
-    | Exclude
-    | Renew
-    | Renewed
-    | TransferLeadership
-    | Leave
-    | StandingRequest
-    | Standing
-    | Reset
-    | StatusRequest
-    | SwarmStatus
-    | HistoryRequest
-    | History
-    | PresenceUpdate
-    | Progress
-    | RoundStart
-    | RoundEnded
-    | Digest
-    | Attestation
-    | Claim
-    | Grant
-    | Repair
-    | Again
-    | Reject
-    | ExpertDone
-    | ValidationResult
-    | StateRequest
-    | StateOffer
-    | Keep
-    | Halt
-    | Halted
-    | Save
-    | Saved
-    | StateChunkRequest
-    | ReducedRequest
-    | TiedRequest
-    | TiedOffer
-    | InferenceRequest
-    | InferenceAnswer
-    | InferenceOutput
-    | Ping
-    | PingRequest
-    | ProbeTogether
-    | Probed
-    | Done
-    | Refusal
+    Heartbeat | HeartbeatReply | TermRequest | TermGrant | PlanOffer | PlanVote | PlanLive | ChainRequest | ChainLinks
+    | Exclude | Renew | Renewed | TransferLeadership | Leave | StandingRequest | Standing | Reset
+    | StatusRequest | SwarmStatus | HistoryRequest | History
+    | PresenceUpdate | Progress | RoundStart | RoundEnded | Digest | Attestation | Claim | Grant | Repair | Again
+    | Reject | ExpertDone | ValidationResult
+    | StateRequest | StateOffer | Keep | Halt | Halted | Save | Saved | StateChunkRequest | ReducedRequest
+    | TiedRequest | TiedOffer
+    | InferenceRequest | InferenceAnswer | InferenceOutput
+    | Ping | PingRequest | ProbeTogether | Probed | Done | Refusal
 )
+"""Every call and every answer, by conversation."""
+# fmt: on
 
 
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
@@ -1115,19 +1073,13 @@ class ProbeChunk(_Message, frozen=True):
     """Set in an answer: seconds from the last such start to the answered frame."""
 
 
+# fmt: off
 FrameMeta = (
-    Activation
-    | Gradient
-    | ExpertTokens
-    | ExpertOutput
-    | ReducePart
-    | GatherPart
-    | StateChunk
-    | ReducedChunk
-    | TiedChunk
-    | InferenceInput
-    | ProbeChunk
+    Activation | Gradient | ExpertTokens | ExpertOutput
+    | ReducePart | GatherPart | StateChunk | ReducedChunk | TiedChunk
+    | InferenceInput | ProbeChunk
 )
+# fmt: on
 
 
 # --- directory records ---
