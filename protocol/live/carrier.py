@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
@@ -176,9 +177,7 @@ class Carrier:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await end_tasks(*ways)
 
     async def _pass(
         self, carriage: _Carriage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: PeerID

@@ -27,6 +27,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon import P2PD_FILENAME
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live import daemon_words, hivemind_guard, leftovers
@@ -158,11 +159,6 @@ class Daemon:
     def is_open(self) -> bool:
         return self._p2p is not None
 
-    @property
-    def shut_out(self) -> frozenset[bytes]:
-        """Networks that are shut out: their new connections wait (`connection_limit.py`)."""
-        return self._connection_limit.shut_out
-
     def keep_out(self, address: bytes) -> None:
         """Make new connections of an address wait for a while (`connection_limit.py`)."""
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
@@ -184,10 +180,6 @@ class Daemon:
             raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
-    async def refresh(self) -> None:
-        """Ask the daemon for its visible addresses now. Call before `close`."""
-        await self._pulse()
-
     async def add_setup(self, setup: Setup) -> None:
         """Run `setup` on the daemon now and after every restart. Raises: TransportError: it is closed."""
         p2p = await self.p2p()
@@ -207,10 +199,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop the daemon; leave no process, task or socket file. Safe to call twice."""
-        tasks = [task for task in (self._watcher, self._reunion) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._watcher, self._reunion)
         self._watcher = None
         await self._connection_limit.close()
         if self._p2p is not None:
@@ -364,12 +353,13 @@ class Daemon:
                     return f"ended with status {exited.result()}"
                 if silent.done():
                     return "closed its control connection"
-                if not await self._pulse():
+                if not await self.refresh():
                     return f"did not answer for {_PULSE_TIMEOUT_S:g} s"
         finally:
             exited.cancel()
 
-    async def _pulse(self) -> bool:
+    async def refresh(self) -> bool:
+        """Ask the daemon for its visible addresses now; return whether it answers. Call before `close`."""
         try:
             async with asyncio.timeout(_PULSE_TIMEOUT_S):
                 _, visible = await self._p2p._client.identify()
@@ -445,11 +435,8 @@ async def _stop(p2p: Any) -> None:
     if control is not None:
         _fail_pending_calls(control)
         tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
-    tasks = [task for task in tasks if task is not None]
     p2p._terminate()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_tasks(*tasks)
     if p2p._child is not None:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):

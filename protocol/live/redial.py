@@ -27,6 +27,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_open, only_direct, split_address
@@ -100,10 +101,7 @@ class Redialer:
         self._is_closed = True
         for peer in tuple(self._news):
             self._tell(peer)
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._follow(0)
 
     def want(self, peers: Sequence[PeerID]) -> None:

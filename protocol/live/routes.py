@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import only_direct
@@ -178,10 +179,7 @@ class Routes:
 
     async def close(self) -> None:
         self._is_closed = True
-        tasks = [*self._finding.values(), *self._dials.values(), *filter(None, [self._looking])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._finding.values(), *self._dials.values(), self._looking)
 
     # Finding a route
 

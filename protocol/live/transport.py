@@ -16,6 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable, first_line
 from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import only_direct, split_address
@@ -256,13 +257,8 @@ class LiveTransport:
         if not self._closing:
             self._closing = True
             await self._flush()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        dials = tuple(self._dials)
-        for dial in dials:
-            dial.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await end_tasks(self._keeper)
+        await end_tasks(*self._dials)
         await self._routes.close()
         await self._carried_calls.close()
         await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
