@@ -685,8 +685,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def recomputes_by_layer(self) -> bool:
-        """True if a backward recomputes one layer at a time from the layer's input, with the forward's weights. A stage
-        with placed experts recomputes as a whole."""
+        """True if a backward recomputes layer by layer. A stage with placed experts recomputes as a whole."""
         training = self.training
         return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 

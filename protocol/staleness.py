@@ -30,8 +30,7 @@ class Price:
     at_one: float
     """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
     half_powers: int = 2
-    """Twice the power of staleness, > 0. Products and square roots give the same digits on all machines, as plans
-    need."""
+    """Twice the power of staleness, > 0: products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
     """The price with nothing of the open step seen; None: the same."""
 

@@ -21,8 +21,7 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A step and its prediction, of the rules `{name}_…` in `rules`; the device of the tensors decides which twin
-    computes. `settings` are the fields of `Hyperparameters`."""
+    """The rules `{name}_…` of `rules`, by the twin for the tensors' device. `settings`: see `Hyperparameters`."""
 
     name: str
     rules: ModuleType

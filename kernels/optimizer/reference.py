@@ -71,8 +71,7 @@ def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Te
 def sgd_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Make the weights of `sgd_step`, float32 [N], up to rounding and without its moments. They stay on this peer, so
-    fused operations are allowed."""
+    """Make the weights of `sgd_step` alone, up to rounding, with fused operations: they stay on this peer."""
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N)
     return _decayed_once(param_N, hyper).add_(change_N, alpha=-hyper.learning_rate)
 

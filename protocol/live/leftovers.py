@@ -27,8 +27,7 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store the names for the next process in this folder. Errors are only logged: a full disk must not stop a
-    daemon."""
+    """Store the names for the next process in this folder, if that is possible: a full disk stops no daemon."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )

@@ -23,8 +23,7 @@ class LinkSpec:
     jitter_s: float = 0.0
     """Longest extra delay of a message, uniform; streams keep their order."""
     loss: float = 0.0
-    """Probability per message. A lost frame arrives one round trip late (a TCP fast retransmit), maybe repeatedly; a
-    lost call never."""
+    """Probability per message. A lost frame comes a round trip late (TCP's fast retransmit) or more; a call never."""
     spikes: float = 0.0
     """Probability per message of a delay spike: a delayed call is overtaken, a delayed frame blocks its stream."""
     spike_s: float = 1.0

@@ -214,8 +214,7 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Answer a call; a repeated one (`reply` None) gets no answer, and a damaged one Unreachable: in a real
-        connection, encryption finds the damage and breaks it."""
+        """Answer a call; a repeated one (`reply` None) gets no answer, a damaged one Unreachable (`_accept_reply`)."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)
