@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import bisect
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -94,18 +93,6 @@ class _SimCompute(ABC):
         for job in self._queue:
             job.done.cancel()
         self._queue.clear()
-
-    def busy_fraction(self, from_s: float, to_s: float) -> float:
-        """Return the fraction of that span in which a job ran."""
-        if not from_s < to_s:
-            raise LocalError(f"{from_s} s to {to_s} s is no span of time")
-        busy_s = 0.0
-        first = bisect.bisect_left(self.timeline, from_s, key=lambda job: job.ended_s)
-        for job in self.timeline[first:]:
-            if job.started_s >= to_s:
-                break
-            busy_s += min(job.ended_s, to_s) - max(job.started_s, from_s)
-        return busy_s / (to_s - from_s)
 
     def _next(self) -> None:
         """Start the first job that is not cancelled. A started job runs to its end."""
