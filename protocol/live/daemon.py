@@ -18,9 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import hivemind.hivemind_cli as hivemind_cli
 from hivemind.p2p import P2P
@@ -123,8 +123,8 @@ class Daemon:
         self._p2p: Any = None
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._lock: IO[bytes] | None = None
-        self._name: socket.socket | None = None
+        self._held = ExitStack()
+        """The lock of the state folder, and this peer's name on the machine."""
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs at which others may reach us, without `/p2p/…`."""
@@ -212,15 +212,14 @@ class Daemon:
         return self._state_dir / "p2pd.key"
 
     def _take_lock(self) -> None:
-        lock = open(self._state_dir / "lock", "wb")  # noqa: SIM115 - held until close()
+        lock = self._held.enter_context((self._state_dir / "lock").open("wb"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.close()
+            self._held.close()
             raise TransportError(
                 f"another peer runs with the state folder {self._state_dir}: give each its own"
             ) from None
-        self._lock = lock
 
     async def _take_name(self) -> None:
         """Keep a copy of this peer's state folder from running on this machine: the copy has another lock file.
@@ -232,13 +231,13 @@ class Daemon:
         if sys.platform != "linux":
             return
         name = f"\0shoal/{self._identity.peer_id}"
-        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        held = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # The kernel closes a killed peer's files after its end, and its name is taken until then.
         deadline_s = time.monotonic() + 2.0
         while True:
             try:
-                self._name.bind(name)
-                self._name.listen()
+                held.bind(name)
+                held.listen()
                 return
             except OSError:
                 if time.monotonic() >= deadline_s:
@@ -251,12 +250,7 @@ class Daemon:
     def _release(self) -> None:
         leftovers.forget(self._state_dir)
         self._identity_path().unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-        if self._name is not None:
-            self._name.close()
-            self._name = None
+        self._held.close()
 
     async def _launch(self) -> None:
         await self._connection_limit.close()
