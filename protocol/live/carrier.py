@@ -78,9 +78,6 @@ class Carrier:
         self._carried: list[_Carriage] = []
         self.carried_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._carried)
-
     async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle a carry request; return when the stream is over. Never raises on network input."""
         source = PeerID(info.peer_id.to_base58())

@@ -29,9 +29,6 @@ class ReceiveQueues:
     def __init__(self) -> None:
         self._queues: dict[PeerID, ReceiveQueue] = {}
 
-    def __len__(self) -> int:
-        return len(self._queues)
-
     def attach(self, link: Link, handler: FrameHandler) -> None:
         """Use `link` as its peer's stream from now on."""
         queue = self._queues.get(link.peer)
