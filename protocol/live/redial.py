@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
@@ -38,6 +38,8 @@ from shoal.protocol.live.tcp_queues import TcpQueues, name_of
 from shoal.protocol.reconnection import DialOutcome, Reconnection, Way, goes_first
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_S: Final = 0.5
 _SHARE: Final = 0.02
@@ -176,8 +178,7 @@ class Redialer:
         self._drops[peer] = self.drops(peer) + 1
         task = self._closing.get(peer)
         if task is None:
-            task = self._closing[peer] = asyncio.create_task(self._close(peer), name=f"disconnect {peer[-8:]}")
-            self._tasks.add(task)
+            task = self._closing[peer] = self._spawn(self._close(peer), f"disconnect {peer[-8:]}")
         return task
 
     async def _close(self, peer: PeerID) -> None:
@@ -185,9 +186,7 @@ class Redialer:
             with suppress(*_FAILURES):
                 await (await self._daemon.p2p())._client.disconnect(hivemind_id(peer))
         finally:
-            task = self._closing.pop(peer, None)
-            if task is not None:
-                self._tasks.discard(task)
+            self._closing.pop(peer, None)
             self._wake.set()
 
     def _goes_first(self, peer: PeerID) -> bool:
@@ -279,14 +278,12 @@ class Redialer:
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
             return old[1]
-        task = asyncio.create_task(self._try(peer, where), name=f"dial {peer[-8:]}")
+        task = self._spawn(self._try(peer, where), f"dial {peer[-8:]}")
         self._dials[peer] = where, task
-        self._tasks.add(task)
         task.add_done_callback(lambda done: self._dial_ended(peer, done))
         return task
 
     def _dial_ended(self, peer: PeerID, task: "asyncio.Task[DialOutcome]") -> None:
-        self._tasks.discard(task)
         if peer in self._dials and self._dials[peer][1] is task:
             del self._dials[peer]
 
@@ -354,10 +351,11 @@ class Redialer:
             await self.drop(peer)
             self._dial(peer)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> None:
