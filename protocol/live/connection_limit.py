@@ -209,7 +209,8 @@ def _most(network: Network) -> int:
 def _network(words: str) -> Network:
     """Parse an address of the kernel's table, whose words have the machine's byte order."""
     raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
-    return address_and_network(ipaddress.ip_address(raw))[0]
+    mapped = ipaddress.IPv6Address(raw).ipv4_mapped if len(raw) == 16 else None
+    return mapped.packed if mapped is not None else raw[:8]
 
 
 def _shown(network: Network) -> str:
