@@ -69,6 +69,7 @@ class AboutAnswerer:
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run
+        self._wall_s = time.time
         self._shoal = importlib.metadata.version("shoal")
         self._seen_at = seen_at
         self._calling_back = 0
@@ -78,7 +79,7 @@ class AboutAnswerer:
         peer, asked = PeerID(caller.to_base58()), _asked(request)
         called_back = await self._call_back(asked.port, peer)
         is_in_run = asked.run_mark == mark_of(self._run, peer)
-        about = About(PROTOCOL_VERSION, is_in_run, self._shoal, wall_s=time.time(), called_back=called_back)
+        about = About(PROTOCOL_VERSION, is_in_run, self._shoal, wall_s=self._wall_s(), called_back=called_back)
         return msgspec.json.encode(about)
 
     async def _call_back(self, port: int, caller: PeerID) -> bool | None:
