@@ -17,14 +17,10 @@ class NumbaTwin:
 
     def __init__(self, module: str) -> None:
         self._name = module
-        self._module: ModuleType | None = None
+        self.module: ModuleType | None = None
+        """None if it is not loaded yet or unusable on this machine."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-
-    @property
-    def module(self) -> ModuleType | None:
-        """The module; None if it is not loaded yet or unusable on this machine."""
-        return self._module
 
     def start(self) -> None:
         """Start to load the module, unless that has begun."""
@@ -38,7 +34,7 @@ class NumbaTwin:
         self.start()
         assert self._thread is not None
         self._thread.join()
-        return self._module
+        return self.module
 
     def _load(self) -> None:
         try:
@@ -47,4 +43,4 @@ class NumbaTwin:
         except Exception as error:  # a compiler may raise anything, and the reference does the same work, more slowly
             logger.warning("%s stays unused, which is slower: %s", self._name, f"{error}".strip().split("\n")[0])
             return
-        self._module = module
+        self.module = module

@@ -10,8 +10,7 @@ import torch
 
 @cache
 def triton_twins(module: str) -> ModuleType | None:
-    """Import `module` and return it; None without CUDA or Triton. The import waits for the first tensor that needs it,
-    since a machine without a CUDA device needs no Triton."""
+    """Import `module`, for the first tensor that needs it, and return it; None without CUDA or Triton."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return None
     return import_module(module)

@@ -33,13 +33,10 @@ def state_body(*, era: int, version: int, root: str) -> bytes:
     return _ENCODER.encode((era, version, root))
 
 
-class Attested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """One member's signed claim that its group's layers have these digests at a version that it has committed."""
-
+class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
     era: int
     version: int
     proofs: Proofs
-    signature: bytes
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -48,15 +45,19 @@ class Attested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     @cached_property
     def body(self) -> bytes:
-        return _body(self.era, self.version, self.proofs)
+        """The bytes that its signers have signed."""
+        return state_body(era=self.era, version=self.version, root=root_of(self.proofs))
 
 
-class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
+class Attested(_Proven, frozen=True):
+    """One member's signed claim that its group's layers have these digests at a version that it has committed."""
+
+    signature: bytes
+
+
+class Certified(_Proven, frozen=True):
     """Digests of a group's layers at a version, signed by a majority of the group."""
 
-    era: int
-    version: int
-    proofs: Proofs
     signatures: tuple[tuple[int, bytes], ...] = ()
     """(position in the group's jury under the previous plan, that member's `state` statement). Empty in later plans,
     since the first plan's voters have checked the signatures."""
@@ -66,23 +67,10 @@ class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
         """(era, version); the greater is newer."""
         return self.era, self.version
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The group's layers."""
-        return tuple(key for key, _ in self.proofs)
-
     @cached_property
     def bare(self) -> "Certified":
         """This certificate without signatures."""
         return msgspec.structs.replace(self, signatures=()) if self.signatures else self
-
-    @cached_property
-    def body(self) -> bytes:
-        return _body(self.era, self.version, self.proofs)
-
-
-def _body(era: int, version: int, proofs: Proofs) -> bytes:
-    return state_body(era=era, version=version, root=root_of(proofs))
 
 
 def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:

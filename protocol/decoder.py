@@ -14,7 +14,8 @@ import msgspec
 from shoal.protocol.limits import CONTEXT_MAX, LAYERS_MAX
 
 
-def _require(condition: bool, sentence: str) -> None:
+def require(condition: bool, sentence: str) -> None:
+    """Raises: ValueError: `condition` is false; msgspec adds the path of the field."""
     if not condition:
         raise ValueError(sentence)
 
@@ -45,22 +46,22 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """yarn: the transition begins and ends at whole frequencies."""
 
     def __post_init__(self) -> None:
-        _require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
+        require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
         if self.kind != "linear":
-            _require(
+            require(
                 0 < self.original_context <= CONTEXT_MAX,
                 f"original_context must be in [1, {CONTEXT_MAX:,}], is {self.original_context}",
             )
-        _require(
+        require(
             0 < self.low_freq_factor < self.high_freq_factor < math.inf,
             f"low_freq_factor {self.low_freq_factor} must be less than high_freq_factor {self.high_freq_factor}",
         )
-        _require(
+        require(
             0 < self.beta_slow < self.beta_fast < math.inf,
             f"beta_slow {self.beta_slow} must be less than beta_fast {self.beta_fast}",
         )
         if self.attention_factor is not None:
-            _require(0 < self.attention_factor < math.inf, f"attention_factor is {self.attention_factor}")
+            require(0 < self.attention_factor < math.inf, f"attention_factor is {self.attention_factor}")
 
     @property
     def turned_factor(self) -> float:
@@ -106,17 +107,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Embeddings are multiplied by the square root of the width."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.window <= CONTEXT_MAX, f"window must be in [0, {CONTEXT_MAX:,}], is {self.window}")
+        require(0 <= self.window <= CONTEXT_MAX, f"window must be in [0, {CONTEXT_MAX:,}], is {self.window}")
         full = self.full_layers
-        _require(len(full) <= LAYERS_MAX, f"full_layers has more than {LAYERS_MAX} entries")
-        _require(list(full) == sorted(set(full)), "full_layers must be in order, each layer once")
-        _require(not full or self.window > 0, "full_layers means nothing without a window")
+        require(len(full) <= LAYERS_MAX, f"full_layers has more than {LAYERS_MAX} entries")
+        require(list(full) == sorted(set(full)), "full_layers must be in order, each layer once")
+        require(not full or self.window > 0, "full_layers means nothing without a window")
         if self.window_rope_theta is not None:
-            _require(self.window > 0, "window_rope_theta means nothing without a window")
-            _require(1 < self.window_rope_theta < math.inf, f"window_rope_theta is {self.window_rope_theta}")
-        _require(self.score_dim is None or self.score_dim > 0, f"score_dim must be positive, is {self.score_dim}")
+            require(self.window > 0, "window_rope_theta means nothing without a window")
+            require(1 < self.window_rope_theta < math.inf, f"window_rope_theta is {self.window_rope_theta}")
+        require(self.score_dim is None or self.score_dim > 0, f"score_dim must be positive, is {self.score_dim}")
         for name in ("attention_softcap", "logit_softcap"):
-            _require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative, is {getattr(self, name)}")
+            require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative, is {getattr(self, name)}")
 
 
 LLAMA: Final = DecoderSpec()

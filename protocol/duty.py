@@ -10,8 +10,7 @@ income, which slows the device for a while and never stops it. Beyond `BESIDE_MA
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Idle time that may be made up for, some steps of a small run. With more, work could fill a minute after an idle
-one."""
+"""Idle time that may be made up for, some steps of a small run. With more, work could fill whole minutes."""
 BESIDE_MAX_S: Final = 30.0
 """Debt that half of the income repays: a coordinator needs 15 to 20 s to compile and make its first search."""
 _BESIDE_PART: Final = 0.5

@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.protocol import messages
 from shoal.protocol.access import Gate, Verdict
-from shoal.protocol.envelope import Envelope, ReplayGuard
+from shoal.protocol.envelope import Envelope, ReplayGuard, decoded
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, PEERS_MAX, PLAN_WAIT_S, REFUSALS_LOGGED_S, WAITING_FOR_PLAN_MAX
@@ -44,6 +44,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _MESSAGES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
 _FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMeta)
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
+_UNKNOWN = "a message that this version does not know"
 _SHOW = "show your certificate"
 _NOT_NEW = (
     "sent an old call: another process runs from a copy of its state folder, and each machine needs a state folder of "
@@ -123,9 +124,9 @@ class Endpoint:
 
     def leave_stage(self, stage: int) -> None:
         """Remove this group's handlers: its messages are refused from now on, and its frames dropped."""
-        for handlers in (self._on_message, self._on_frame):
-            for address in [address for address in handlers if address[1] == stage]:
-                del handlers[address]
+        for table in (self._on_message, self._on_frame):
+            for address in [address for address in table if address[1] == stage]:
+                del table[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
         """Remove these handlers, but not their replacements: a registered handler keeps its owner alive."""
@@ -158,7 +159,7 @@ class Endpoint:
             request = self._seal("call", message, certificate)
             raw = await self.transport.call(peer, request, timeout_s=timeout_s)
             body = self.seals.unseal(raw, "reply", run=self.run, source=peer).body
-            reply: msgspec.Struct = _decode(_MESSAGES, body, peer)
+            reply: msgspec.Struct = decoded(_MESSAGES, body, peer, _UNKNOWN)
             if not isinstance(reply, messages.Refusal) or not reply.keeps_out:
                 break
         if len(self._knows_us) >= PEERS_MAX:
@@ -197,9 +198,7 @@ class Endpoint:
         return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
-        if isinstance(message, messages.EraMessage) and not (
-            message.era == self.era and message.revision == self.revision
-        ):
+        if isinstance(message, messages.EraMessage) and (message.era, message.revision) != (self.era, self.revision):
             return msgspec.structs.replace(message, era=self.era, revision=self.revision)
         return message
 
@@ -236,7 +235,7 @@ class Endpoint:
         if not self._guard.accept(source, envelope.sequence):
             raise RemoteError(source, _NOT_NEW)
         self.on_heard(source)
-        return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
+        return await self._dispatch(source, decoded(_MESSAGES, envelope.body, source, _UNKNOWN))
 
     def _log_refused(self, error: RemoteError) -> None:
         """Log at most one line per `REFUSALS_LOGGED_S`, so that a member's rubbish cannot fill the disk."""
@@ -245,11 +244,11 @@ class Endpoint:
             logger.warning("refused a call: %s", error)
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
-    async def _wait_for_plan(self, source: PeerID, kind: type) -> Verdict:
-        """Return the verdict under a plan that arrives within `PLAN_WAIT_S`; WAIT if none settles it."""
-        verdict = Verdict.WAIT
-        if not self._may_wait(source):
-            return verdict
+    async def _is_allowed(self, source: PeerID, kind: type) -> bool:
+        """True if `source` may send us a message of `kind`, perhaps by a plan that arrives within `PLAN_WAIT_S`."""
+        verdict = self.gate.verdict(source, kind)
+        if verdict is not Verdict.WAIT or not self._may_wait(source):
+            return verdict is Verdict.ALLOWED
         self._waiting[source] += 1
         try:
             with suppress(TimeoutError):
@@ -260,16 +259,13 @@ class Endpoint:
             self._waiting[source] -= 1
             if not self._waiting[source]:
                 del self._waiting[source]
-        return verdict
+        return verdict is Verdict.ALLOWED
 
     def _may_wait(self, source: PeerID) -> bool:
         return self._waiting[source] < _WAITING_OF_ONE_MAX and self._waiting.total() < WAITING_FOR_PLAN_MAX
 
     async def _dispatch(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
-        verdict = self.gate.verdict(source, type(message))
-        if verdict is Verdict.WAIT:
-            verdict = await self._wait_for_plan(source, type(message))
-        if verdict is not Verdict.ALLOWED:
+        if not await self._is_allowed(source, type(message)):
             return messages.Refusal(reason=f"a {type(message).__name__} is not yours to send here")
         handler = _handler(self._on_message, message)
         if handler is None:
@@ -287,19 +283,16 @@ class Endpoint:
         if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "sent a frame, which only members may")
         self.on_heard(source)
-        header = _decode(_FRAMES, meta, source)
-        verdict = self.gate.verdict(source, type(header))
-        if verdict is Verdict.WAIT:
-            verdict = await self._wait_for_plan(source, type(header))
-        if verdict is not Verdict.ALLOWED:
-            logger.debug("dropped a %s frame of %s: its sender may not send it", type(header).__name__, source[-8:])
+        header = decoded(_FRAMES, meta, source, _UNKNOWN)
+        kind = type(header).__name__
+        if not await self._is_allowed(source, type(header)):
+            logger.debug("dropped a %s frame of %s: its sender may not send it", kind, source[-8:])
             return
         handler = _handler(self._on_frame, header)
         if handler is None:
-            logger.debug("dropped a %s frame from %s: no handler", type(header).__name__, source[-8:])
+            logger.debug("dropped a %s frame from %s: no handler", kind, source[-8:])
             return
         if isinstance(header, messages.EraMessage) and (header.era != self.era or header.revision != self.revision):
-            kind = type(header).__name__
             logger.debug("dropped a %s frame of era %d and revision %d", kind, header.era, header.revision)
             return
         await handler(source, header, payload)
@@ -323,11 +316,4 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
 def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
     """Decode a record, cached: most records are unchanged at the next reading."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
-    return envelope, _decode(_RECORDS, envelope.body, source)
-
-
-def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"sent a message that this version does not know ({error})") from error
+    return envelope, decoded(_RECORDS, envelope.body, source, _UNKNOWN)

@@ -7,7 +7,7 @@ also cover a domain tag ("call", "record", "plan", ...), so that bytes made for 
 """
 
 from collections import OrderedDict
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_digest
@@ -16,6 +16,8 @@ from shoal.protocol.depth import TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID, verify
 from shoal.protocol.limits import CONTROL_BYTES_MAX, REPLAY_WINDOW
+
+T = TypeVar("T")
 
 Domain = Literal["call", "reply", "record", "plan", "mandate", "hello"]
 _DIRECT: Final = frozenset({"call", "reply"})
@@ -68,9 +70,9 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
         raise RemoteError(source, f"sent {len(data)} bytes where {CONTROL_BYTES_MAX} are the limit")
     try:
         check_depth(data)
-        envelope = _DECODER.decode(data)
+        envelope = decoded(_DECODER, data, source, "an unreadable message")
         check_depth(envelope.body)
-    except (TooDeep, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except TooDeep as error:
         raise RemoteError(source, f"sent an unreadable message ({error})") from error
     if envelope.run != run:
         raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
@@ -86,12 +88,19 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
     return envelope
 
 
+def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, what: str) -> T:
+    """Decode data of `source`. Raises: RemoteError: it is `what`, such as "an unreadable plan"."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteError(source, f"sent {what} ({error})") from error
+
+
 class ReplayGuard:
     """Accepts each sequence of a sender once, in any order within `REPLAY_WINDOW` of the sender's highest."""
 
-    def __init__(self, senders_max: int = 4096) -> None:
+    def __init__(self) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()
-        self._senders_max = senders_max
 
     def accept(self, sender: PeerID, sequence: int) -> bool:
         highest, recent = self._seen.pop(sender, (-1, set()))
@@ -103,6 +112,6 @@ class ReplayGuard:
                 if len(recent) > 2 * REPLAY_WINDOW:
                     recent = {s for s in recent if s > highest - REPLAY_WINDOW}
         self._seen[sender] = (highest, recent)
-        if len(self._seen) > self._senders_max:
+        if len(self._seen) > 4096:
             self._seen.popitem(last=False)
         return fresh

@@ -58,3 +58,8 @@ class Refused(ShoalError):
         super().__init__(f"peer {peer_id[-8:]} refused: {reason}")
         self.peer_id = peer_id
         self.reason = reason
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, for a sentence of at most 120 letters; its repr if it has none."""
+    return (str(error).splitlines() or [""])[0][:120] or repr(error)

@@ -42,7 +42,8 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     @property
     def body(self) -> bytes:
         """The bytes that are signed."""
-        return exclusion_body(self)
+        terms = (self.invites, self.readmitted, self.number)
+        return _ENCODER.encode((self.base, self.keys, *terms) if any(terms) else (self.base, self.keys))
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
@@ -50,11 +51,6 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Exclusion)
-
-
-def exclusion_body(order: Exclusion) -> bytes:
-    terms = (order.invites, order.readmitted, order.number)
-    return _ENCODER.encode((order.base, order.keys, *terms) if any(terms) else (order.base, order.keys))
 
 
 def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Exclusion:

@@ -125,8 +125,7 @@ class Holding(_Part, frozen=True):
 
 
 class PaceMark(_Part, frozen=True, array_like=True):
-    """A point of the run's progress (`coordinator.token_rate`): all steps up to `step` were committed `age_s` ago.
-    `num_steps` and `tokens` count from the previous mark."""
+    """All steps up to `step` were committed `age_s` ago; `num_steps` and `tokens` count from the previous mark."""
 
     era: int
     step: int
@@ -151,8 +150,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     synced: bool
     """The sender holds its stage's state and takes traffic."""
     light: tuple[int, int] | None = None
-    """Set for a learner, which trains with its stage's weights while the state downloads: (layers with state, layers of
-    the stage, embedding and head included)."""
+    """Set for a learner, which trains while the state downloads: (layers with state, all layers of its stage)."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -170,8 +168,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of all expert state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each expert since it took its place; empty if none are
-    placed."""
+    """Tokens that the sender's microbatches have sent to each placed expert since it took its place."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -231,8 +228,7 @@ class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
     """The coordinator's signature that the sender is its successor, so that members that still hear the coordinator
     need not wait for its silence; empty: none."""
     prevote: bool = False
-    """A pre-vote: the receiver says if it would grant the term, and promises nothing. So a peer that only lost its own
-    way to the coordinator uses up no term."""
+    """The receiver says if it would grant the term, and promises nothing: a peer that lost its way uses up no term."""
 
 
 class TermGrant(_Message, frozen=True):
@@ -568,8 +564,7 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename={"learner": "light"}):
-    """The sender's presence, sent to its group and both neighbouring stages when it changes. The answer is a
-    PresenceUpdate."""
+    """Sent to the sender's group and both neighbouring stages when it changes. The answer is a PresenceUpdate."""
 
     incarnation: int
     """Grows with every start of the sender's process and every stage that it enters: earlier state is gone."""
@@ -716,8 +711,7 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "agai
     step: int
     index: int
     experts: tuple[tuple[int, int], ...]
-    """(expert, number of layers with a backward). An expert without tokens has 0, and counts the microbatch all the
-    same: every expert counts every microbatch of a step once."""
+    """(expert, number of layers with a backward); 0: without tokens. Every expert counts every microbatch once."""
     retried: bool
     """The microbatch may have come before, maybe to another holder: keep its contribution separate."""
 
@@ -920,62 +914,20 @@ class Refusal(_Message, frozen=True):
     keeps_out: bool = False
 
 
+# fmt: off
 Message = (
-    Heartbeat
-    | HeartbeatReply
-    | TermRequest
-    | TermGrant
-    | PlanOffer
-    | PlanVote
-    | PlanLive
-    | ChainRequest
-    | ChainLinks
-    | Exclude
-    | Renew
-    | Renewed
-    | TransferLeadership
-    | Leave
-    | StandingRequest
-    | Standing
-    | Reset
-    | StatusRequest
-    | SwarmStatus
-    | HistoryRequest
-    | History
-    | PresenceUpdate
-    | Progress
-    | RoundStart
-    | RoundEnded
-    | Digest
-    | Attestation
-    | Claim
-    | Grant
-    | Repair
-    | Again
-    | Reject
-    | ExpertDone
-    | ValidationResult
-    | StateRequest
-    | StateOffer
-    | Keep
-    | Halt
-    | Halted
-    | Save
-    | Saved
-    | StateChunkRequest
-    | ReducedRequest
-    | TiedRequest
-    | TiedOffer
-    | InferenceRequest
-    | InferenceAnswer
-    | InferenceOutput
-    | Ping
-    | PingRequest
-    | ProbeTogether
-    | Probed
-    | Done
-    | Refusal
+    Heartbeat | HeartbeatReply | TermRequest | TermGrant | PlanOffer | PlanVote | PlanLive | ChainRequest | ChainLinks
+    | Exclude | Renew | Renewed | TransferLeadership | Leave | StandingRequest | Standing | Reset
+    | StatusRequest | SwarmStatus | HistoryRequest | History
+    | PresenceUpdate | Progress | RoundStart | RoundEnded | Digest | Attestation | Claim | Grant | Repair | Again
+    | Reject | ExpertDone | ValidationResult
+    | StateRequest | StateOffer | Keep | Halt | Halted | Save | Saved | StateChunkRequest | ReducedRequest
+    | TiedRequest | TiedOffer
+    | InferenceRequest | InferenceAnswer | InferenceOutput
+    | Ping | PingRequest | ProbeTogether | Probed | Done | Refusal
 )
+"""Every call and every answer, by conversation."""
+# fmt: on
 
 
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
@@ -1075,8 +1027,8 @@ class GatherPart(EraMessage, frozen=True):
 
 
 class StateChunk(EraMessage, frozen=True, kw_only=True):
-    """Elements [start, start + n) of one tensor of one layer at `version`, in fp32; a gradient in its wire format, and
-    parameters alone (`stored_era` -3) in bf16."""
+    """Elements [start, start + n) of a layer's tensor, in fp32; a gradient in its wire format, light parameters in
+    bf16."""
 
     stored_era: int = -1
 
@@ -1118,19 +1070,13 @@ class ProbeChunk(_Message, frozen=True):
     """Set in an answer: seconds from the last such start to the answered frame."""
 
 
+# fmt: off
 FrameMeta = (
-    Activation
-    | Gradient
-    | ExpertTokens
-    | ExpertOutput
-    | ReducePart
-    | GatherPart
-    | StateChunk
-    | ReducedChunk
-    | TiedChunk
-    | InferenceInput
-    | ProbeChunk
+    Activation | Gradient | ExpertTokens | ExpertOutput
+    | ReducePart | GatherPart | StateChunk | ReducedChunk | TiedChunk
+    | InferenceInput | ProbeChunk
 )
+# fmt: on
 
 
 # --- directory records ---

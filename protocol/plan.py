@@ -15,7 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from shoal.protocol.certificate import Certified
-from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.envelope import decoded, seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import (
@@ -334,10 +334,7 @@ _LINK_DECODER = msgspec.msgpack.Decoder(_Link)
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
     """Return (the plan's envelope, its proof), both unchecked. Raises: RemoteError: unreadable."""
-    try:
-        link = _LINK_DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"sent an unreadable link of the chain ({error})") from error
+    link = decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
     return link.envelope, link.proof
 
 
@@ -347,13 +344,17 @@ def vote_body(ballot: int, digest: str) -> bytes:
 
 
 def plan_digest(plan: Plan) -> str:
-    return blake3(_ENCODER.encode(plan)).hexdigest(length=16)
+    return _digest(_ENCODER.encode(plan))
+
+
+def _digest(body: bytes) -> str:
+    return blake3(body).hexdigest(length=16)
 
 
 def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
     body = _ENCODER.encode(plan)
     envelope = seal(identity, "plan", run=plan.run, term=plan.term, sequence=plan.sequence, body=body)
-    return SignedPlan(plan, envelope, blake3(body).hexdigest(length=16))
+    return SignedPlan(plan, envelope, _digest(body))
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -395,10 +396,7 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
-    try:
-        mandate = _MANDATE_DECODER.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"sent an unreadable mandate ({error})") from error
+    mandate = decoded(_MANDATE_DECODER, envelope.body, source, "an unreadable mandate")
     if not 0 < mandate.override_epoch <= OVERRIDE_EPOCH_MAX:
         raise RemoteError(source, f"sent a mandate of reign {mandate.override_epoch}")
     return mandate
@@ -432,43 +430,43 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: Pl
         that `owner` did not sign for it.
     """
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
-    try:
-        plan = _DECODER.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"sent an unreadable plan ({error})") from error
+    plan = decoded(_DECODER, envelope.body, source, "an unreadable plan")
     if plan.coordinator != envelope.sender or plan.run != run or plan.order != (envelope.term, envelope.sequence):
         raise RemoteError(source, "sent a plan that its signer's envelope contradicts")
-    flaw = plan_flaw(plan, shape)
-    if flaw:
+    if flaw := plan_flaw(plan, shape):
         raise RemoteError(source, f"sent an impossible plan: {flaw}")
-    if plan.mandate:
-        flaw = open_mandate(plan.mandate, run=run, owner=owner, source=source).flaw(plan)
-        if flaw:
-            raise RemoteError(source, f"sent a plan that {flaw}")
-    return SignedPlan(plan, data, blake3(envelope.body).hexdigest(length=16))
+    if plan.mandate and (flaw := open_mandate(plan.mandate, run=run, owner=owner, source=source).flaw(plan)):
+        raise RemoteError(source, f"sent a plan that {flaw}")
+    return SignedPlan(plan, data, _digest(envelope.body))
 
 
 def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     """Return why the plan is impossible, or None. A plan without a flaw is safe to obey, whatever its numbers are."""
-    flaw = _numbers_flaw(plan)
-    if flaw:
-        return flaw
+    return (
+        _numbers_flaw(plan)
+        or _peers_flaw(plan)
+        or _stages_flaw(plan.stages, plan.sequence, shape)
+        or _next_layout_flaw(plan, shape)
+        or _roll_flaw(plan)
+        or _foreseen_flaw(plan.foreseen, len(plan.stages))
+        or _formats_flaw(plan.formats, len(plan.stages), shape)
+        or _exclusions_flaw(plan)
+        or _experts_flaw(plan, shape.num_experts)
+    )
+
+
+def _peers_flaw(plan: Plan) -> str | None:
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
         return "it names a peer twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
         return "it names a member by an ID that is too long, or empty"
-    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _next_layout_flaw(plan, shape) or _roll_flaw(plan)
-    if flaw:
-        return flaw
-    flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
-    if flaw:
-        return flaw
-    flaw = _formats_flaw(plan.formats, len(plan.stages), shape)
-    if flaw:
-        return flaw
+    return None
+
+
+def _exclusions_flaw(plan: Plan) -> str | None:
     if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
         return f"{len(plan.exclusions)} exclusions, or too long ones"
-    return _experts_flaw(plan, shape.num_experts)
+    return None
 
 
 def _formats_flaw(formats: Formats | None, num_stages: int, shape: PlanShape) -> str | None:
@@ -509,8 +507,7 @@ def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> 
     for index, stage in enumerate(stages):
         if stage.first_layer != at or stage.last_layer <= at:
             return f"stage {index} does not begin where the one before ends"
-        flaw = _members_flaw(stage.members, sequence)
-        if flaw:
+        if flaw := _members_flaw(stage.members, sequence):
             return f"stage {index} {flaw}"
         at = stage.last_layer
     return f"it covers {at} of {shape.num_layers} layers" if at != shape.num_layers else None
@@ -559,8 +556,7 @@ def _experts_flaw(plan: Plan, num_experts: int) -> str | None:
     for number, entry in enumerate(plan.experts):
         if (entry.stage, entry.expert) != divmod(number, plan.num_experts):
             return f"expert {entry.expert} of stage {entry.stage} is not in its place"
-        flaw = _members_flaw(entry.members, plan.sequence)
-        if flaw:
+        if flaw := _members_flaw(entry.members, plan.sequence):
             return f"expert {entry.expert} of stage {entry.stage} {flaw}"
         if len(set(entry.peers)) != len(entry.peers) or not all(plan.has(peer) for peer in entry.peers):
             return f"expert {entry.expert} of stage {entry.stage} is held by a peer twice, or by one that is no member"

@@ -285,6 +285,6 @@ class Reconnection:
 
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
-    """Return True if we dial when both ends miss the other: the end that cannot be dialled from anywhere does (`ours`,
-    `theirs`: can be), else the lower PeerID."""
+    """Return True if we dial when both ends miss the other: the one end that cannot be dialled (`ours`, `theirs`: can
+    be), else the lower PeerID."""
     return theirs if ours != theirs else me < peer

@@ -86,8 +86,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: a later step's microbatch may begin below this many in flight, as a multiple of an empty pipeline's
-    contents."""
+    """g: microbatches in flight below which one of a later step may begin, in contents of an empty pipeline."""
     step_s: float
     staleness_steps: float
 

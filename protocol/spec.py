@@ -15,7 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from shoal.protocol.complaint import complaint
-from shoal.protocol.decoder import LLAMA, DecoderSpec, family_of
+from shoal.protocol.decoder import LLAMA, DecoderSpec, family_of, require
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import (
@@ -54,17 +54,12 @@ _LABEL_BYTES = 4
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the TOML file. Checks raise ValueError; msgspec adds the path of the field."""
-
-
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
+    """A table of the TOML file."""
 
 
 def _check_decay(schedule: str, decay_steps: int | None) -> None:
-    _require(decay_steps is None or decay_steps > 0, f"decay_steps must be positive, is {decay_steps}")
-    _require(
+    require(decay_steps is None or decay_steps > 0, f"decay_steps must be positive, is {decay_steps}")
+    require(
         decay_steps is None or schedule == "wsd", f'decay_steps means nothing with schedule "{schedule}": say "wsd"'
     )
 
@@ -112,23 +107,23 @@ class ModelSpec(_Section, frozen=True):
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
             value = getattr(self, name)
-            _require(value > 0, f"{name} must be positive, is {value}")
-            _require(value <= most, f"{name} is at most {most:,}, and is {value}")
-        _require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
-        _require(self.head_dim > 0, f"head_size must be positive, is {self.head_dim}")
-        _require(
+            require(value > 0, f"{name} must be positive, is {value}")
+            require(value <= most, f"{name} is at most {most:,}, and is {value}")
+        require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
+        require(self.head_dim > 0, f"head_size must be positive, is {self.head_dim}")
+        require(
             self.num_heads * self.head_dim <= FFN_DIM_MAX,
             f"num_heads x head_size is at most {FFN_DIM_MAX:,}, and is {self.num_heads * self.head_dim:,}",
         )
-        _require(self.head_dim % 2 == 0, f"head size {self.head_dim} is odd")
-        _require(
+        require(self.head_dim % 2 == 0, f"head size {self.head_dim} is odd")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
-        _require(1 < self.rope_theta < math.inf, f"rope_theta must be more than 1, is {self.rope_theta}")
-        _require(0 < self.norm_eps < math.inf, f"norm_eps must be positive, is {self.norm_eps}")
+        require(1 < self.rope_theta < math.inf, f"rope_theta must be more than 1, is {self.rope_theta}")
+        require(0 < self.norm_eps < math.inf, f"norm_eps must be positive, is {self.norm_eps}")
         beyond = [layer for layer in self.decoder.full_layers if not 0 <= layer < self.num_layers]
-        _require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
+        require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
         self._check_experts()
         self._check_subspace()
         _ = self.family  # raises if no family fits
@@ -136,28 +131,28 @@ class ModelSpec(_Section, frozen=True):
     def _check_experts(self) -> None:
         if self.num_experts == 0:
             for name, default in _OF_EXPERTS.items():
-                _require(
+                require(
                     getattr(self, name) == default,
                     f"{name} means nothing in a dense model: num_experts is 0 or missing",
                 )
             return
-        _require(
+        require(
             0 < self.num_experts <= EXPERTS_MAX, f"num_experts must be in [0, {EXPERTS_MAX}], is {self.num_experts}"
         )
-        _require(
+        require(
             0 < self.experts_per_token <= self.num_experts,
             f"experts_per_token must be in [1, num_experts {self.num_experts}], is {self.experts_per_token}",
         )
-        _require(self.router_aux_loss >= 0, f"router_aux_loss must not be negative, is {self.router_aux_loss}")
+        require(self.router_aux_loss >= 0, f"router_aux_loss must not be negative, is {self.router_aux_loss}")
 
     def _check_subspace(self) -> None:
         if self.subspace == 0:
             return
-        _require(
+        require(
             0 < self.subspace < self.dim,
             f"subspace must be in [1, {self.dim - 1}], less than dim, or 0 for none; it is {self.subspace}",
         )
-        _require(
+        require(
             not self.tied,
             "subspace means that the embedding has fewer numbers than the head, so they cannot be tied: "
             "leave subspace or tied out",
@@ -170,7 +165,7 @@ class ModelSpec(_Section, frozen=True):
             "scale_embedding": decoder.scale_embedding,
         }
         found = [name for name, leaves in leaving.items() if leaves]
-        _require(
+        require(
             not found,
             f"subspace is for layers that add only matrix products to the residual stream, as Llama's and Qwen's do: "
             f"decoder.{found[0] if found else ''} adds more. Leave one of them out",
@@ -239,9 +234,9 @@ class SourceSpec(_Section, frozen=True):
     tokens_max: int = 0
 
     def __post_init__(self) -> None:
-        _require(bool(self.source) and bool(self.field), "source and field must not be empty")
-        _require(0 < self.weight < math.inf, f"weight must be positive, is {self.weight}")
-        _require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
+        require(bool(self.source) and bool(self.field), "source and field must not be empty")
+        require(0 < self.weight < math.inf, f"weight must be positive, is {self.weight}")
+        require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
 
 
 class DataSpec(_Section, frozen=True):
@@ -276,14 +271,14 @@ class DataSpec(_Section, frozen=True):
     """Several sources; the single source's fields are then left out."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.source), "source is empty")
-        _require(len(self.sources) <= SOURCES_MAX, f"there are at most {SOURCES_MAX} sources, not {len(self.sources)}")
+        require(bool(self.source), "source is empty")
+        require(len(self.sources) <= SOURCES_MAX, f"there are at most {SOURCES_MAX} sources, not {len(self.sources)}")
         for name in _OF_ONE_SOURCE if self.sources else ():
             default = next(field.default for field in msgspec.structs.fields(DataSpec) if field.name == name)
-            _require(getattr(self, name) == default, f"{name} means nothing beside sources: say it there")
-        _require(bool(self.field) and bool(self.tokenizer), "field and tokenizer must not be empty")
-        _require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
-        _require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
+            require(getattr(self, name) == default, f"{name} means nothing beside sources: say it there")
+        require(bool(self.field) and bool(self.tokenizer), "field and tokenizer must not be empty")
+        require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
+        require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
 
     @property
     def has_chats(self) -> bool:
@@ -340,12 +335,6 @@ SOURCES_MAX = 16
 BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
 """Fields that each of several sources sets for itself."""
-_DATA = DataSpec()
-_LATER_OF_DATA = (
-    *("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest"),
-    *("format", "document_masks", "sources"),
-)
-"""Fields that are left out of the bytes at their defaults, since the first specs did not have them."""
 
 
 class OptimizerSpec(_Section, frozen=True):
@@ -376,12 +365,12 @@ class OptimizerSpec(_Section, frozen=True):
     """Gradient norm bound of each layer; with experts, of each expert and of the rest of the layer. 0: no clipping."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
-        _require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 must be in [0, 1)")
-        _require(self.epsilon > 0, "epsilon must be positive")
-        _require(self.weight_decay >= 0 and self.clip_norm >= 0, "weight_decay and clip_norm must not be negative")
-        _require(self.warmup_steps >= 0, "warmup_steps must not be negative")
-        _require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
+        require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
+        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 must be in [0, 1)")
+        require(self.epsilon > 0, "epsilon must be positive")
+        require(self.weight_decay >= 0 and self.clip_norm >= 0, "weight_decay and clip_norm must not be negative")
+        require(self.warmup_steps >= 0, "warmup_steps must not be negative")
+        require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
         _check_decay(self.schedule, self.decay_steps)
 
 
@@ -420,15 +409,15 @@ class TrainingSpec(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         for name in ("steps", "microbatches_per_step", "microbatch_size", "validation_microbatches"):
-            _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
+            require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
         for name in ("microbatches_per_step", "validation_microbatches"):
-            _require(getattr(self, name) <= MICROBATCHES_PER_STEP_MAX, f"{name} is at most {MICROBATCHES_PER_STEP_MAX}")
-        _require(self.steps <= STEPS_MAX, f"steps is at most {STEPS_MAX:,}, and is {self.steps}")
-        _require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
-        _require((self.synchronous_steps or 0) >= 0, f"synchronous_steps is negative: {self.synchronous_steps}")
-        _require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
-        _require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
-        _require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
+            require(getattr(self, name) <= MICROBATCHES_PER_STEP_MAX, f"{name} is at most {MICROBATCHES_PER_STEP_MAX}")
+        require(self.steps <= STEPS_MAX, f"steps is at most {STEPS_MAX:,}, and is {self.steps}")
+        require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
+        require((self.synchronous_steps or 0) >= 0, f"synchronous_steps is negative: {self.synchronous_steps}")
+        require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
+        require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
+        require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
 
     @property
     def recomputes(self) -> bool:
@@ -471,23 +460,23 @@ class SwarmSpec(_Section, frozen=True):
     invites. "members": every vote counts the same."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.stages == AUTO_STAGES or 0 < self.stages <= STAGES_MAX,
             f'stages must be "{AUTO_STAGES}" or in [1, {STAGES_MAX}], is {self.stages}',
         )
-        _require(self.min_peers > 0, f"min_peers must be positive, is {self.min_peers}")
+        require(self.min_peers > 0, f"min_peers must be positive, is {self.min_peers}")
         for name, most in (("min_peers", PEERS_MAX), ("expert_slots", EXPERTS_MAX), ("expert_replicas", PEERS_MAX)):
             value = getattr(self, name)
-            _require(value <= most, f"{name} is at most {most}, and is {value}")
-        _require(self.heartbeat_s > 0, "heartbeat_s must be positive")
-        _require(
+            require(value <= most, f"{name} is at most {most}, and is {value}")
+        require(self.heartbeat_s > 0, "heartbeat_s must be positive")
+        require(
             self.term_s >= TERM_HEARTBEATS_MIN * self.heartbeat_s,
             f"term_s must be at least {TERM_HEARTBEATS_MIN} heartbeats, is {self.term_s / self.heartbeat_s:.3g}",
         )
-        _require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
-        _require(self.snapshot_interval_s >= 0, "snapshot_interval_s must not be negative")
-        _require(self.expert_slots >= 0, "expert_slots must not be negative")
-        _require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
+        require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
+        require(self.snapshot_interval_s >= 0, "snapshot_interval_s must not be negative")
+        require(self.expert_slots >= 0, "expert_slots must not be negative")
+        require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
 
     @property
     def stages_max(self) -> int | None:
@@ -498,9 +487,6 @@ class SwarmSpec(_Section, frozen=True):
         """Return the number of stages for so many peers; None: the best number, at most one a peer."""
         stages = self.stages_max
         return stages if stages is not None and stages <= num_peers else None
-
-
-_SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
@@ -551,10 +537,10 @@ class InitialSpec(_Section, frozen=True):
     """The model's licence, from its card: `apache-2.0`."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.source) == bool(self.digests), "source and digests come together")
+        require(bool(self.source) == bool(self.digests), "source and digests come together")
         for name in ("name", "licence"):
             value = getattr(self, name)
-            _require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
+            require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
 
 
 class AdapterSpec(_Section, frozen=True):
@@ -580,12 +566,12 @@ class AdapterSpec(_Section, frozen=True):
     decoder layers' matrices, "int8" in embedding and head. Norms and biases are bf16 at least."""
 
     def __post_init__(self) -> None:
-        _require(self.rank > 0, f"rank must be positive, is {self.rank}")
-        _require(0 < self.alpha < math.inf, f"alpha must be positive, is {self.alpha}")
-        _require(bool(self.targets), "targets is empty: name the matrices that get an adapter, or leave the line out")
+        require(self.rank > 0, f"rank must be positive, is {self.rank}")
+        require(0 < self.alpha < math.inf, f"alpha must be positive, is {self.alpha}")
+        require(bool(self.targets), "targets is empty: name the matrices that get an adapter, or leave the line out")
         unknown = [name for name in self.targets if name not in ADAPTER_TARGETS]
-        _require(not unknown, f"targets has {unknown[:1]}: a decoder layer has {', '.join(ADAPTER_TARGETS)}")
-        _require(len(set(self.targets)) == len(self.targets), "targets names a matrix twice")
+        require(not unknown, f"targets has {unknown[:1]}: a decoder layer has {', '.join(ADAPTER_TARGETS)}")
+        require(len(set(self.targets)) == len(self.targets), "targets names a matrix twice")
 
     @property
     def scale(self) -> float:
@@ -609,7 +595,7 @@ class ContinuedSpec(_Section, frozen=True):
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _require(0 <= self.at <= self.steps, f"at must be in [0, steps {self.steps}], is {self.at}")
+        require(0 <= self.at <= self.steps, f"at must be in [0, steps {self.steps}], is {self.at}")
         _check_decay(self.schedule, self.decay_steps)
 
 
@@ -637,36 +623,36 @@ class RunSpec(_Section, frozen=True):
     """The run's continuations, oldest first."""
 
     def __post_init__(self) -> None:
-        _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
-        _require(is_name(self.name), f"name has a control character or a line break: {self.name!r}")
-        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
-        _require(
+        require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
+        require(is_name(self.name), f"name has a control character or a line break: {self.name!r}")
+        require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
+        require(
             (self.swarm.stages_max or 1) <= self.model.num_layers,
             f"swarm.stages {self.swarm.stages} is more than model.num_layers {self.model.num_layers}: "
             "a stage has one layer at least",
         )
-        _require(
+        require(
             self.optimizer.warmup_steps <= self.training.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} is more than training.steps {self.training.steps}",
         )
-        _require(len(self.continued) <= CONTINUED_MAX, f"a run can be continued {CONTINUED_MAX} times at most")
+        require(len(self.continued) <= CONTINUED_MAX, f"a run can be continued {CONTINUED_MAX} times at most")
         begins = [part.at for part in self.continued]
-        _require(begins == sorted(begins), "continued must be in the order of its steps")
-        _require(
+        require(begins == sorted(begins), "continued must be in the order of its steps")
+        require(
             not begins or begins[-1] <= self.training.steps,
             f"the run was continued at step {max(begins, default=0)}, after training.steps {self.training.steps}",
         )
-        _require(
+        require(
             len(self.initial.digests) in (0, self.model.num_layers + 2),
             f"initial.digests has {len(self.initial.digests)} entries for {self.model.num_layers + 2} layers",
         )
-        _require(
+        require(
             not self.swarm.expert_slots or self.model.num_experts > 0,
             "swarm.expert_slots means nothing in a dense model: model.num_experts is 0 or missing",
         )
         if self.adapter is not None:
             _check_adapter(self.adapter, self.model)
-            _require(
+            require(
                 not self.swarm.expert_slots,
                 "swarm.expert_slots is for experts that train, and [adapter] freezes them: leave one of the two out",
             )
@@ -678,7 +664,7 @@ class RunSpec(_Section, frozen=True):
             # One holder may get all of a microbatch's tokens, and return them with their gradients.
             rows = 2 * tokens * self.model.experts_per_token
             frame_bytes = max(frame_bytes, tensor_bytes(self.wire.tokens, rows * self.model.dim))
-        _require(
+        require(
             frame_bytes <= FRAME_PAYLOAD_BYTES_MAX,
             f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
             f"more than the {FRAME_PAYLOAD_BYTES_MAX >> 20} MiB that fit into a frame",
@@ -699,8 +685,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def recomputes_by_layer(self) -> bool:
-        """True if a backward recomputes one layer at a time from the layer's input, with the forward's weights. A stage
-        with placed experts recomputes as a whole."""
+        """True if a backward recomputes layer by layer. A stage with placed experts recomputes as a whole."""
         training = self.training
         return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 
@@ -722,28 +707,28 @@ class RunSpec(_Section, frozen=True):
 
 
 def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
-    _require(
+    require(
         bool(adapter.targets_in(model)),
         f"adapter.targets: in a model with experts {adapter.targets[0]} belongs to the experts, which get "
         f"no adapters: name one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
     )
-    _require(
+    require(
         adapter.rank <= model.dim,
         f"adapter.rank {adapter.rank} is more than model.dim {model.dim}: it would be larger than what it adapts",
     )
 
 
 def _check_subspace_run(spec: RunSpec) -> None:
-    _require(
+    require(
         not spec.initial.digests,
         "model.subspace is for a model that begins from its seed, since the matrices of an existing model write into "
         "its whole width: leave model.subspace out",
     )
-    _require(
+    require(
         spec.adapter is None,
         "model.subspace is for a run that trains all weights, and [adapter] freezes them: leave one of the two out",
     )
-    _require(
+    require(
         not spec.swarm.expert_slots,
         "model.subspace keeps the experts of a layer together with it: leave swarm.expert_slots out",
     )
@@ -754,6 +739,20 @@ _CHANGING = {
     "optimizer": ("schedule", "decay_steps"),
     "swarm": ("min_peers",),
 }
+
+_LATER = {
+    "model": ("head_size", "decoder", "tied", "subspace"),
+    "data": (
+        *("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest"),
+        *("format", "document_masks", "sources"),
+    ),
+    "training": ("synchronous_steps", "compute"),
+    "optimizer": ("schedule", "decay_steps"),
+    "swarm": ("snapshot_interval_s", "open", "trust"),
+    "wire": ("activation_gradients",),
+}
+"""Fields that are left out of the bytes at their defaults, since the first specs did not have them."""
+_DEFAULTS = RunSpec()
 
 _REPLACED = {
     "predict": 'say compensation = "pipeoptim" instead of predict = true, "stash" instead of false',
@@ -769,49 +768,26 @@ def encode_spec(spec: RunSpec) -> bytes:
 def _tables(spec: RunSpec) -> dict[str, Any]:
     """Leave out later fields at their defaults, so that the bytes of early specs stay the same."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
+    for table, fields in _LATER.items():
+        for name in fields:
+            if getattr(getattr(spec, table), name) == getattr(getattr(_DEFAULTS, table), name):
+                del tables[table][name]
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):
             del tables["model"][name]
-    if spec.model.head_size is None:
-        del tables["model"]["head_size"]
-    if spec.model.decoder == LLAMA:
-        del tables["model"]["decoder"]
-    if not spec.model.tied:
-        del tables["model"]["tied"]
-    if not spec.model.subspace:
-        del tables["model"]["subspace"]
     if not spec.swarm.expert_slots:
         for name in ("expert_slots", "expert_replicas"):
             del tables["swarm"][name]
-    for name in _LATER_OF_DATA:
-        if getattr(spec.data, name) == getattr(_DATA, name):
-            del tables["data"][name]
-    if spec.training.synchronous_steps is None:
-        del tables["training"]["synchronous_steps"]
-    if spec.optimizer.schedule == "cosine":
-        del tables["optimizer"]["schedule"]
-    if spec.optimizer.decay_steps is None:
-        del tables["optimizer"]["decay_steps"]
-    if not spec.continued:
-        del tables["continued"]
-    if spec.swarm.snapshot_interval_s == _SWARM.snapshot_interval_s:
-        del tables["swarm"]["snapshot_interval_s"]
-    if not spec.swarm.open:
-        del tables["swarm"]["open"]
-    if spec.swarm.trust == _SWARM.trust:
-        del tables["swarm"]["trust"]
     if not spec.initial.digests:
         del tables["initial"]
     else:
         for name in ("name", "licence"):
             if not getattr(spec.initial, name):
                 del tables["initial"][name]
+    if not spec.continued:
+        del tables["continued"]
     if spec.adapter is None:
         del tables["adapter"]
-    if spec.training.compute == "auto":
-        del tables["training"]["compute"]
-    if spec.wire.activation_gradients is None:
-        del tables["wire"]["activation_gradients"]
     return tables
 
 

@@ -11,29 +11,10 @@ the stages, as in commit reports.
 The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of its own
 gradients of the open step that are back. With none, it equals `pipeoptim`; in between the price is interpolated.
 
-**The first steps.** A run that is stale from the first step pays most of the price in its first few steps: `eager` with
-two members, NAdam 8e-3, all stale, ends 0.054 nats behind synchronous training, and 0.018 behind if the first 40 steps
-are synchronous (warm-up: 20). So a run begins synchronously (`synchronous_steps`), and the prices hold for the steps
-after that. Muon needs no synchronous steps.
+A run that is stale from the first step pays most of the price in its first few steps. So a run begins synchronously
+(`synchronous_steps`), and the prices hold for the steps after that. Muon needs no synchronous steps.
 
-Source: ours, from `tests/bench/staleness`. A run's loss is converted to the number of steps that a synchronous run
-needs for it (interpolated between runs of 200, 300 and 400 steps, each with its own schedule), minus its own
-synchronous steps. 400 steps, the byte GPT, NAdam 4e-3, one seed:
-
-    synchronous                               400 steps 1.201, 300 steps 1.327, 200 steps 1.551
-    eager, two members, all stale after 40    1.209 = 394 steps
-    ... 10 of 16, half of them seeing less    1.214 = 390 steps
-    pipeoptim, all stale after 40             1.361 = 285 steps
-    none, all stale after 40                  1.395 = 270 steps
-
-Above s = 1 the form is a guess. The powers and all of Muon's prices come from runs with initial weights of 0.02
-throughout (Muon 8e-3, stale from the first step: `eager` 1.156 = 351 steps, `pipeoptim` 1.269 = 286, `none` 1.381 =
-253, synchronous 1.091). Staleness cost several times as much there as with today's weights, which fit the width
-(`shoal.peer.model.layout`), so these prices are too careful until measured again.
-
-The real drivers in eight simulated cities with 16 microbatches a step, all in flight, so that hardly anything is seen
-(NAdam 4e-3, s = 0.4), end 0.001 behind synchronous training after 400 steps and level after 1,000. There, too, the
-price is careful: `pipeoptim`'s predicts 1.12 times as many steps.
+Source: ours, from `tests/bench/staleness`; `MEASURED.md` has the figures, and says which prices are guesses.
 """
 
 import math
@@ -49,8 +30,7 @@ class Price:
     at_one: float
     """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
     half_powers: int = 2
-    """Twice the power of staleness, > 0. Products and square roots give the same digits on all machines, as plans
-    need."""
+    """Twice the power of staleness, > 0: products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
     """The price with nothing of the open step seen; None: the same."""
 

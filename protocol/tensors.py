@@ -37,8 +37,7 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> norms. `post_attention_layernorm` is after the residual sum in Llama, and within the branch in
-OLMo 2 and Gemma."""
+"""`decoder.norms` -> norms. Llama's `post_attention_layernorm` is after the residual sum, others' within the branch."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:

@@ -57,12 +57,11 @@ class Topology:
     """[N], devices of one number share one card's `up_bytes_per_s` and `down_bytes_per_s`."""
     names: tuple[str, ...]
     regions: tuple[str, ...]
-    may_feed: npt.NDArray[np.bool_]
+    may_feed: Bools
     """[N], True if the device has the run's text, so that it may hold stage 0."""
 
     def __post_init__(self) -> None:
-        flaw = _flaw(self)
-        if flaw:
+        if flaw := _flaw(self):
             raise LocalError(flaw)
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
@@ -75,19 +74,13 @@ class Topology:
     def take(self, devices: "list[int] | Ints") -> "Topology":
         """Return the topology of these devices only, in this order."""
         index = np.asarray(devices, dtype=np.int64)
-        square = np.ix_(index, index)
-        return Topology(
-            latency_s=self.latency_s[square],
-            bytes_per_s=self.bytes_per_s[square],
-            flop_per_s=self.flop_per_s[index],
-            memory_bytes=self.memory_bytes[index],
-            up_bytes_per_s=self.up_bytes_per_s[index],
-            down_bytes_per_s=self.down_bytes_per_s[index],
-            card=self.card[index],
-            names=tuple(self.names[i] for i in index),
-            regions=tuple(self.regions[i] for i in index),
-            may_feed=self.may_feed[index],
-        )
+
+        def taken(values: Any) -> Any:
+            if isinstance(values, tuple):
+                return tuple(values[i] for i in index)
+            return values[np.ix_(index, index) if values.ndim == 2 else index]
+
+        return Topology(**{name: taken(values) for name, values in vars(self).items()})
 
 
 def make_topology(
@@ -142,28 +135,23 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
         raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
         file = msgspec.json.decode(raw, type=NetworkFile)
         found = msgspec.json.decode(raw)
-        flaw = _misspelt(found)
+        if flaw := _misspelt(found):
+            raise LocalError(flaw)
+        return file.topology(), ReadNetwork(file, _notes(found, file))
     except RecursionError as error:
         raise LocalError(f"{path} is not a network: it is nested too deep") from error
     except OSError as error:
         raise LocalError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LocalError(f"{path} is not a network: {complaint(error, NetworkFile)}") from error
-    if flaw:
-        raise LocalError(f"{path} is not a network: {flaw}")
-    try:
-        return file.topology(), ReadNetwork(file, _notes(found, file))
     except LocalError as error:
         raise LocalError(f"{path} is not a network: {error}") from error
 
 
 def _misspelt(found: Any) -> str:
     """Return a complaint about a field that nearly matches one of ours; other unknown fields are for people."""
-    if flaw := misspelt(found, NetworkFile):
-        return flaw
-    if flaw := misspelt(found.get("workload"), WorkloadEntry):
-        return f"in workload {flaw}"
-    return ""
+    inner = misspelt(found.get("workload"), WorkloadEntry)
+    return misspelt(found, NetworkFile) or (f"in workload {inner}" if inner else "")
 
 
 def _notes(found: Any, file: "NetworkFile") -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
     code_TB = payload_B[tiles * SCALE_BYTES :].view(tiles, form.tile_bytes)
     for start in range(0, tiles, _CHUNK_TILES):
         stop = min(start + _CHUNK_TILES, tiles)
-        x_TE = _tiles(flat_N[start * TILE : stop * TILE])
+        x_TE = as_tiles(flat_N[start * TILE : stop * TILE])
         chance_TE = None if key is None else _chance(key, start, stop, x_N.device)
         factor_T, q_TE = _quantized(x_TE, form, chance_TE)
         scale_T[start:stop] = (factor_T.view(torch.int32) >> 16).to(torch.int16)
@@ -82,7 +82,8 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
     return x_TE.view(-1)[:numel]
 
 
-def _tiles(x_N: Tensor) -> Tensor:
+def as_tiles(x_N: Tensor) -> Tensor:
+    """View numbers as [T, E], with zeros behind the last one."""
     if x_N.numel() % TILE:
         x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % TILE))
     return x_N.view(-1, TILE)

@@ -118,8 +118,7 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: a power of 2, at least their
-    number."""
+    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: their number or more, a power of 2."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP

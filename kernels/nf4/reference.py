@@ -20,8 +20,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-TILE: Final = 64
-SCALE_BYTES: Final = 2
+from shoal.kernels.codec.formats import SCALE_BYTES, TILE, num_tiles
+from shoal.kernels.codec.reference import as_tiles
+
 TILE_BYTES: Final = TILE // 2
 LEVELS: Final = (
     -1.0,
@@ -50,10 +51,6 @@ def payload_bytes(numel: int) -> int:
     return num_tiles(numel) * (SCALE_BYTES + TILE_BYTES)
 
 
-def num_tiles(numel: int) -> int:
-    return -(-numel // TILE)
-
-
 def encode(x_N: Tensor) -> Tensor:
     """Encode a tensor in four bits a number.
 
@@ -65,7 +62,7 @@ def encode(x_N: Tensor) -> Tensor:
     scale_T, code_TB = _parts(payload_B, tiles)
     for start in range(0, tiles, _CHUNK_TILES):
         stop = min(start + _CHUNK_TILES, tiles)
-        x_TE = _tiles(flat_N[start * TILE : stop * TILE])
+        x_TE = as_tiles(flat_N[start * TILE : stop * TILE])
         factor_T = _rounded_up(x_TE.abs().amax(dim=1))
         scale_T[start:stop] = (factor_T.view(torch.int32) >> 16).to(torch.int16)
         share_TE = x_TE / torch.where(factor_T > 0, factor_T, 1.0)[:, None]
@@ -101,12 +98,6 @@ def _parts(payload_B: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     """Return views: (scales as int16 [T], codes [T, B])."""
     scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
     return scale_T, payload_B[tiles * SCALE_BYTES :].view(tiles, TILE_BYTES)
-
-
-def _tiles(x_N: Tensor) -> Tensor:
-    if x_N.numel() % TILE:
-        x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % TILE))
-    return x_N.view(-1, TILE)
 
 
 def _rounded_up(a_T: Tensor) -> Tensor:

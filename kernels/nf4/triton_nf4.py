@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.kernels.nf4.reference import SCALE_BYTES, TILE, levels_on, num_tiles
+from shoal.kernels.codec.formats import SCALE_BYTES, TILE, num_tiles
+from shoal.kernels.nf4.reference import levels_on
 
 TILES: int = 32
 _WARPS: Final = 4

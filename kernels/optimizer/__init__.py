@@ -2,33 +2,55 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import ModuleType
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer import muon, reference
 from shoal.kernels.optimizer.reference import clip
-from shoal.kernels.optimizer.rules import Matrices, NextWeights, Predict, Step
+from shoal.kernels.optimizer.rules import Hyperparameters, Matrices, State
 from shoal.kernels.triton_twins import triton_twins
 
-__all__ = ["OPTIMIZERS", "Matrices", "NextWeights", "Optimizer", "Predict", "Step", "clip"]
+__all__ = ["OPTIMIZERS", "Matrices", "Optimizer", "clip"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A step and its prediction; the device of the tensors decides which twin computes."""
+    """The rules `{name}_…` of `rules`, by the twin for the tensors' device. `settings`: see `Hyperparameters`."""
 
-    step: Step
-    weights: NextWeights
-    """The step's weights up to rounding, for use on this peer only."""
-    predict: Predict
+    name: str
+    rules: ModuleType
     moment2_of: Literal["all", "rest", "none"]
     """The elements with a second moment; "rest": those after the hidden matrices."""
+
+    def step(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> State:
+        """Make one step from version `step`. Returns: the new (param_N, moment1_N, moment2_N)."""
+        made: State = self._rule("step", param_N)(param_N, grad_N, moment1_N, moment2_N, Hyperparameters(**settings))
+        return made
+
+    def weights(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> Tensor:
+        """Make the weights of `step` up to rounding, for use on this peer only. A CPU needs no moments for that."""
+        own = getattr(self.rules, f"{self.name}_weights", None)
+        if own is None or not param_N.is_cpu:
+            return self.step(param_N, grad_N, moment1_N, moment2_N, **settings)[0]
+        made: Tensor = own(param_N, grad_N, moment1_N, moment2_N, Hyperparameters(**settings))
+        return made
+
+    def predict(
+        self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, *, staleness_steps: int, **settings: Any
+    ) -> Tensor:
+        """Estimate the weights of version `step + staleness_steps`: float32 [N]. Without staleness (>= 0), or before
+        the first step, it is `param_N` itself."""
+        hyper = Hyperparameters(**settings)
+        if staleness_steps == 0 or hyper.step == 0:
+            return param_N
+        ahead_N: Tensor = self._rule("predict", param_N)(param_N, moment1_N, moment2_N, hyper, staleness_steps)
+        return ahead_N
 
     def moment2_numel(self, numel: int, matrices: Matrices = ()) -> int:
         """Return the length of `moment2_N` for a layer of `numel` elements with these hidden matrices."""
@@ -45,46 +67,17 @@ class Optimizer:
         num_elements = self.moment2_numel(param_N.numel(), matrices)
         return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
-
-_triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
-
-
-def _by_device(name: str, function: _F) -> _F:
-    """Return `function`, with its Triton twin `name` for non-empty float32 tensors on a CUDA device."""
-
-    @wraps(function)
-    def choose(param_N: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _rule(self, what: str, param_N: Tensor) -> Callable[..., Any]:
+        """Return the rule, or its Triton twin for non-empty float32 tensors on a CUDA device."""
+        name = f"{self.name}_{what}"
         fits = param_N.is_cuda and param_N.dtype == torch.float32 and param_N.numel() > 0
-        twin = getattr(_triton(), name, function) if fits else function
-        return twin(param_N, *args, **kwargs)
-
-    return cast(_F, choose)
-
-
-def _next_weights(name: str, rules: ModuleType) -> NextWeights:
-    """Return a function that uses the rule's own one on a CPU, if any; otherwise it takes the weights of the step."""
-    step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
-    own = getattr(rules, f"{name}_weights", None)
-
-    def weights(param_N: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = own(param_N, *args, **kwargs) if own and param_N.is_cpu else step(param_N, *args, **kwargs)[0]
-        return made
-
-    return weights
-
-
-def _optimizer(name: str, rules: ModuleType, moment2_of: Literal["all", "rest", "none"]) -> Optimizer:
-    return Optimizer(
-        step=_by_device(f"{name}_step", getattr(rules, f"{name}_step")),
-        weights=_next_weights(name, rules),
-        predict=_by_device(f"{name}_predict", getattr(rules, f"{name}_predict")),
-        moment2_of=moment2_of,
-    )
+        plain: Callable[..., Any] = getattr(self.rules, name)
+        return getattr(_triton(), name, plain) if fits else plain
 
 
 OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
-    "sgd": _optimizer("sgd", reference, "none"),
-    "adamw": _optimizer("adamw", reference, "all"),
-    "nadam": _optimizer("nadam", reference, "all"),
-    "muon": _optimizer("muon", muon, "rest"),
+    "sgd": Optimizer("sgd", reference, "none"),
+    "adamw": Optimizer("adamw", reference, "all"),
+    "nadam": Optimizer("nadam", reference, "all"),
+    "muon": Optimizer("muon", muon, "rest"),
 }

@@ -104,8 +104,7 @@ def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
 
 
 def square_of_slices(a_RK: Tensor) -> Tensor:
-    """Multiply whole numbers of at most `MOST_BITS` bits by their transpose in int8: float64 [R, R]. a0 a1T is a1 a0T
-    transposed, so three products suffice."""
+    """Multiply whole numbers by their transpose in int8: float64 [R, R], in three products: a0 a1T is (a1 a0T)T."""
     high_RK, low_RK = _slices(a_RK)
     mixed_RR = torch._int_mm(high_RK, low_RK.T)
     middle_RR = mixed_RR + mixed_RR.T

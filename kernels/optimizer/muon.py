@@ -12,107 +12,62 @@ N elements of one layer   H elements of its hidden matrices, which come first   
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer.orthogonal import orthogonal, orthogonal_nearby
 from shoal.kernels.optimizer.reference import adamw_predict, adamw_step
-from shoal.kernels.optimizer.rules import Matrices
+from shoal.kernels.optimizer.rules import Hyperparameters, Matrices, State
 
 
-def muon_step(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def muon_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
     """Make one step of Muon; arguments and result as `reference.adamw_step`, except two.
 
     Args:
         moment2_N: float32 [N - H].
-        matrices: the hidden matrices, one behind the other from element 0 on, all of them decayed.
+        hyper: its matrices lie one behind the other from element 0 on, all of them decayed.
     Raises: ValueError: the matrices lie elsewhere.
     """
-    H = hidden_numel(matrices)
-    rest = adamw_step(
-        param_N[H:],
-        grad_N[H:],
-        moment1_N[H:],
-        moment2_N,
-        learning_rate=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        weight_decay=weight_decay,
-        num_decayed=num_decayed - H,
-        step=step,
-    )
+    H = hidden_numel(hyper.matrices)
+    rest = adamw_step(param_N[H:], grad_N[H:], moment1_N[H:], moment2_N, _of_the_rest(hyper, H))
+    beta1, learning_rate = hyper.beta1, hyper.learning_rate
     params, moments = [], []
-    for first, R, C in matrices:
+    for first, R, C in hyper.matrices:
         part = slice(first, first + R * C)
         fresh_N = grad_N[part] * (1 - beta1)
         moment_N = (moment1_N[part] * beta1).add_(fresh_N)
         nesterov_RC = (moment_N * beta1).add_(fresh_N).view(R, C)
         change_N = orthogonal(nesterov_RC).view(-1).mul_(-learning_rate * _length(R, C))
-        params.append((param_N[part] * (1 - learning_rate * weight_decay)).add_(change_N))
+        params.append((param_N[part] * (1 - learning_rate * hyper.weight_decay)).add_(change_N))
         moments.append(moment_N)
     return torch.cat((*params, rest[0])), torch.cat((*moments, rest[1])), rest[2]
 
 
 def muon_predict(
-    param_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    staleness_steps: int,
-    matrices: Matrices = (),
+    param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
     """Predict as `reference.adamw_predict` does, for `muon_step`, along the first moment made orthogonal.
 
     If the gradient repeats, the moment is a multiple of it, and its length does not matter: like AdamW's, the
     prediction is exact from the first step on.
     """
-    if staleness_steps == 0 or step == 0:
-        return param_N
-    H = hidden_numel(matrices)
-    rest_N = adamw_predict(
-        param_N[H:],
-        moment1_N[H:],
-        moment2_N,
-        learning_rate=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        weight_decay=weight_decay,
-        num_decayed=num_decayed - H,
-        step=step,
-        staleness_steps=staleness_steps,
-    )
-    keep = 1 - learning_rate * weight_decay
-    way = learning_rate * sum(keep**j for j in range(staleness_steps))  # a change is decayed by the steps after it
+    H = hidden_numel(hyper.matrices)
+    rest_N = adamw_predict(param_N[H:], moment1_N[H:], moment2_N, _of_the_rest(hyper, H), staleness_steps)
+    keep = 1 - hyper.learning_rate * hyper.weight_decay
+    # A change is decayed by the steps after it.
+    way = hyper.learning_rate * sum(keep**j for j in range(staleness_steps))
     predicted_N = torch.cat((param_N[:H] * keep**staleness_steps, rest_N))
-    for first, R, C in matrices:
+    for first, R, C in hyper.matrices:
         part = slice(first, first + R * C)
         direction_N = orthogonal_nearby(moment1_N[part].reshape(R, C)).view(-1)
         predicted_N[part].add_(direction_N, alpha=-way * _length(R, C))
     return predicted_N
+
+
+def _of_the_rest(hyper: Hyperparameters, H: int) -> Hyperparameters:
+    return replace(hyper, num_decayed=hyper.num_decayed - H, matrices=())
 
 
 def hidden_numel(matrices: Matrices) -> int:

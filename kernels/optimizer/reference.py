@@ -4,9 +4,8 @@ in `muon.py`.
 The state of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
 decoupled weight decay; the rest are norms and get none.
 
-Convention: `step` is the version of `param_N`, the number of steps it has taken, so the swarm's step t is made with
-`step=t` (torch.optim counts t + 1). Nothing is changed in place, because microbatches in flight may still use the old
-version; each function allocates its results and at most one temporary.
+Nothing is changed in place, because microbatches in flight may still use the old version; each function allocates its
+results and at most one temporary.
 
 **Steps give the same bits on every device.** Replicas compare digests after a step, and they have different CPUs,
 thread counts and GPUs. So a step uses only operations that IEEE 754 rounds in one way (+, -, *, /, one rounding each,
@@ -31,250 +30,117 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer.roots import rounded_sqrt
-from shoal.kernels.optimizer.rules import Matrices
+from shoal.kernels.optimizer.rules import Hyperparameters, State
 
 NORM_PART: Final = 1 << 20
 """Elements squared in float64 at a time: 8 MiB."""
 
 
-def sgd_step(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
     """Make one step of SGD with momentum `beta1`: m = beta1 m + g, w = (1 - lr wd) w - lr m.
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
         moment2_N: unused; float32 [0] goes in and comes out. `beta2` and `epsilon` are unused, too.
-        num_decayed: elements [0, num_decayed) get weight decay.
-        step: version of `param_N`, >= 0.
     Returns: the new (param_N, moment1_N, moment2_N).
     """
-    moment1_N = (moment1_N * beta1).add_(grad_N)
-    param_N = _decayed(param_N, learning_rate * weight_decay, num_decayed)
-    return param_N.add_(moment1_N * -learning_rate), moment1_N, moment2_N
+    moment1_N = (moment1_N * hyper.beta1).add_(grad_N)
+    return _decayed_once(param_N, hyper).add_(moment1_N * -hyper.learning_rate), moment1_N, moment2_N
 
 
-def adamw_step(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def adamw_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
     """Make one step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
-    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
-    change_N = _root(moment2_N, beta2, step + 1, epsilon)
-    torch.div(moment1_N, change_N, out=change_N).mul_(-learning_rate / (1 - beta1 ** (step + 1)))
-    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N), moment1_N, moment2_N
+    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
+    change_N = _root(moment2_N, hyper, hyper.step + 1)
+    torch.div(moment1_N, change_N, out=change_N).mul_(-hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1)))
+    return _decayed_once(param_N, hyper).add_(change_N), moment1_N, moment2_N
 
 
-def nadam_step(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
     """Make one step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
 
     Arguments and result as `sgd_step`; all four are [N].
     """
-    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
-    fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
+    moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
+    fresh, past = nesterov_shares(hyper)
     change_N = (grad_N * fresh).add_(moment1_N * past)
-    change_N.div_(_root(moment2_N, beta2, step + 1, epsilon)).mul_(-learning_rate)
-    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N), moment1_N, moment2_N
+    change_N.div_(_root(moment2_N, hyper, hyper.step + 1)).mul_(-hyper.learning_rate)
+    return _decayed_once(param_N, hyper).add_(change_N), moment1_N, moment2_N
 
 
 def sgd_weights(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
+    param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Make the weights of `sgd_step`, float32 [N], up to rounding and without its moments. They stay on this peer, so
-    fused operations are allowed. Arguments as `sgd_step`."""
-    change_N = torch.mul(moment1_N, beta1).add_(grad_N)
-    return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N, alpha=-learning_rate)
+    """Make the weights of `sgd_step` alone, up to rounding, with fused operations: they stay on this peer."""
+    change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N)
+    return _decayed_once(param_N, hyper).add_(change_N, alpha=-hyper.learning_rate)
 
 
 def adamw_weights(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
+    param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
     """Make the weights of `adamw_step`, as `sgd_weights` does for `sgd_step`."""
-    scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
-    change_N = torch.mul(moment1_N, beta1).add_(grad_N, alpha=1 - beta1)
-    rate = learning_rate / (1 - beta1 ** (step + 1))
-    return _decayed(param_N, learning_rate * weight_decay, num_decayed).addcdiv_(change_N, scale_N, value=-rate)
+    scale_N = _next_scale(grad_N, moment2_N, hyper)
+    change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N, alpha=1 - hyper.beta1)
+    rate = hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))
+    return _decayed_once(param_N, hyper).addcdiv_(change_N, scale_N, value=-rate)
 
 
 def nadam_weights(
-    param_N: Tensor,
-    grad_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    matrices: Matrices = (),
+    param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
     """Make the weights of `nadam_step`, as `sgd_weights` does for `sgd_step`."""
-    scale_N = _next_scale(grad_N, moment2_N, beta2, step, epsilon)
-    fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
-    change_N = torch.mul(moment1_N, past * beta1).add_(grad_N, alpha=fresh + past * (1 - beta1))
-    return _decayed(param_N, learning_rate * weight_decay, num_decayed).addcdiv_(
-        change_N, scale_N, value=-learning_rate
-    )
+    scale_N = _next_scale(grad_N, moment2_N, hyper)
+    fresh, past = nesterov_shares(hyper)
+    change_N = torch.mul(moment1_N, past * hyper.beta1).add_(grad_N, alpha=fresh + past * (1 - hyper.beta1))
+    return _decayed_once(param_N, hyper).addcdiv_(change_N, scale_N, value=-hyper.learning_rate)
 
 
 def sgd_predict(
-    param_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    staleness_steps: int,
-    matrices: Matrices = (),
+    param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict `param_N` after `staleness_steps` more steps of `sgd_step`, if they go as the last ones.
+    """Predict `param_N` after `staleness_steps` > 0 more steps of `sgd_step`, if they go as the last ones.
 
-    Args:
-        param_N, moment1_N, moment2_N: float32 [N], the state at version `step` (`moment2_N` is unused).
-        staleness_steps: >= 0. At 0, or before the first step, `param_N` itself is returned.
+    Args: param_N, moment1_N, moment2_N: float32 [N], the state at a version > 0 (`moment2_N` is unused).
     Returns: float32 [N].
     """
-    if staleness_steps == 0 or step == 0:
-        return param_N
-    param_N, decayed, plain = _drifted(
-        param_N, learning_rate, weight_decay, num_decayed, sgd_gains(beta1, step, staleness_steps)
-    )
-    param_N[:num_decayed].add_(moment1_N[:num_decayed], alpha=-decayed)
-    param_N[num_decayed:].add_(moment1_N[num_decayed:], alpha=-plain)
+    param_N, decayed, plain = _drifted(param_N, hyper, sgd_gains(hyper, staleness_steps))
+    param_N[: hyper.num_decayed].add_(moment1_N[: hyper.num_decayed], alpha=-decayed)
+    param_N[hyper.num_decayed :].add_(moment1_N[hyper.num_decayed :], alpha=-plain)
     return param_N
 
 
 def adamw_predict(
-    param_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    staleness_steps: int,
-    matrices: Matrices = (),
+    param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
     """Predict as `sgd_predict` does, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), bias-corrected."""
-    if staleness_steps == 0 or step == 0:
-        return param_N
-    scale_N = _root(moment2_N, beta2, step, epsilon)
-    gains = adamw_gains(beta1, step, staleness_steps)
-    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
+    return _moved(param_N, moment1_N, moment2_N, hyper, adamw_gains(hyper, staleness_steps))
 
 
 def nadam_predict(
-    param_N: Tensor,
-    moment1_N: Tensor,
-    moment2_N: Tensor,
-    *,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    num_decayed: int,
-    step: int,
-    staleness_steps: int,
-    matrices: Matrices = (),
+    param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
     """Predict as `sgd_predict` does, for `nadam_step`, with the bias-corrected first moment as the next gradient."""
-    if staleness_steps == 0 or step == 0:
-        return param_N
-    scale_N = _root(moment2_N, beta2, step, epsilon)
-    gains = nadam_gains(beta1, step, staleness_steps)
-    return _moved(*_drifted(param_N, learning_rate, weight_decay, num_decayed, gains), moment1_N, scale_N, num_decayed)
+    return _moved(param_N, moment1_N, moment2_N, hyper, nadam_gains(hyper, staleness_steps))
 
 
-def sgd_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+def sgd_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
     """Return the lengths of the next steps, in learning rates times the direction, which is the first moment."""
     return [1.0] * staleness_steps
 
 
-def adamw_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+def adamw_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
     """Return the gains as `sgd_gains` does; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
-    return [1 / (1 - beta1**step)] * staleness_steps
+    return [1 / (1 - hyper.beta1**hyper.step)] * staleness_steps
 
 
-def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
+def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
     """Return the gains as `adamw_gains` does.
 
     With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
     `nadam_step` at version n, this gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
     """
+    beta1, step = hyper.beta1, hyper.step
     return [
         (beta1 * (1 - beta1 ** (n + 1)) / (1 - beta1 ** (n + 2)) + (1 - beta1) / (1 - beta1 ** (n + 1)))
         / (1 - beta1**step)
@@ -282,13 +148,19 @@ def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
     ]
 
 
-def ways(learning_rate: float, weight_decay: float, gains: Sequence[float]) -> tuple[float, float, float]:
+def nesterov_shares(hyper: Hyperparameters) -> tuple[float, float]:
+    """Return NAdam's factors of (the gradient, the new first moment), bias-corrected."""
+    beta1, step = hyper.beta1, hyper.step
+    return (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
+
+
+def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, float]:
     """Sum up the effect of len(gains) steps on a weight.
 
     Returns: (kept share of a decayed weight, its distance along the direction, an undecayed weight's distance). An
         update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
     """
-    keep = 1 - learning_rate * weight_decay
+    learning_rate, keep = hyper.learning_rate, 1 - hyper.learning_rate * hyper.weight_decay
     decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
     return keep ** len(gains), decayed, learning_rate * sum(gains)
 
@@ -314,36 +186,40 @@ def _decayed(param_N: Tensor, rate: float, num_decayed: int) -> Tensor:
     return param_N
 
 
-def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    term_N = grad_N * (1 - beta1)
-    moment1_N = (moment1_N * beta1).add_(term_N)
-    torch.mul(grad_N, grad_N, out=term_N).mul_(1 - beta2)
-    return moment1_N, (moment2_N * beta2).add_(term_N)
+def _decayed_once(param_N: Tensor, hyper: Hyperparameters) -> Tensor:
+    return _decayed(param_N, hyper.learning_rate * hyper.weight_decay, hyper.num_decayed)
 
 
-def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
+def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> tuple[Tensor, Tensor]:
+    term_N = grad_N * (1 - hyper.beta1)
+    moment1_N = (moment1_N * hyper.beta1).add_(term_N)
+    torch.mul(grad_N, grad_N, out=term_N).mul_(1 - hyper.beta2)
+    return moment1_N, (moment2_N * hyper.beta2).add_(term_N)
+
+
+def _root(moment2_N: Tensor, hyper: Hyperparameters, num_steps: int) -> Tensor:
     """Return the root of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
-    return rounded_sqrt(moment2_N).mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
+    return rounded_sqrt(moment2_N).mul_((1 - hyper.beta2**num_steps) ** -0.5).add_(hyper.epsilon)
 
 
-def _next_scale(grad_N: Tensor, moment2_N: Tensor, beta2: float, step: int, epsilon: float) -> Tensor:
-    """Return the divisor of a step from version `step`, up to rounding."""
-    scale_N = torch.mul(moment2_N, beta2).addcmul_(grad_N, grad_N, value=1 - beta2).sqrt_()
-    return scale_N.mul_((1 - beta2 ** (step + 1)) ** -0.5).add_(epsilon)
+def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Tensor:
+    """Return the divisor of a step, up to rounding."""
+    scale_N = torch.mul(moment2_N, hyper.beta2).addcmul_(grad_N, grad_N, value=1 - hyper.beta2).sqrt_()
+    return scale_N.mul_((1 - hyper.beta2 ** (hyper.step + 1)) ** -0.5).add_(hyper.epsilon)
 
 
-def _drifted(
-    param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, gains: Sequence[float]
-) -> tuple[Tensor, float, float]:
+def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
     """Return (a copy after the weight decay alone, the two distances of `ways`)."""
-    kept, decayed, plain = ways(learning_rate, weight_decay, gains)
-    return _decayed(param_N, 1 - kept, num_decayed), decayed, plain
+    kept, decayed, plain = ways(hyper, gains)
+    return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 
 
 def _moved(
-    param_N: Tensor, decayed: float, plain: float, moment1_N: Tensor, scale_N: Tensor, num_decayed: int
+    param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]
 ) -> Tensor:
-    """Subtract way * moment1 / scale in place, with its own way for the decayed and the undecayed part."""
-    for part, way in ((slice(None, num_decayed), decayed), (slice(num_decayed, None), plain)):
+    """Return a copy moved along moment1 / root, with its own way for the decayed and the undecayed part."""
+    scale_N = _root(moment2_N, hyper, hyper.step)
+    param_N, decayed, plain = _drifted(param_N, hyper, gains)
+    for part, way in ((slice(None, hyper.num_decayed), decayed), (slice(hyper.num_decayed, None), plain)):
         param_N[part].addcdiv_(moment1_N[part], scale_N[part], value=-way)
     return param_N

@@ -1,74 +1,29 @@
-"""The signatures of every optimizer rule: a step and a prediction.
+"""What every optimizer rule takes and returns beside its arithmetic.
 
 N elements of one layer
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor
 
 Matrices = tuple[tuple[int, int, int], ...]
 """(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's uses them."""
+State = tuple[Tensor, Tensor, Tensor]
+"""param_N, moment1_N, moment2_N of one layer."""
 
 
-class Step(Protocol):
-    """A step. `step` is the version of `param_N`: step t of the swarm is made with `step=t`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyperparameters:
+    """The settings of a step or a prediction from one version of a layer."""
 
-    def __call__(
-        self,
-        param_N: Tensor,
-        grad_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        matrices: Matrices = (),
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class NextWeights(Protocol):
-    """The weights of a `Step` up to rounding, without its moments."""
-
-    def __call__(
-        self,
-        param_N: Tensor,
-        grad_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        matrices: Matrices = (),
-    ) -> Tensor: ...
-
-
-class Predict(Protocol):
-    """A prediction. `step` is the version of `param_N`; the result estimates version `step + staleness_steps`."""
-
-    def __call__(
-        self,
-        param_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        staleness_steps: int,
-        matrices: Matrices = (),
-    ) -> Tensor: ...
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    num_decayed: int
+    """Elements [0, num_decayed) get weight decay."""
+    step: int
+    """Version of `param_N`, >= 0: step t of the swarm is made with `step=t` (torch.optim counts t + 1)."""
+    matrices: Matrices = ()

@@ -10,6 +10,7 @@ differ from the reference in their last bits.
 N elements of one layer
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -17,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.kernels.optimizer.reference import adamw_gains, nadam_gains, sgd_gains, ways
-from shoal.kernels.optimizer.rules import Matrices, Predict, Step
+from shoal.kernels.optimizer.reference import adamw_gains, nadam_gains, nesterov_shares, sgd_gains, ways
+from shoal.kernels.optimizer.rules import Hyperparameters, State
 
 BLOCK: Final = 1024
 """Elements of a program: 8 a thread, two vectors of 16 bytes."""
@@ -68,20 +69,17 @@ def advance_kernel(
 
 def _launch(
     name: str,
-    old: tuple[Tensor, Tensor, Tensor],
-    new: tuple[Tensor, Tensor, Tensor],
+    old: State,
+    new: State,
     grad_N: Tensor | None,
+    hyper: Hyperparameters,
     *,
-    num_decayed: int,
     keep: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
     version: int,
     change: tuple[float, float, float] = (0.0, 0.0, 0.0),
     way: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Fill `new`: (param_N, moment1_N, moment2_N). Without a gradient only the predicted param_N is written.
+    """Fill `new`. Without a gradient only the predicted param_N is written.
 
     Args: old: contiguous. version: the version of the moments that give the direction. change: the kernel's (fresh,
         past, rate). way: its (way_decayed, way_plain).
@@ -93,71 +91,41 @@ def _launch(
     with torch.cuda.device_of(old[0]):  # type: ignore[no-untyped-call]
         advance_kernel[(triton.cdiv(numel, BLOCK),)](
             old[0], old[0] if grad_N is None else grad_N.contiguous(), *old[1:], *new,
-            numel, num_decayed, keep, beta1, 1 - beta1, beta2, 1 - beta2, (1 - beta2**version) ** -0.5, epsilon,
-            *change, *way,
+            numel, hyper.num_decayed, keep, hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2,
+            (1 - hyper.beta2**version) ** -0.5, hyper.epsilon, *change, *way,
             STEPS=grad_N is not None, ADAPTS=name != "sgd", NESTEROV=name == "nadam", BLOCK=BLOCK,
             enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _step(name: str) -> Step:
+def _step(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Hyperparameters], State]:
     def step_rule(
-        param_N: Tensor,
-        grad_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        matrices: Matrices = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
+    ) -> State:
         # In torch's order of operations, so that the same numbers are rounded to float32 on their way into the kernel.
-        fresh, past, rate = 0.0, 0.0, -learning_rate
+        fresh, past, rate = 0.0, 0.0, -hyper.learning_rate
         if name == "adamw":
-            rate = -learning_rate / (1 - beta1 ** (step + 1))
+            rate = -hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))
         elif name == "nadam":
-            fresh, past = (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
+            fresh, past = nesterov_shares(hyper)
         old = (param_N.contiguous(), moment1_N.contiguous(), moment2_N.contiguous())
         new = (torch.empty_like(old[0]), torch.empty_like(old[1]), torch.empty_like(old[2]))
-        _launch(
-            name, old, new, grad_N, num_decayed=num_decayed, keep=1 - learning_rate * weight_decay, beta1=beta1,
-            beta2=beta2, epsilon=epsilon, version=step + 1, change=(fresh, past, rate),
-        )  # fmt: skip
+        keep = 1 - hyper.learning_rate * hyper.weight_decay
+        _launch(name, old, new, grad_N, hyper, keep=keep, version=hyper.step + 1, change=(fresh, past, rate))
         return new
 
     return step_rule
 
 
-def _predict(name: str) -> Predict:
+def _predict(name: str) -> Callable[[Tensor, Tensor, Tensor, Hyperparameters, int], Tensor]:
     def predict_rule(
-        param_N: Tensor,
-        moment1_N: Tensor,
-        moment2_N: Tensor,
-        *,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        num_decayed: int,
-        step: int,
-        staleness_steps: int,
-        matrices: Matrices = (),
+        param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
     ) -> Tensor:
-        if staleness_steps == 0 or step == 0:
-            return param_N
-        keep, decayed, plain = ways(learning_rate, weight_decay, GAINS[name](beta1, step, staleness_steps))
+        keep, decayed, plain = ways(hyper, GAINS[name](hyper, staleness_steps))
         old = (param_N.contiguous(), moment1_N.contiguous(), moment2_N.contiguous())
         ahead_N = torch.empty_like(old[0])
-        _launch(
-            name, old, (ahead_N, *old[1:]), None, num_decayed=num_decayed, keep=keep, beta1=beta1, beta2=beta2,
-            epsilon=epsilon, version=step, way=(decayed, plain),
-        )  # fmt: skip
+        new = (ahead_N, *old[1:])
+        _launch(name, old, new, None, hyper, keep=keep, version=hyper.step, way=(decayed, plain))
         return ahead_N
 
     return predict_rule

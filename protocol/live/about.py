@@ -21,7 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.errors import RemoteError, TransportError, Unreachable
+from shoal.protocol.errors import RemoteError, TransportError, Unreachable, first_line
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import split_address
 from shoal.protocol.limits import CONTROL_BYTES_MAX, PROTOCOL_VERSION
@@ -67,31 +67,19 @@ class AboutReply:
 class AboutAnswerer:
     """Answer for one peer. Args: seen_at: returns the multiaddrs from which a peer is connected to us."""
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        seen_at: Callable[[PeerID], Awaitable[Sequence[str]]],
-        wall_s: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run
-        self._wall_s = wall_s
+        self._wall_s = time.time
         self._shoal = importlib.metadata.version("shoal")
         self._seen_at = seen_at
         self._calling_back = 0
 
     async def answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
         """Handle a request of the daemon. Never raises on network input."""
-        peer = PeerID(caller.to_base58())
-        asked = _asked(request)
+        peer, asked = PeerID(caller.to_base58()), _asked(request)
         called_back = await self._call_back(asked.port, peer)
-        about = About(
-            PROTOCOL_VERSION,
-            asked.run_mark == mark_of(self._run, peer),
-            self._shoal,
-            wall_s=self._wall_s(),
-            called_back=called_back,
-        )
+        is_in_run = asked.run_mark == mark_of(self._run, peer)
+        about = About(PROTOCOL_VERSION, is_in_run, self._shoal, wall_s=self._wall_s(), called_back=called_back)
         return msgspec.json.encode(about)
 
     async def _call_back(self, port: int, caller: PeerID) -> bool | None:
@@ -152,7 +140,7 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
     except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
         if _SOMEBODY_ELSE in str(error):
             raise RemoteError(peer, "is not at its address: another peer answers there") from error
-        raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
+        raise Unreachable(peer, first_line(error)) from error
 
 
 async def ask_about(
@@ -170,7 +158,7 @@ async def ask_about(
     except P2PHandlerError as error:  # its text comes from the peer
         raise Unreachable(peer, "it failed to answer") from error
     except (TransportError, P2PDaemonError, OSError, EOFError) as error:
-        raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
+        raise Unreachable(peer, first_line(error)) from error
     middle_s = (sent_s + time.time()) / 2
     try:
         if len(reply) > CONTROL_BYTES_MAX:

@@ -19,9 +19,6 @@ class Allowance(Generic[S]):
     _spent: OrderedDict[S, tuple[float, float]] = field(default_factory=OrderedDict)
     """Source -> (tokens spent, when computed), least recent source first."""
 
-    def __len__(self) -> int:
-        return len(self._spent)
-
     def takes(self, source: S, now_s: float, number: int = 1) -> bool:
         """Count `number` more events of `source` if they are within the allowance; return whether they are."""
         spent, then_s = self._spent.pop(source, (0.0, now_s))

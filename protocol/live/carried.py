@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
-from shoal.protocol.errors import RemoteError, TransportError
+from shoal.protocol.errors import RemoteError, TransportError, first_line
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CARRIED_ARRIVING_OF_ONE_MAX
 from shoal.protocol.live.carriage import CarriageAnswer, Carried, Carry, Streams, check_member, encode, read
@@ -73,7 +73,8 @@ class CarriedStreams:
         except TimeoutError as error:
             raise NotCarried(f"no answer in {_ASK_TIMEOUT_S:g} s") from error
         except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
-            raise NotCarried(_reason(error)) from error
+            reason = "it is no carrier" if "protocols not supported" in str(error) else first_line(error)
+            raise NotCarried(reason) from error
 
     async def arrive(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle a carried stream; return when it is over. Never raises on network input."""
@@ -99,10 +100,3 @@ class CarriedStreams:
         else:
             self._seen(source, said.seen_at)
             await self._take(source, carrier, said.purpose, streams)
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error)
-    if "protocols not supported" in text:
-        return "it is no carrier"
-    return (text.splitlines() or [repr(error)])[0][:120] or repr(error)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Final
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_CALLS_MAX, CONTROL_BYTES_MAX
@@ -159,10 +160,7 @@ class CarriedCalls:
 
     async def close(self) -> None:
         self.cut(lambda peer: True)
-        tasks = [*self._opening.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
         """Open one stream for all simultaneous callers, even if some of them give up."""

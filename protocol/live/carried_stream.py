@@ -47,9 +47,6 @@ class _Inner(asyncio.Protocol):
         if self.outer is not None:
             self.outer.came()
 
-    def eof_received(self) -> bool:
-        return False  # both directions end together
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
         self._came.set()

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
@@ -76,9 +77,6 @@ class Carrier:
         self._doorway = Doorway()
         self._carried: list[_Carriage] = []
         self.carried_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._carried)
 
     async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle a carry request; return when the stream is over. Never raises on network input."""
@@ -176,9 +174,7 @@ class Carrier:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await end_tasks(*ways)
 
     async def _pass(
         self, carriage: _Carriage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: PeerID

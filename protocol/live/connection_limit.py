@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.limits import (
     CONNECTIONS_OF_ADDRESS_MAX,
     CONNECTIONS_OF_NETWORK_MAX,
@@ -102,10 +103,8 @@ class ConnectionLimit:
 
     async def close(self) -> None:
         """Stop before the daemon's port must be free. Safe to call twice."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-            self._looking = None
+        await end_tasks(self._looking)
+        self._looking = None
         self._close_sockets()
 
     def _close_sockets(self) -> None:

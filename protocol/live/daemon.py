@@ -18,15 +18,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import hivemind.hivemind_cli as hivemind_cli
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon import P2PD_FILENAME
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
 from shoal.protocol.live import daemon_words, hivemind_guard, leftovers
@@ -122,8 +123,8 @@ class Daemon:
         self._p2p: Any = None
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._lock: IO[bytes] | None = None
-        self._name: socket.socket | None = None
+        self._held = ExitStack()
+        """The lock of the state folder, and this peer's name on the machine."""
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs at which others may reach us, without `/p2p/…`."""
@@ -158,11 +159,6 @@ class Daemon:
     def is_open(self) -> bool:
         return self._p2p is not None
 
-    @property
-    def shut_out(self) -> frozenset[bytes]:
-        """Networks that are shut out: their new connections wait (`connection_limit.py`)."""
-        return self._connection_limit.shut_out
-
     def keep_out(self, address: bytes) -> None:
         """Make new connections of an address wait for a while (`connection_limit.py`)."""
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
@@ -184,10 +180,6 @@ class Daemon:
             raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
-    async def refresh(self) -> None:
-        """Ask the daemon for its visible addresses now. Call before `close`."""
-        await self._pulse()
-
     async def add_setup(self, setup: Setup) -> None:
         """Run `setup` on the daemon now and after every restart. Raises: TransportError: it is closed."""
         p2p = await self.p2p()
@@ -207,10 +199,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop the daemon; leave no process, task or socket file. Safe to call twice."""
-        tasks = [task for task in (self._watcher, self._reunion) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._watcher, self._reunion)
         self._watcher = None
         await self._connection_limit.close()
         if self._p2p is not None:
@@ -223,15 +212,14 @@ class Daemon:
         return self._state_dir / "p2pd.key"
 
     def _take_lock(self) -> None:
-        lock = open(self._state_dir / "lock", "wb")  # noqa: SIM115 - held until close()
+        lock = self._held.enter_context((self._state_dir / "lock").open("wb"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.close()
+            self._held.close()
             raise TransportError(
                 f"another peer runs with the state folder {self._state_dir}: give each its own"
             ) from None
-        self._lock = lock
 
     async def _take_name(self) -> None:
         """Keep a copy of this peer's state folder from running on this machine: the copy has another lock file.
@@ -243,13 +231,13 @@ class Daemon:
         if sys.platform != "linux":
             return
         name = f"\0shoal/{self._identity.peer_id}"
-        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        held = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # The kernel closes a killed peer's files after its end, and its name is taken until then.
         deadline_s = time.monotonic() + 2.0
         while True:
             try:
-                self._name.bind(name)
-                self._name.listen()
+                held.bind(name)
+                held.listen()
                 return
             except OSError:
                 if time.monotonic() >= deadline_s:
@@ -262,12 +250,7 @@ class Daemon:
     def _release(self) -> None:
         leftovers.forget(self._state_dir)
         self._identity_path().unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-        if self._name is not None:
-            self._name.close()
-            self._name = None
+        self._held.close()
 
     async def _launch(self) -> None:
         await self._connection_limit.close()
@@ -364,12 +347,13 @@ class Daemon:
                     return f"ended with status {exited.result()}"
                 if silent.done():
                     return "closed its control connection"
-                if not await self._pulse():
+                if not await self.refresh():
                     return f"did not answer for {_PULSE_TIMEOUT_S:g} s"
         finally:
             exited.cancel()
 
-    async def _pulse(self) -> bool:
+    async def refresh(self) -> bool:
+        """Ask the daemon for its visible addresses now; return whether it answers. Call before `close`."""
         try:
             async with asyncio.timeout(_PULSE_TIMEOUT_S):
                 _, visible = await self._p2p._client.identify()
@@ -445,11 +429,8 @@ async def _stop(p2p: Any) -> None:
     if control is not None:
         _fail_pending_calls(control)
         tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
-    tasks = [task for task in tasks if task is not None]
     p2p._terminate()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_tasks(*tasks)
     if p2p._child is not None:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):

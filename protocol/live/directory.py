@@ -18,6 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPe
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
@@ -57,7 +58,7 @@ class LiveDirectory:
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
-        transport.on_restart(self._meet_connected)  # after the transport's own callback, which dials them
+        transport.daemon.on_restart.append(self._meet_connected)  # after the transport's own callback, which dials them
         await self._meet_connected()
         self._keeper = asyncio.create_task(self._keep_joined(), name="stay in the directory")
         return self
@@ -123,15 +124,11 @@ class LiveDirectory:
         with suppress(ValueError):
             self._transport.daemon.on_restart.remove(self._meet_connected)
         self._has_met.set()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        await end_tasks(self._keeper)
         if self._node is not None:
             node, self._node = self._node, None
             node.is_alive = False
-            if node.cache_refresh_task is not None:
-                node.cache_refresh_task.cancel()
-                await asyncio.gather(node.cache_refresh_task, return_exceptions=True)
+            await end_tasks(node.cache_refresh_task)
             if self._transport.daemon.is_open:  # else its handlers are gone with it
                 await self._shut_down(node)
 

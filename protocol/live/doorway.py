@@ -26,9 +26,6 @@ class Doorway:
     _waiting: list[_Waiting] = field(default_factory=list)
     """Oldest first."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
         """Count a stream of `source` (a peer or an address) while this context lasts. `end` closes it at once."""

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from shoal.protocol.envelope import seal, unseal
+from shoal.protocol.envelope import decoded, seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import Frame, FrameType, encode_frame
 from shoal.protocol.identity import Identity, PeerID
@@ -50,24 +50,14 @@ class Greeter:
         """Return a whole HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
         body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX], nonce, lane_port))
-        meta = seal(
-            self.identity,
-            "hello",
-            run=self.members.run,
-            term=0,
-            sequence=0,
-            body=body,
-            certificate=self.members.certificate,
-        )
+        run, certificate = self.members.run, self.members.certificate
+        meta = seal(self.identity, "hello", run=run, term=0, sequence=0, body=body, certificate=certificate)
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     def check(self, frame: Frame, source: PeerID) -> StreamHello:
         """Raises: RemoteError: `source` is no member of this run, has another version, or is another peer."""
         envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
-        try:
-            hello = _DECODER.decode(envelope.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RemoteError(source, f"sent an unreadable hello ({error})") from error
+        hello = decoded(_DECODER, envelope.body, source, "an unreadable hello")
         if hello.version != PROTOCOL_VERSION:
             raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
         if hello.to != self.identity.peer_id:

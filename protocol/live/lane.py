@@ -196,9 +196,6 @@ class Lane(asyncio.BufferedProtocol):
             self._intake.came()
         self._open_records()
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
             self._why = f"it broke ({exc})"

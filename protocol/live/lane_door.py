@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import LANES_MAX, LANES_OF_ALL_MAX, WAITING_LANES_OF_ADDRESS_MAX
@@ -97,10 +98,7 @@ class LaneDoor:
     async def close(self) -> None:
         """Close the door; the lanes end with their streams."""
         self._is_closed = True
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._shut()
 
     def _shut(self) -> None:

@@ -27,8 +27,7 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store the names for the next process in this folder. Errors are only logged: a full disk must not stop a
-    daemon."""
+    """Store the names for the next process in this folder, if that is possible: a full disk stops no daemon."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )
@@ -66,9 +65,9 @@ async def clear(state_dir: Path) -> None:
                 )
             os.kill(process_id, signal.SIGKILL)
     for path in (path for path in sockets if path.name.startswith("hivemind-p2p")):
-        while _is_listened_on(path) and loop.time() < deadline_s:  # noqa: ASYNC110
+        while _connect(path) is None and loop.time() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # a dying process loses its name before its sockets
-        if _is_dead_socket(path):
+        if isinstance(_connect(path), ConnectionRefusedError):
             path.unlink(missing_ok=True)
     forget(state_dir)
 
@@ -82,15 +81,8 @@ def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
     return any(str(path).encode() in command for path in sockets)
 
 
-def _is_listened_on(path: Path) -> bool:
-    return _connect(path) is None
-
-
-def _is_dead_socket(path: Path) -> bool:
-    return isinstance(_connect(path), ConnectionRefusedError)
-
-
 def _connect(path: Path) -> OSError | None:
+    """Return why nobody can be reached at the socket; None: somebody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

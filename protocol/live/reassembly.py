@@ -22,10 +22,6 @@ class Reassembly:
         """Offsets of the held pieces, ascending."""
         self._held: dict[int, memoryview] = {}
 
-    @property
-    def num_held(self) -> int:
-        return len(self._starts)
-
     def put(self, start: int, piece: memoryview, *, reach_bytes: int) -> list[memoryview]:
         """Take one piece.
 

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import Frame, FrameType
 from shoal.protocol.identity import PeerID
@@ -27,9 +28,6 @@ class ReceiveQueues:
 
     def __init__(self) -> None:
         self._queues: dict[PeerID, ReceiveQueue] = {}
-
-    def __len__(self) -> int:
-        return len(self._queues)
 
     def attach(self, link: Link, handler: FrameHandler) -> None:
         """Use `link` as its peer's stream from now on."""
@@ -107,9 +105,7 @@ class ReceiveQueue:
         if self._link is not None:
             self._link.abort("this peer is closing")
         self._queue.clear()
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+        await end_tasks(self._worker)
 
     def _check_idle(self) -> None:
         if self._link is None and self._worker is None:

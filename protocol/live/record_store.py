@@ -23,8 +23,7 @@ class KeyRule:
     """Rule for the records under one key."""
 
     accept: Callable[[str, bytes], bool]
-    """(subkey, value) -> whether a record may be stored, forwarded and read. Called for every record that passes, so it
-    should take microseconds or cache its results."""
+    """(subkey, value) -> whether a record may be stored, forwarded and read. Called for every record: be quick."""
     bytes_max: int = KEY_BYTES_MAX
     """Total bytes of the records under the key."""
 

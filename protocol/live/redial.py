@@ -18,7 +18,8 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, TypeVar
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
@@ -26,6 +27,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_open, only_direct, split_address
@@ -36,6 +38,8 @@ from shoal.protocol.live.tcp_queues import TcpQueues, name_of
 from shoal.protocol.reconnection import DialOutcome, Reconnection, Way, goes_first
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_S: Final = 0.5
 _SHARE: Final = 0.02
@@ -99,10 +103,7 @@ class Redialer:
         self._is_closed = True
         for peer in tuple(self._news):
             self._tell(peer)
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._follow(0)
 
     def want(self, peers: Sequence[PeerID]) -> None:
@@ -177,18 +178,15 @@ class Redialer:
         self._drops[peer] = self.drops(peer) + 1
         task = self._closing.get(peer)
         if task is None:
-            task = self._closing[peer] = asyncio.create_task(self._close(peer), name=f"disconnect {peer[-8:]}")
-            self._tasks.add(task)
+            task = self._closing[peer] = self._spawn(self._close(peer), f"disconnect {peer[-8:]}")
         return task
 
     async def _close(self, peer: PeerID) -> None:
         try:
             with suppress(*_FAILURES):
-                await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
+                await (await self._daemon.p2p())._client.disconnect(hivemind_id(peer))
         finally:
-            task = self._closing.pop(peer, None)
-            if task is not None:
-                self._tasks.discard(task)
+            self._closing.pop(peer, None)
             self._wake.set()
 
     def _goes_first(self, peer: PeerID) -> bool:
@@ -280,14 +278,12 @@ class Redialer:
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
             return old[1]
-        task = asyncio.create_task(self._try(peer, where), name=f"dial {peer[-8:]}")
+        task = self._spawn(self._try(peer, where), f"dial {peer[-8:]}")
         self._dials[peer] = where, task
-        self._tasks.add(task)
         task.add_done_callback(lambda done: self._dial_ended(peer, done))
         return task
 
     def _dial_ended(self, peer: PeerID, task: "asyncio.Task[DialOutcome]") -> None:
-        self._tasks.discard(task)
         if peer in self._dials and self._dials[peer][1] is task:
             del self._dials[peer]
 
@@ -345,7 +341,7 @@ class Redialer:
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 client = (await self._daemon.p2p())._client
-                answer = await client.call_unary_handler(_hivemind_id(peer), self._again, b"")
+                answer = await client.call_unary_handler(hivemind_id(peer), self._again, b"")
         except (*_FAILURES, TimeoutError) as error:
             logger.debug("%s did not say whether it closes old connections: %r", peer[-8:], error)
             return
@@ -355,10 +351,11 @@ class Redialer:
             await self.drop(peer)
             self._dial(peer)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> None:
@@ -369,7 +366,7 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
     reader, writer = await p2p._client.control.daemon_connector.open_connection()
     try:
         request = p2pd_pb2.ConnectRequest(
-            peer=_hivemind_id(peer).to_bytes(),
+            peer=hivemind_id(peer).to_bytes(),
             addrs=[Multiaddr(place).to_bytes() for place in where],
             timeout=patience_s,
         )
@@ -403,7 +400,9 @@ def _has_route(place: str) -> bool:
     return True
 
 
-def _hivemind_id(peer: PeerID) -> HivemindPeerID:
+@lru_cache(maxsize=PEERS_MAX)
+def hivemind_id(peer: PeerID) -> HivemindPeerID:
+    """Return the peer's ID as hivemind writes it."""
     return HivemindPeerID.from_base58(peer)
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import only_direct
@@ -137,11 +138,7 @@ class Routes:
 
     async def dial(self, peer: PeerID) -> bool:
         """Dial `peer`, once for all simultaneous callers. Return whether it is connected."""
-        task = self._dials.get(peer)
-        if task is None:
-            task = self._dials[peer] = asyncio.create_task(self._dial(peer), name=f"dial {peer[-8:]}")
-            task.add_done_callback(lambda _: self._dials.pop(peer, None))
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._dials.get(peer) or self._dial_beside(peer))
 
     async def carry(self, peer: PeerID, purpose: Purpose) -> tuple[PeerID, Streams]:
         """Have a stream put through to `peer`. Return the carrier and the stream.
@@ -182,10 +179,7 @@ class Routes:
 
     async def close(self) -> None:
         self._is_closed = True
-        tasks = [*self._finding.values(), *self._dials.values(), *filter(None, [self._looking])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._finding.values(), *self._dials.values(), self._looking)
 
     # Finding a route
 
@@ -237,9 +231,10 @@ class Routes:
         finally:
             self._looking = None
 
-    def _dial_beside(self, peer: PeerID) -> None:
+    def _dial_beside(self, peer: PeerID) -> asyncio.Task[bool]:
         task = self._dials[peer] = asyncio.create_task(self._dial(peer), name=f"dial {peer[-8:]}")
         task.add_done_callback(lambda _: self._dials.pop(peer, None))
+        return task
 
     def _in_order(self, peer: PeerID, connections: Mapping[PeerID, Sequence[str]]) -> list[PeerID]:
         """Return the possible carriers to `peer`, the first to ask first."""

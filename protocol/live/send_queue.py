@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.frames import Frame, decode_credit, wire_bytes
 from shoal.protocol.identity import PeerID
@@ -126,9 +127,7 @@ class SendQueue:
 
     async def close(self) -> None:
         """End the stream; every waiting sender gets Unreachable."""
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
+        await end_tasks(self._writer)
         self._break("this peer is closing")  # a task cancelled before its first step runs no finally
 
     def _handled(self, credit_bytes: int) -> None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STRANGERS_ALLOWANCE, STRANGERS_REQUESTS_PER_S
 from shoal.protocol.live.allowance import Allowance
@@ -72,10 +73,7 @@ class Strangers:
         return False
 
     async def close(self) -> None:
-        tasks = [*self._leaving.values(), *([self._looking] if self._looking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._leaving.values(), self._looking)
 
     async def _send_away(self, peer: PeerID, place: _Place) -> None:
         try:

@@ -95,8 +95,7 @@ class SendLine:
             await turn
 
     def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
-        """Let `nbytes` pass to `peer`, now (None) or when the future is done; a caller that gives up ends the
-        future."""
+        """Let `nbytes` pass to `peer`, now (None) or when the future is done. To give up, end the future."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
             return None

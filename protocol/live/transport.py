@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
+from shoal.protocol.ending import end_tasks
+from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable, first_line
 from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import only_direct, split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
@@ -34,7 +35,7 @@ from shoal.protocol.live.lane_door import LaneDoor
 from shoal.protocol.live.lane_supply import LaneSupply
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
-from shoal.protocol.live.redial import Redialer
+from shoal.protocol.live.redial import Redialer, hivemind_id
 from shoal.protocol.live.routes import Routes, is_direct
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
@@ -168,10 +169,6 @@ class LiveTransport:
     def daemon(self) -> Daemon:
         return self._daemon
 
-    def on_restart(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Run `callback` after each restart of the network daemon, once it knows its peers again."""
-        self._daemon.on_restart.append(callback)
-
     @property
     def run(self) -> str:
         return self.members.run
@@ -260,13 +257,8 @@ class LiveTransport:
         if not self._closing:
             self._closing = True
             await self._flush()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        dials = tuple(self._dials)
-        for dial in dials:
-            dial.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await end_tasks(self._keeper)
+        await end_tasks(*self._dials)
         await self._routes.close()
         await self._carried_calls.close()
         await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
@@ -306,7 +298,7 @@ class LiveTransport:
 
     async def _hang_up(self, peer: PeerID) -> None:
         with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-            await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
+            await (await self._daemon.p2p())._client.disconnect(hivemind_id(peer))
 
     def _refuse_if_pointless(self, peer: PeerID) -> None:
         if self._closing:
@@ -333,7 +325,7 @@ class LiveTransport:
 
     async def _call(self, peer: PeerID, request: bytes) -> bytes:
         p2p = await self._daemon.p2p()
-        reply: bytes = await p2p._client.call_unary_handler(_hivemind_id(peer), self._call_name, request)
+        reply: bytes = await p2p._client.call_unary_handler(hivemind_id(peer), self._call_name, request)
         self._throttle.called(sent=len(request), received=len(reply))
         self._redialer.heard(peer)
         return reply
@@ -397,7 +389,7 @@ class LiveTransport:
 
     async def _open_stream_of(self, name: str, peer: PeerID) -> Streams:
         p2p = await self._daemon.p2p()
-        _, reader, writer = await p2p.call_binary_stream_handler(_hivemind_id(peer), name)
+        _, reader, writer = await p2p.call_binary_stream_handler(hivemind_id(peer), name)
         return reader, writer
 
     def _lost(self, link: Link, why: str) -> None:
@@ -503,8 +495,7 @@ class LiveTransport:
     async def _disconnect_excluded(self) -> None:
         for peer in filter(self.members.is_excluded, await self.connected()):
             self._addresses.pop(peer, None)
-            with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-                await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
+            await self._hang_up(peer)
 
     # Carriers
 
@@ -654,11 +645,6 @@ def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
     return found
 
 
-@lru_cache(maxsize=PEERS_MAX)
-def _hivemind_id(peer: PeerID) -> HivemindPeerID:
-    return HivemindPeerID.from_base58(peer)
-
-
 def _may_repeat(error: P2PDaemonError) -> bool:
     return any(text in str(error) for text in _NOT_DIALLED)
 
@@ -673,4 +659,4 @@ def _reason(error: BaseException) -> str:
         return "nobody knows its address"
     if "failed to dial" in text:
         return "none of its addresses answers"
-    return (text.splitlines() or [repr(error)])[0][:120] or repr(error)
+    return first_line(error)

@@ -251,24 +251,17 @@ def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Ca
             cut = world.partition(peers, others, one_way=fault.kind is FaultKind.ONE_WAY_CUT)
             return lambda: world.heal(cut)
         case _:
-            disturbed = world.disturb(peers, others, _disturbance(fault))
+            disturbed = world.disturb(peers, others, _DISTURBANCE[fault.kind](fault.amount))
             return lambda: world.calm(disturbed)
 
 
-def _disturbance(fault: Fault) -> Disturbance:
-    match fault.kind:
-        case FaultKind.SLOW_LINK:
-            return Disturbance(slowness=fault.amount)
-        case FaultKind.LOSS:
-            return Disturbance(loss=fault.amount)
-        case FaultKind.CORRUPTION:
-            return Disturbance(corruption=fault.amount)
-        case FaultKind.DUPLICATION:
-            return Disturbance(duplication=fault.amount)
-        case FaultKind.SPIKES:
-            return Disturbance(spikes=0.1, spike_s=fault.amount)
-        case _:
-            raise LocalError(f"{fault}: this is no fault of a path")
+_DISTURBANCE: Mapping[FaultKind, Callable[[float], Disturbance]] = {
+    FaultKind.SLOW_LINK: lambda factor: Disturbance(slowness=factor),
+    FaultKind.LOSS: lambda share: Disturbance(loss=share),
+    FaultKind.CORRUPTION: lambda share: Disturbance(corruption=share),
+    FaultKind.DUPLICATION: lambda share: Disturbance(duplication=share),
+    FaultKind.SPIKES: lambda longest_s: Disturbance(spikes=0.1, spike_s=longest_s),
+}
 
 
 def _each(peers: Sequence[SimPeer], do: Callable[[SimPeer], None]) -> None:

@@ -1,11 +1,6 @@
-"""`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate.
-
-`ExecutingCompute` does the work (real gradients in virtual time), `ModelledCompute` only takes its time.
-"""
+"""`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate."""
 
 import asyncio
-import bisect
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,12 +35,14 @@ class _Queued:
     done: asyncio.Future[Timed[Any]]
 
 
-class _SimCompute(ABC):
+class SimCompute:
     """The device's queue and timeline. Changes of speed or slowdown apply to jobs that start afterwards.
 
     Args:
         number: the peer's number in the trace.
         overhead_s: time of every job beside its arithmetic.
+        is_modelled: jobs only take their time, and their value is None, despite its type. Otherwise the work is done
+            when the job starts (real gradients in virtual time), and its result comes when the job ends.
     """
 
     def __init__(
@@ -56,12 +53,14 @@ class _SimCompute(ABC):
         number: int,
         machine: Machine,
         device_flop_per_s: float,
-        overhead_s: float = 0.0,
+        overhead_s: float,
+        is_modelled: bool,
     ) -> None:
         if not (device_flop_per_s > 0.0 and overhead_s >= 0.0):
             raise LocalError(f"a device cannot do {device_flop_per_s} FLOP/s with {overhead_s} s overhead")
         self.device_flop_per_s = device_flop_per_s
         self.overhead_s = overhead_s
+        self._is_modelled = is_modelled
         self.timeline: list[SimJob] = []
         """Jobs in order; the last one's end may lie ahead."""
         self._agenda = agenda
@@ -95,18 +94,6 @@ class _SimCompute(ABC):
             job.done.cancel()
         self._queue.clear()
 
-    def busy_fraction(self, from_s: float, to_s: float) -> float:
-        """Return the fraction of that span in which a job ran."""
-        if not from_s < to_s:
-            raise LocalError(f"{from_s} s to {to_s} s is no span of time")
-        busy_s = 0.0
-        first = bisect.bisect_left(self.timeline, from_s, key=lambda job: job.ended_s)
-        for job in self.timeline[first:]:
-            if job.started_s >= to_s:
-                break
-            busy_s += min(job.ended_s, to_s) - max(job.started_s, from_s)
-        return busy_s / (to_s - from_s)
-
     def _next(self) -> None:
         """Start the first job that is not cancelled. A started job runs to its end."""
         while self._queue and not self._is_busy:
@@ -114,7 +101,7 @@ class _SimCompute(ABC):
             if job.done.done():
                 continue
             try:
-                value = self._do(job.work)
+                value = None if self._is_modelled else job.work()
             except Exception as error:
                 job.done.set_exception(error)
                 continue
@@ -134,20 +121,3 @@ class _SimCompute(ABC):
         if not job.done.done():
             job.done.set_result(Timed(value=value, started_s=started_s, ended_s=self._agenda.now_s()))
         self._next()
-
-    @abstractmethod
-    def _do(self, work: Callable[[], T]) -> T | None: ...
-
-
-class ExecutingCompute(_SimCompute):
-    """Does the work when the job starts, and delivers its result when the job ends."""
-
-    def _do(self, work: Callable[[], T]) -> T | None:
-        return work()
-
-
-class ModelledCompute(_SimCompute):
-    """Never calls `work`: the value is None, despite its type."""
-
-    def _do(self, work: Callable[[], T]) -> T | None:
-        return None

@@ -118,5 +118,5 @@ def _extra_s(link: LinkSpec, stream: Stream) -> float:
     if link.spikes and stream.rng.random() < link.spikes:
         extra_s += stream.rng.uniform(0.0, link.spike_s)
     while link.loss and stream.rng.random() < link.loss:
-        extra_s += link.loss_costs_s
+        extra_s += 2.0 * link.latency_s
     return extra_s

@@ -117,12 +117,7 @@ class Links:
         """Return the stream between these two processes, made if missing."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
-            stream = Stream(
-                source,
-                destination,
-                queue_bytes=self.link(source.place, destination.place).queue_bytes,
-                make_rng=partial(self._rng, f"link {source.number} {destination.number}"),
-            )
+            stream = Stream(source, destination, partial(self._rng, f"link {source.number} {destination.number}"))
             source.outgoing[destination.number] = destination.incoming[source.number] = stream
             self._streams[source.number, destination.number] = stream
         return stream

@@ -1,11 +1,9 @@
 """A simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
 
-A place is a row of the matrix; a world assigns the first free one to each new peer.
+Places are numbered; a world assigns the first free one to each new peer.
 """
 
 import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +23,7 @@ class LinkSpec:
     jitter_s: float = 0.0
     """Longest extra delay of a message, uniform; streams keep their order."""
     loss: float = 0.0
-    """Probability per message. A lost frame arrives `retransmit_s` late, maybe repeatedly; a lost call never."""
-    retransmit_s: float | None = None
-    """Delay of a lost frame. None: one round trip, a TCP fast retransmit."""
-    queue_bytes: float = math.inf
-    """One stream's bytes in flight, like a TCP window; the stream's credit also limits them."""
+    """Probability per message. A lost frame comes a round trip late (TCP's fast retransmit) or more; a call never."""
     spikes: float = 0.0
     """Probability per message of a delay spike: a delayed call is overtaken, a delayed frame blocks its stream."""
     spike_s: float = 1.0
@@ -52,20 +46,12 @@ class LinkSpec:
             raise LocalError(f"a link's jitter must be 0 s or more, not {self.jitter_s}")
         if not 0.0 <= self.loss < 1.0:
             raise LocalError(f"a link's loss must be a probability below 1, not {self.loss}")
-        if self.retransmit_s is not None and not 0.0 <= self.retransmit_s < math.inf:
-            raise LocalError(f"a link's retransmission must take 0 s or more, not {self.retransmit_s}")
-        if not self.queue_bytes > 0.0:
-            raise LocalError(f"a link's queue must hold more than 0 bytes, not {self.queue_bytes}")
         for name in ("spikes", "corruption", "duplication"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise LocalError(f"a link's {name} must be a probability, not {getattr(self, name)}")
         for name in ("spike_s", "repeat_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise LocalError(f"a link's {name} must be 0 s or more, not {getattr(self, name)}")
-
-    @property
-    def loss_costs_s(self) -> float:
-        return 2.0 * self.latency_s if self.retransmit_s is None else self.retransmit_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +69,6 @@ class CardSpec:
 
 
 class Network:
-    """Links between places; row = from, column = to; the diagonal is never read. Raises: LocalError: not square."""
-
-    def __init__(self, links: Sequence[Sequence[LinkSpec]]) -> None:
-        _check_square("links", links)
-        self._links = links
-        self.num_places: float = len(links)
-        self.typical_latency_s: float = _median_off_diagonal([[link.latency_s for link in row] for row in links])
-
-    def link(self, source: int, destination: int) -> LinkSpec:
-        return self._links[source][destination]
-
-
-class UniformNetwork(Network):
     """The same link between any two of any number of places."""
 
     def __init__(self, spec: LinkSpec) -> None:
@@ -110,23 +83,7 @@ class UniformNetwork(Network):
 def uniform(
     latency_s: float, rate_bytes_per_s: float = math.inf, *, jitter_s: float = 0.0, loss: float = 0.0
 ) -> Network:
-    return UniformNetwork(
-        LinkSpec(latency_s=latency_s, rate_bytes_per_s=rate_bytes_per_s, jitter_s=jitter_s, loss=loss)
-    )
-
-
-def _check_square(what: str, matrix: Sequence[Sequence[object]]) -> None:
-    size = len(matrix)
-    if size == 0:
-        raise LocalError(f"the {what} matrix is empty")
-    for index, row in enumerate(matrix):
-        if len(row) != size:
-            raise LocalError(f"the {what} matrix has {size} rows, but row {index} has {len(row)} columns")
-
-
-def _median_off_diagonal(matrix: Sequence[Sequence[float]]) -> float:
-    others = [value for i, row in enumerate(matrix) for j, value in enumerate(row) if i != j]
-    return statistics.median_low(others) if others else 0.0
+    return Network(LinkSpec(latency_s=latency_s, rate_bytes_per_s=rate_bytes_per_s, jitter_s=jitter_s, loss=loss))
 
 
 _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
@@ -134,8 +91,7 @@ _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
 
 
 class MatrixNetwork(Network):
-    """A large network: two matrices, and a `LinkSpec` only for pairs that communicate. Device i of the topology is at
-    place i; `World.add_peer` takes its network card."""
+    """A network of two matrices; device i of the topology is at place i. `World.add_peer` takes its network card."""
 
     def __init__(self, topology: Topology) -> None:
         self._latency_s = topology.latency_s

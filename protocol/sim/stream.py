@@ -10,7 +10,6 @@ from functools import cached_property
 
 from shoal.protocol.frames import CreditWindow
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.network import CardSpec
 from shoal.protocol.sim.phantom import Phantom
@@ -95,19 +94,11 @@ class Stream:
     `refused_epoch`, so that nothing is handled behind a gap.
     """
 
-    def __init__(
-        self,
-        source: NetworkCard,
-        destination: NetworkCard,
-        *,
-        queue_bytes: float,
-        make_rng: Callable[[], random.Random],
-    ) -> None:
+    def __init__(self, source: NetworkCard, destination: NetworkCard, make_rng: Callable[[], random.Random]) -> None:
         self.source = source
         self.destination = destination
         self.take_rates()
         self._make_rng = make_rng
-        self.queue_bytes = queue_bytes
         self.epoch = 0
         self.refused_epoch = 0
         self.arrived_epoch = 0
@@ -139,7 +130,7 @@ class Stream:
     def clear(self) -> None:
         """Begin a new stream for later frames; received frames stay until the first new one arrives."""
         self.epoch += 1
-        self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
+        self.window = CreditWindow()
         self.waiting: tuple[deque[SimFrame], ...] = ()
         """Waiting frames by priority; empty before the first frame."""
         self.leaving: SimFrame | None = None

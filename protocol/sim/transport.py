@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import xxhash
 
+from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import LocalError, RemoteError, Unreachable
 from shoal.protocol.frames import wire_bytes
 from shoal.protocol.identity import PeerID
@@ -104,10 +105,7 @@ class SimTransport:
             return
         self._trace.add(self._agenda.now_s(), Kind.CLOSED, self.card.number, -1)
         self._links.gone(self.card, why="this peer is closing")
-        handlers = [task for task in self._handlers if task is not asyncio.current_task()]
-        for task in handlers:
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+        await end_tasks(*(task for task in self._handlers if task is not asyncio.current_task()))
 
     # The daemon's death -------------------------------------------------------------------------------------------
 
@@ -216,8 +214,7 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Answer a call; a repeated one (`reply` None) gets no answer, and a damaged one Unreachable: in a real
-        connection, encryption finds the damage and breaks it."""
+        """Answer a call; a repeated one (`reply` None) gets no answer, a damaged one Unreachable (`_accept_reply`)."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)

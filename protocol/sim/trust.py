@@ -9,7 +9,7 @@ from collections import OrderedDict
 import msgspec
 
 from shoal.protocol.access import Gate, Verdict
-from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, is_direct
+from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, decoded, is_direct
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.membership import Members
@@ -43,10 +43,7 @@ class TrustingSeals:
         return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
 
     def unseal(self, data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
-        try:
-            envelope = _DECODER.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RemoteError(source, f"sent an unreadable message ({error})") from error
+        envelope = decoded(_DECODER, data, source, "an unreadable message")
         if envelope.run != run:
             raise RemoteError(source, f"speaks for run {envelope.run[:12]!r}, this is {run[:12]!r}")
         return envelope

@@ -15,7 +15,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.sim.clock import Agenda, SimClock
-from shoal.protocol.sim.compute import ExecutingCompute, ModelledCompute
+from shoal.protocol.sim.compute import SimCompute
 from shoal.protocol.sim.directory import Records, SimDirectory
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
@@ -45,7 +45,7 @@ class SimPeer:
     identity: Identity
     transport: SimTransport
     directory: SimDirectory
-    compute: ExecutingCompute | ModelledCompute
+    compute: SimCompute
     clock: SimClock
     disk: SimDisk
 
@@ -75,7 +75,7 @@ class World:
         seed: of everything random: identities, jitter, loss, and every `rng(name)`.
         stall_s: time without progress after which a stream to a silent peer breaks.
         acquainted: all peers know all addresses; otherwise a peer that nobody introduced is unreachable.
-        modelled: peers use `ModelledCompute` by default.
+        modelled: devices only take their time by default.
         watch: called with every event of the trace.
     """
 
@@ -146,7 +146,6 @@ class World:
             acquainted=self._acquainted,
             failed=lambda error: self._handler_failed(name, error),
         )
-        compute = ModelledCompute if (self._modelled if modelled is None else modelled) else ExecutingCompute
         peer = SimPeer(
             name=name,
             number=number,
@@ -160,13 +159,14 @@ class World:
                 self._trace,
                 latency_s=self.network.typical_latency_s,
             ),
-            compute=compute(
+            compute=SimCompute(
                 self._agenda,
                 self._trace,
                 number=number,
                 machine=machine,
                 device_flop_per_s=device_flop_per_s,
                 overhead_s=overhead_s,
+                is_modelled=self._modelled if modelled is None else modelled,
             ),
             clock=SimClock(self._agenda, machine),
             disk=machine.disk,

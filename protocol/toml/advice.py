@@ -25,21 +25,16 @@ PASSES_GOOD: Final = 4.0
 """The passes up to which repeated text is hardly worth less than new text (2305.16264)."""
 
 
-def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size: int | None = None) -> list[str]:
+def advice(spec: RunSpec, *, training_tokens: int, text_vocab_size: int) -> list[str]:
     """Return a sentence for each setting of `spec` that is likely to make the run diverge or waste time, with the value
-    to set.
-
-    Args:
-        training_tokens: of the run's text; None: unknown.
-        text_vocab_size: tokens of the text are below it; None: unknown.
-    """
+    to set. Args: training_tokens: of the run's text; text_vocab_size: its tokens are below that."""
     return [
         *_adapter_advice(spec),
         *_rate_advice(spec),
         *_warmup_advice(spec),
         *_batch_advice(spec),
         *(_text_advice(spec, training_tokens) if training_tokens else ()),
-        *(_vocabulary_advice(spec, text_vocab_size) if text_vocab_size else ()),
+        *_vocabulary_advice(spec, text_vocab_size),
     ]
 
 

@@ -21,6 +21,7 @@ trains models of several sizes by these rules; `protocol/MEASURED.md` has the re
 
 import copy
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -87,20 +88,19 @@ def model_size(
     num_kv_heads: int,
     ffn_dim: int,
     context: int,
-    experts: int = 1,
-    head_size: int | None = None,
-    written_width: int | None = None,
+    experts: int,
+    head_size: int | None,
+    written_width: int,
 ) -> Size:
     """Compute the size of a model.
 
     Args:
         experts: that a token passes in each layer; 1 in a dense model.
         head_size: None: dim / num_heads.
-        written_width: `ModelSpec.written_width`; None: dim.
+        written_width: `ModelSpec.written_width`.
     """
     head_dim = dim / num_heads if head_size is None else head_size
-    q_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
-    both = dim + (dim if written_width is None else written_width)
+    q_dim, kv_dim, both = num_heads * head_dim, num_kv_heads * head_dim, dim + written_width
     parameters = num_layers * (both * q_dim + 2.0 * dim * kv_dim + (dim + both) * ffn_dim * experts)
     return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * q_dim * context)
 
@@ -169,7 +169,8 @@ def learning_rate_of(
     rate = 0.3118 * (size.flop_per_token * size.tokens) ** -0.125
     rate *= min(_SHORT, (size.tokens / (tokens_per_step * steps)) ** 0.125)
     rate *= min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
-    return _two_digits(rate * (_ADAPTING if adapts else _TUNING if tunes else 1.0))
+    rate *= _ADAPTING if adapts else _TUNING if tunes else 1.0
+    return float(f"{rate:.1e}")
 
 
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
@@ -277,9 +278,9 @@ def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]
     told: set[str] = set()
     for choice in choices:
         if choice.why not in told:
-            lines.append(f"  {choice.field} = {_number(choice.value)}: {choice.why}")
+            lines.append(f"  {choice.field} = {choice.value:g}: {choice.why}")
         else:
-            lines[-1] = lines[-1].replace(":", f", {choice.field} = {_number(choice.value)}:", 1)
+            lines[-1] = lines[-1].replace(":", f", {choice.field} = {choice.value:g}:", 1)
         told.add(choice.why)
     return tuple(lines)
 
@@ -294,29 +295,31 @@ class _Filling:
         found = self.tables.get(section, {})
         return found if isinstance(found, dict) else {}
 
-    def said(self, path: str) -> int | None:
-        """Return the file's positive number; None if the file leaves it to a rule or has an impossible value."""
-        section, _, name = path.partition(".")
-        value = self.table(section).get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _SAID_MAX else None
+    def said(self, path: str, *, least: int = 1, most: int = _SAID_MAX) -> int | None:
+        """Return the file's number; None if the file leaves it to a rule or has an impossible value."""
+        value = self._value(path)
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return value if fits else None
 
     def number(self, path: str, *, least: int = 1) -> int:
-        section, _, name = path.partition(".")
-        value = self.table(section).get(name)
-        most = DIM_MAX if path == "model.dim" else _SAID_MAX
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        return int(value if fits else getattr(getattr(self._base, section), name))  # type: ignore[arg-type]
+        value = self.said(path, least=least, most=DIM_MAX if path == "model.dim" else _SAID_MAX)
+        return int(self._usual(path)) if value is None else value
 
     def share(self, path: str) -> float:
-        section, _, name = path.partition(".")
-        value = self.table(section).get(name)
+        value = self._value(path)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-        return float(value if fits else getattr(getattr(self._base, section), name))  # type: ignore[arg-type]
+        return float(value if fits else self._usual(path))
 
     def text(self, path: str) -> str:
+        value = self._value(path)
+        return value if isinstance(value, str) else str(self._usual(path))
+
+    def _value(self, path: str) -> Any:
         section, _, name = path.partition(".")
-        value = self.table(section).get(name)
-        return value if isinstance(value, str) else str(getattr(getattr(self._base, section), name))
+        return self.table(section).get(name)
+
+    def _usual(self, path: str) -> Any:
+        return operator.attrgetter(path)(self._base)
 
     def choose(self, path: str, value: Any, why: str) -> Any:
         """Return the file's value, or put `value` there and return it."""
@@ -336,14 +339,6 @@ def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool, adapts:
     if adapts:
         return f"two thirds of {law}, as only adapters are trained: ten times the rate at which all weights are tuned"
     return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
-
-
-def _two_digits(value: float) -> float:
-    return float(f"{value:.1e}")
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
 
 
 def thousands(value: float) -> str:

@@ -15,7 +15,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import Done, ValidationResult
 from shoal.protocol.sim.loop import VirtualTimeLoop, run
-from shoal.protocol.sim.network import LinkSpec, Network
+from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
@@ -73,7 +73,7 @@ Scene = Callable[[Street], Coroutine[Any, Any, None]]
 
 def play(scene: Scene, *, num_ears: int = 1) -> Street:
     async def main() -> Street:
-        world = World(0, Network([[LinkSpec(latency_s=LATENCY_S)] * (1 + num_ears)] * (1 + num_ears)))
+        world = World(0, uniform(LATENCY_S))
         peers = [world.add_peer(f"peer {i}") for i in range(1 + num_ears)]
         endpoints = [Endpoint(peer.identity, peer.transport, run="test", gate=OpenGate()) for peer in peers]
         for peer in peers:

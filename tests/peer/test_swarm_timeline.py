@@ -5,6 +5,7 @@ from statistics import mean
 
 import msgspec
 import pytest
+from timelines import busy_fraction
 
 from shoal.peer.replica.flow import AdaptiveTraffic, Control
 from shoal.protocol.sim.loop import run
@@ -36,7 +37,7 @@ def busy(make_swarm, spec, *, s_max, from_step, to_step, seed=0):
         await swarm.until_step(to_step)
         ended_s = swarm.world.now_s()
         busy_by_stage = [
-            sum(swarm.peer(name).compute.busy_fraction(started_s, ended_s) for name in names) / len(names)
+            sum(busy_fraction(swarm.peer(name).compute.timeline, started_s, ended_s) for name in names) / len(names)
             for names in STAGES
         ]
         await swarm.close()

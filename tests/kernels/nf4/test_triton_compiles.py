@@ -10,7 +10,7 @@ from collections import Counter
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from shoal.kernels.nf4 import triton_nf4 as twins
-from shoal.kernels.nf4.reference import TILE
+from shoal.kernels.codec.formats import TILE
 
 kernel = twins.decode_kernel
 TYPES = {"scale_T": "*i16", "code_B": "*u8", "level_L": "*fp32"}

@@ -13,6 +13,7 @@ from shoal.kernels.optimizer import OPTIMIZERS, exact_products
 from shoal.kernels.optimizer.muon import muon_predict, muon_step
 from shoal.kernels.optimizer.orthogonal import orthogonal, orthogonal_nearby
 from shoal.kernels.optimizer.reference import adamw_predict, adamw_step
+from shoal.kernels.optimizer.rules import Hyperparameters
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 MATRICES = ((0, 24, 40), (960, 40, 24), (1920, 8, 8))
@@ -32,7 +33,11 @@ def start(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step_on(state: tuple[Tensor, Tensor, Tensor], grad_N: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    return muon_step(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=DECAYED, step=step, matrices=MATRICES)
+    return muon_step(state[0], grad_N, *state[1:], hyper(step))
+
+
+def hyper(step: int) -> Hyperparameters:
+    return Hyperparameters(**SETTINGS, num_decayed=DECAYED, step=step, matrices=MATRICES)
 
 
 # --- orthogonality ---
@@ -133,7 +138,8 @@ def test_matrices_step_as_plain_float32_muon_does_and_the_rest_as_adamw() -> Non
     for step in range(20):
         grad_N = randn(N, seed=step + 1) + 0.3
         state = step_on(state, grad_N, step)
-        rest = adamw_step(rest[0], grad_N[H:], *rest[1:], **SETTINGS, num_decayed=DECAYED - H, step=step)
+        of_the_rest = Hyperparameters(**SETTINGS, num_decayed=DECAYED - H, step=step)
+        rest = adamw_step(rest[0], grad_N[H:], *rest[1:], of_the_rest)
         for index, (first, R, C) in enumerate(MATRICES):
             grad_RC = grad_N[first : first + R * C].view(R, C)
             momenta[index] = 0.9 * momenta[index] + grad_RC
@@ -148,28 +154,20 @@ def test_a_step_is_as_long_as_one_of_adamw() -> None:
     """0.2 learning rates in the root mean square, which is AdamW's usual one."""
     for R, C in ((64, 256), (256, 64), (128, 128)):
         param_N = torch.zeros(R * C)
-        after_N, _, _ = muon_step(
-            param_N,
-            randn(R * C, seed=3),
-            param_N,
-            param_N[:0],
-            **SETTINGS,
-            num_decayed=R * C,
-            step=0,
-            matrices=((0, R, C),),
-        )
+        first = Hyperparameters(**SETTINGS, num_decayed=R * C, step=0, matrices=((0, R, C),))
+        after_N, _, _ = muon_step(param_N, randn(R * C, seed=3), param_N, param_N[:0], first)
         assert 0.14 < float(after_N.square().mean().sqrt()) / SETTINGS["learning_rate"] < 0.24
 
 
 def test_without_matrices_it_is_adamw() -> None:
     param_N, grad_N, moment1_N = (randn(50, seed=seed) for seed in range(3))
     moment2_N = moment1_N.square()
-    arguments: dict[str, Any] = {**SETTINGS, "num_decayed": 30, "step": 4}
-    got = muon_step(param_N, grad_N, moment1_N, moment2_N, **arguments)
-    want = adamw_step(param_N, grad_N, moment1_N, moment2_N, **arguments)
+    plain = Hyperparameters(**SETTINGS, num_decayed=30, step=4)
+    got = muon_step(param_N, grad_N, moment1_N, moment2_N, plain)
+    want = adamw_step(param_N, grad_N, moment1_N, moment2_N, plain)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    predicted_N = muon_predict(param_N, moment1_N, moment2_N, **arguments, staleness_steps=2)
-    assert torch.equal(predicted_N, adamw_predict(param_N, moment1_N, moment2_N, **arguments, staleness_steps=2))
+    predicted_N = muon_predict(param_N, moment1_N, moment2_N, plain, 2)
+    assert torch.equal(predicted_N, adamw_predict(param_N, moment1_N, moment2_N, plain, 2))
 
 
 def test_only_what_is_no_hidden_matrix_has_a_second_moment() -> None:
@@ -179,14 +177,14 @@ def test_only_what_is_no_hidden_matrix_has_a_second_moment() -> None:
 
 @pytest.mark.parametrize("matrices", [((4, 2, 3),), ((0, 2, 3), (7, 2, 3)), ((6, 2, 3), (0, 2, 3))])
 def test_matrices_with_gaps_are_refused(matrices: tuple[tuple[int, int, int], ...]) -> None:
-    zero_N = torch.zeros(13)
+    zero_N, gaps = torch.zeros(13), Hyperparameters(**SETTINGS, num_decayed=13, step=0, matrices=matrices)
     with pytest.raises(ValueError, match="without gaps"):
-        muon_step(zero_N, zero_N, zero_N, zero_N, **SETTINGS, num_decayed=13, step=0, matrices=matrices)
+        muon_step(zero_N, zero_N, zero_N, zero_N, gaps)
 
 
 def test_nothing_is_changed_in_place() -> None:
     state, grad_N = step_on(start(), randn(N, seed=8), 0), randn(N, seed=9)
     before = [tensor.clone() for tensor in (*state, grad_N)]
     step_on(state, grad_N, 1)
-    muon_predict(*state, **SETTINGS, num_decayed=DECAYED, step=1, staleness_steps=2, matrices=MATRICES)
+    muon_predict(*state, hyper(1), 2)
     assert all(torch.equal(a, b) for a, b in zip((*state, grad_N), before, strict=True))

@@ -1,6 +1,6 @@
 """Steps and predictions of each twin. N elements of one layer."""
 
-import inspect
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal.kernels.optimizer as package
-from shoal.kernels.optimizer import OPTIMIZERS, Predict, Step, reference
+from shoal.kernels.optimizer import OPTIMIZERS, Optimizer, reference
+from shoal.kernels.optimizer.rules import Hyperparameters
 
 SETTINGS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 each_name = pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
@@ -30,9 +31,9 @@ def test_a_step_has_the_bits_of_the_reference(
     twin: ModuleType, device: str, name: str, n: int, step: int, seed: int
 ) -> None:
     tensors = inputs(name, n, seed, device)
-    settings = {**SETTINGS, "learning_rate": 3e-3, "num_decayed": n // 2, "step": step}
-    made = getattr(twin, f"{name}_step")(*tensors, **settings)
-    wanted = getattr(reference, f"{name}_step")(*tensors, **settings)
+    hyper = Hyperparameters(**SETTINGS, learning_rate=3e-3, num_decayed=n // 2, step=step)
+    made = getattr(twin, f"{name}_step")(*tensors, hyper)
+    wanted = getattr(reference, f"{name}_step")(*tensors, hyper)
     assert all(torch.equal(got, want) for got, want in zip(made, wanted, strict=True))
 
 
@@ -41,9 +42,9 @@ def test_nothing_is_changed_in_place_and_results_share_no_memory(twin: ModuleTyp
     """A prediction must be free to live longer than the state beside it."""
     old = inputs(name, 33, 0, device)
     before = [tensor.clone() for tensor in old]
-    settings: dict[str, Any] = {**SETTINGS, "learning_rate": 1e-3, "num_decayed": 9}
-    param_N, moment1_N, moment2_N = getattr(twin, f"{name}_step")(*old, **settings, step=2)
-    ahead_N = getattr(twin, f"{name}_predict")(param_N, moment1_N, moment2_N, **settings, step=3, staleness_steps=1)
+    hyper = Hyperparameters(**SETTINGS, learning_rate=1e-3, num_decayed=9, step=2)
+    param_N, moment1_N, moment2_N = getattr(twin, f"{name}_step")(*old, hyper)
+    ahead_N = getattr(twin, f"{name}_predict")(param_N, moment1_N, moment2_N, replace(hyper, step=3), 1)
     assert all(torch.equal(a, b) for a, b in zip(old, before, strict=True))
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*old[:3], param_N, moment1_N, ahead_N)}
     assert len(storages) == 6
@@ -52,21 +53,11 @@ def test_nothing_is_changed_in_place_and_results_share_no_memory(twin: ModuleTyp
 @each_name
 def test_predictions_of_the_twins_agree(twin: ModuleType, device: str, name: str) -> None:
     param_N, _, moment1_N, moment2_N = inputs(name, 5000, 3, device)
+    hyper = Hyperparameters(**SETTINGS, learning_rate=3e-3, num_decayed=3001, step=4)
     for staleness_steps in (1, 2, 5):
-        settings: dict[str, Any] = {
-            **SETTINGS, "learning_rate": 3e-3, "num_decayed": 3001, "step": 4, "staleness_steps": staleness_steps,
-        }  # fmt: skip
-        got_N = getattr(twin, f"{name}_predict")(param_N, moment1_N, moment2_N, **settings)
-        want_N = getattr(reference, f"{name}_predict")(param_N, moment1_N, moment2_N, **settings)
+        got_N = getattr(twin, f"{name}_predict")(param_N, moment1_N, moment2_N, hyper, staleness_steps)
+        want_N = getattr(reference, f"{name}_predict")(param_N, moment1_N, moment2_N, hyper, staleness_steps)
         torch.testing.assert_close(got_N, want_N, rtol=1e-6, atol=1e-6)
-
-
-@each_name
-@pytest.mark.parametrize(("what", "protocol"), [("step", Step), ("predict", Predict)])
-def test_signature_is_that_of_the_protocol(twin: ModuleType, name: str, what: str, protocol: type) -> None:
-    wanted = inspect.signature(protocol.__call__)
-    wanted = wanted.replace(parameters=list(wanted.parameters.values())[1:])
-    assert inspect.signature(getattr(twin, f"{name}_{what}")) == wanted
 
 
 # --- who computes ---
@@ -96,8 +87,11 @@ def test_tensors_on_a_cpu_never_ask_for_triton(monkeypatch: pytest.MonkeyPatch) 
 def test_float32_on_cuda_is_tritons_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, installed: bool, chosen: str
 ) -> None:
-    twins = SimpleNamespace(adamw_step=lambda *_, **__: "twin")
-    monkeypatch.setattr(package, "_triton", lambda: twins if installed else None)
+    def adamw_step() -> None: ...
+
+    rules: Any = SimpleNamespace(adamw_step=adamw_step, muon_step=adamw_step)
+    monkeypatch.setattr(package, "_triton", lambda: SimpleNamespace(adamw_step="twin") if installed else None)
     tensor: Any = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, numel=lambda: 1)
-    assert package._by_device("adamw_step", lambda *_, **__: "reference")(tensor) == chosen
-    assert package._by_device("muon_step", lambda *_, **__: "reference")(tensor) == "reference"
+    found = Optimizer("adamw", rules, "all")._rule("step", tensor)
+    assert found == ("twin" if chosen == "twin" else adamw_step)
+    assert Optimizer("muon", rules, "rest")._rule("step", tensor) is adamw_step

@@ -23,4 +23,4 @@ def test_sources_without_number_do_not_fill_the_memory() -> None:
     allowance = Allowance[int](1, 1.0)
     for number in range(ALLOWANCES_MAX + 100):
         allowance.takes(number, 0.0)
-    assert len(allowance) == ALLOWANCES_MAX
+    assert len(allowance._spent) == ALLOWANCES_MAX

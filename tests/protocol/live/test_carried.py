@@ -61,7 +61,7 @@ async def close(*transports: LiveTransport) -> None:
 
 
 def carrying(carriers):
-    return [carrier for carrier in carriers if len(carrier._carrier)]
+    return [carrier for carrier in carriers if carrier._carrier._carried]
 
 
 def test_calls_and_frames_go_over_a_third_peer_and_directly_once_there_is_a_way(hidden, eventually):
@@ -151,9 +151,9 @@ def test_a_peer_that_is_put_out_loses_what_is_carried(hidden, eventually):
         (a, _), (b, heard), (c,) = await hidden(1)
         await a.call(b.peer_id, b"hello", timeout_s=30)
         await a.send(b.peer_id, b"", b"", priority=Priority.BULK)
-        await eventually(lambda: len(heard.frames) == 1 and len(c._carrier) == 2)
+        await eventually(lambda: len(heard.frames) == 1 and len(c._carrier._carried) == 2)
         c.members.exclude(Excluded({a._identity.public_key}))
-        await eventually(lambda: len(c._carrier) == 0)
+        await eventually(lambda: len(c._carrier._carried) == 0)
         b.members.exclude(Excluded({a._identity.public_key}))
         with pytest.raises(Unreachable):
             await a.call(b.peer_id, b"hello", timeout_s=30)

@@ -140,7 +140,8 @@ def test_a_carrier_that_passes_nothing_more_is_given_up_and_a_quiet_one_is_not(e
             assert middle.passed_bytes > passed
             middle.there = middle.back = lambda data: None
             await eventually(lambda: bool(heard_a.whys) and bool(heard_b.whys))
-            assert "nothing has come over its carrier" in heard_a.whys[0]
+            first_whys = (heard_a.whys[0], heard_b.whys[0])  # the end that gives up first ends the stream of the other
+            assert any("nothing has come over its carrier" in why for why in first_whys)
 
     asyncio.run(main())
 

@@ -111,12 +111,12 @@ def test_bytes_pass_both_ways_and_the_end_passes_too(eventually):
         there[1].write(b"to a" * 100_000)
         assert await here[0].readexactly(400_000) == b"to a" * 100_000
         assert world.carrier.carried_bytes == 400_004
-        assert len(world.carrier) == 1
+        assert len(world.carrier._carried) == 1
         assert set(world.found) == {A.peer_id, B.peer_id}
         here[1].write(b"last words")
         here[1].close()
         assert await there[0].read() == b"last words"
-        await eventually(lambda: len(world.carrier) == 0)
+        await eventually(lambda: len(world.carrier._carried) == 0)
 
     run(main)
 
@@ -130,7 +130,7 @@ def test_what_it_cannot_do_is_refused_with_a_reason(to, complaint, eventually):
         here, answer = await world.ask(to)
         assert answer.refusal == complaint
         assert await here[0].read() == b""
-        await eventually(lambda: len(world.carrier) == 0)
+        await eventually(lambda: len(world.carrier._carried) == 0)
 
     run(main)
 
@@ -197,7 +197,7 @@ def test_streams_are_bounded_in_all(monkeypatch, eventually):
         _, answer = await world.ask()
         assert answer.refusal == "it carries 3 streams, its limit"
         kept[0][0][1].close()
-        await eventually(lambda: len(world.carrier) == 2)
+        await eventually(lambda: len(world.carrier._carried) == 2)
         assert (await world.ask())[1].refusal == ""
 
     run(main)

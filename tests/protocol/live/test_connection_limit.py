@@ -186,7 +186,7 @@ def test_while_one_address_floods_a_member_is_called_and_dialled(live_peer, even
         daemon = psutil.Process(flooded.daemon.process_id)
         files = daemon.num_fds()
         with half_open(port, CONNECTIONS_OF_ADDRESS_MAX + 50):
-            await eventually(lambda: flooded.daemon.shut_out)
+            await eventually(lambda: flooded.daemon._connection_limit.shut_out)
             with half_open(port, 5) as standing:
                 assert standing <= 1
             assert daemon.num_fds() < files + CONNECTIONS_OF_ADDRESS_MAX + 60

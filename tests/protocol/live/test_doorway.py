@@ -22,8 +22,8 @@ def test_a_peer_with_too_many_loses_its_own_oldest() -> None:
         for number in range(WAITING_STREAMS_OF_ONE_MAX + 2):
             stack.enter_context(doorway.waits(A, lambda number=number: ended.append(number)))
         assert ended == [0, 1]
-        assert len(doorway) == WAITING_STREAMS_OF_ONE_MAX + 1
-    assert len(doorway) == 0
+        assert len(doorway._waiting) == WAITING_STREAMS_OF_ONE_MAX + 1
+    assert len(doorway._waiting) == 0
 
 
 def test_peers_without_number_drive_out_who_waited_longest() -> None:
@@ -32,7 +32,7 @@ def test_peers_without_number_drive_out_who_waited_longest() -> None:
         for number in range(2 * WAITING_STREAMS_MAX):
             stack.enter_context(doorway.waits(PeerID(f"{number}"), lambda number=number: ended.append(number)))
         assert ended == list(range(WAITING_STREAMS_MAX))
-        assert len(doorway) == WAITING_STREAMS_MAX
+        assert len(doorway._waiting) == WAITING_STREAMS_MAX
 
 
 @pytest.mark.process
@@ -49,14 +49,14 @@ def test_two_hundred_silent_streams_are_four_and_others_still_send(live_peer, ev
         opened = []
         for _ in range(10):
             opened += await asyncio.gather(*(silent._open_stream(flooded.peer_id) for _ in range(20)))
-        await eventually(lambda: len(flooded._doorway) == WAITING_STREAMS_OF_ONE_MAX)
+        await eventually(lambda: len(flooded._doorway._waiting) == WAITING_STREAMS_OF_ONE_MAX)
         # 200 ends are the attacker's, in this process too.
         await eventually(lambda: len(os.listdir("/proc/self/fd")) - before <= 200 + WAITING_STREAMS_OF_ONE_MAX + 20)
         await sender.send(flooded.peer_id, b"meta", b"payload", priority=Priority.BULK)
         await eventually(lambda: len(heard.frames) == 1)
         for _, writer in opened:
             writer.close()
-        await eventually(lambda: len(flooded._doorway) == 0)
+        await eventually(lambda: len(flooded._doorway._waiting) == 0)
         for one in (sender, silent, flooded):
             await one.close()
 

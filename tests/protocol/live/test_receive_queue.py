@@ -53,7 +53,7 @@ def test_a_stream_that_breaks_inside_a_frame_leaves_nothing_behind(socket_pair, 
         wire = b"".join(encode_frame(FrameType.DATA, 1, b"meta", bytes(LARGE_BYTES)))
         sending._transport.write(wire[: LARGE_BYTES // 2])
         await eventually(lambda: receiving._assembler._payload and receiving._assembler._filled > LARGE_BYTES // 4)
-        assert len(queues) == 1
+        assert len(queues._queues) == 1
         sending._transport.close()
         await receiving.lost.wait()
         return weakref.ref(receiving)
@@ -67,7 +67,7 @@ def test_a_stream_that_breaks_inside_a_frame_leaves_nothing_behind(socket_pair, 
         async with socket_pair() as (caller, listener):
             link = await half_a_frame(caller, listener, queues)
             await eventually(lambda: is_gone(link))
-            assert len(queues) == 0
+            assert len(queues._queues) == 0
 
     run(main())
 
@@ -82,9 +82,9 @@ def test_what_arrived_whole_is_handled_though_the_stream_is_gone(socket_pair, ev
             await eventually(lambda: receiving.window.outstanding_bytes > 0 and len(handler.metas) == 1)
             sending._transport.close()
             await receiving.lost.wait()
-            assert len(queues) == 1
+            assert len(queues._queues) == 1
             handler.gate.set()
-            await eventually(lambda: len(queues) == 0)
+            await eventually(lambda: len(queues._queues) == 0)
             assert handler.metas == [b"1", b"2"]
 
     asyncio.run(main())
@@ -102,7 +102,7 @@ def test_a_frame_that_cannot_be_handled_takes_those_behind_it_along(socket_pair,
             await receiving.lost.wait()
             handler.fails = True
             handler.gate.set()
-            await eventually(lambda: len(queues) == 0)
+            await eventually(lambda: len(queues._queues) == 0)
             assert handler.metas == [b"1"]
 
     with caplog.at_level(logging.CRITICAL):
@@ -118,6 +118,6 @@ def test_closing_ends_whatever_is_being_handled(socket_pair, eventually):
             await eventually(lambda: len(handler.metas) == 1)
             await queues.close()
             await receiving.lost.wait()
-            assert len(queues) == 0
+            assert len(queues._queues) == 0
 
     asyncio.run(main())

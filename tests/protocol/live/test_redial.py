@@ -42,7 +42,7 @@ def test_a_member_of_the_plan_that_is_lost_is_connected_again_though_nobody_call
     async def main():
         a, b, c = await three(live_peer)
         a.want([a.peer_id, b.peer_id, c.peer_id])
-        await (await b.daemon.p2p())._client.disconnect(redial._hivemind_id(a.peer_id))
+        await (await b.daemon.p2p())._client.disconnect(redial.hivemind_id(a.peer_id))
         await until_connected(a, b)
         assert await a.call(b.peer_id, b"hello", timeout_s=30) == b"re: hello"
         await close(a, b, c)

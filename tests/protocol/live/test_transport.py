@@ -81,7 +81,7 @@ def test_a_dead_daemon_comes_back_as_the_same_peer(live_peer, eventually, caplog
             assert await b.call(a.peer_id, b"from the callback", timeout_s=30) == b"re: from the callback"
             told.set()
 
-        b.on_restart(on_restart)
+        b.daemon.on_restart.append(on_restart)
         await a.introduce(b.peer_id, b.addresses())
         await a.send(b.peer_id, b"before", b"", priority=Priority.BULK)
         await eventually(lambda: heard_b.frames == [b"before"])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from timelines import busy_fraction
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Timed
@@ -74,7 +75,7 @@ def test_one_job_at_a_time_in_the_order_given(jobs: list[tuple[int, int]], windo
             assert (timed[index].started_s, timed[index].ended_s) == (started_s, free_s)
         from_s, to_s = window[0], window[0] + window[1]
         busy_s = sum(max(0.0, min(t.ended_s, to_s) - max(t.started_s, from_s)) for t in timed)
-        assert device.busy_fraction(from_s, to_s) == NEAR(busy_s / (to_s - from_s))
+        assert busy_fraction(device.timeline, from_s, to_s) == NEAR(busy_s / (to_s - from_s))
 
     run(main())
 
@@ -98,9 +99,9 @@ def test_the_timeline_says_what_ran_and_for_how_long() -> None:
         assert first == SimJob("forward", 1.0, 2.0, "microbatch (4, 2)")
         assert (second.kind, second.started_s, second.ended_s) == ("step", 2.0, 2.5)
         assert second.label.endswith("step")
-        assert device.busy_fraction(0.0, 4.0) == NEAR(1.5 / 4.0)
-        assert device.busy_fraction(1.5, 2.25) == 1.0
-        assert device.busy_fraction(3.0, 4.0) == 0.0
+        assert busy_fraction(device.timeline, 0.0, 4.0) == NEAR(1.5 / 4.0)
+        assert busy_fraction(device.timeline, 1.5, 2.25) == 1.0
+        assert busy_fraction(device.timeline, 3.0, 4.0) == 0.0
 
     run(main())
 

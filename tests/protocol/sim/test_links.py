@@ -267,19 +267,6 @@ def test_credit_that_a_large_urgent_frame_waits_for_is_not_given_to_a_small_one(
     run(main())
 
 
-def test_a_short_queue_holds_the_sender_back_as_a_tcp_window_does(listen: Any, send: Any) -> None:
-    async def main() -> None:
-        world = World(0, uniform(0.05))
-        a, b = world.add_peer("a"), world.add_peer("b")
-        world.set_link(a, b, LinkSpec(latency_s=0.05, queue_bytes=100_000))
-        _, ear = await listen(world)
-        await asyncio.gather(*(send(a, b, str(i), 100_000) for i in range(3)))
-        await asyncio.sleep(1.0)
-        assert arrivals(ear.frames) == NEAR({"0": 0.05, "1": 0.15, "2": 0.25})  # one window a round trip
-
-    run(main())
-
-
 def test_a_frame_whose_sender_gives_up_never_leaves_and_the_next_one_does(listen: Any, send: Any) -> None:
     async def main() -> None:
         world = World(0, uniform(0.05))

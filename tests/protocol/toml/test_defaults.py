@@ -11,7 +11,7 @@ from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, layer_layout
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.spec import OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
 from shoal.protocol.toml.advice import advice
 from shoal.protocol.toml.defaults import (
     Size,
@@ -23,7 +23,6 @@ from shoal.protocol.toml.defaults import (
     kv_heads_of,
     learning_rate_of,
     microbatches_of,
-    model_size,
     size_of,
     warmup_steps_of,
 )
@@ -271,5 +270,6 @@ def test_a_text_of_few_samples_is_told() -> None:
 
 
 def test_a_model_of_no_layers_to_speak_of_has_a_size() -> None:
-    size = model_size(dim=2, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=32, context=1)
+    model = ModelSpec(dim=2, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=32, context=1)
+    size = size_of(RunSpec(model=model))
     assert learning_rate_of(size, tokens_per_step=1.0, steps=1) > 0
