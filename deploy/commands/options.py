@@ -1,5 +1,7 @@
 """Shared parts of commands: options, examples, logging."""
 
+import functools
+import inspect
 import logging
 import math
 import re
@@ -46,23 +48,10 @@ PeerName = Annotated[str, typer.Option(help="This peer's name, which others see.
 Listen = Annotated[
     str, typer.Option(help="Where to listen: HOST:PORT, :PORT or a multiaddr. With port 0 the system chooses one.")
 ]
-Announce = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The address at which others reach this machine, if it cannot know it: a port that the router forwards.",
-    ),
-]
 StateDir = Annotated[
     Path | None,
     typer.Option(
         help="The folder for the peer's identity, plans and snapshots. Default: one in the user's state folder."
-    ),
-]
-Threads = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Number of threads for torch. 0: one for each core; a peer that joins leaves one core free."
     ),
 ]
 Device = Annotated[
@@ -97,25 +86,6 @@ Limit = Annotated[
         help="Use this limit in place of the one in `shoal config show`, as in upload_mbit_s=5. May be repeated.",
     ),
 ]
-Record = Annotated[
-    bool | None,
-    typer.Option(
-        "--record/--no-record",
-        show_default=False,
-        help="Keep a record of the run beside its snapshots: record.jsonl, and a file for TensorBoard. "
-        "Default: as `shoal config` says; if it does not say, a host keeps one and a volunteer does not.",
-    ),
-]
-Wandb = Annotated[
-    str, typer.Option(metavar="PROJECT", help="Also send the record to this project at Weights & Biases.")
-]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
-    ),
-]
 RunsTokenizer = Annotated[
     Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
 ]
@@ -129,26 +99,24 @@ LocalText = Annotated[
         help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
     ),
 ]
-JsonAtTheEnd = Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")]
-Swarm = Annotated[bool, typer.Option("--swarm", help="Use the model of a run that is up, where its peers hold it.")]
-OfInvite = Annotated[
-    str | None,
-    typer.Option(
-        "--invite",
-        metavar="INVITE",
-        help="Use the model of this invite's run; - reads the invite from standard input. Default: the run that is "
-        "up here.",
-    ),
-]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
-Reports = Annotated[
-    bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
-]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_EXAMPLES: dict[str, str] = {}
-"""Module and function name of a command -> the last paragraph of its help."""
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its last parameter, a dataclass, as options: typer has no groups of options."""
+    *own, group = inspect.signature(command).parameters.values()
+    fields = inspect.signature(group.annotation).parameters.values()
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        said = {each.name: given.pop(each.name) for each in fields}
+        command(**given, **{group.name: group.annotation(**said)})
+
+    call.__signature__ = inspect.Signature([*own, *fields])  # type: ignore[attr-defined]
+    return call
 
 
 def examples(*lines: str) -> Callable[[_Command], _Command]:
@@ -161,14 +129,15 @@ def examples(*lines: str) -> Callable[[_Command], _Command]:
     text = "".join(f"\n  # {why}\n  {line}" for line, _, why in parts)
 
     def keep(command: _Command) -> _Command:
-        _EXAMPLES[f"{command.__module__}.{command.__qualname__}"] = f"\b\nExamples:{text}"  # \b keeps line breaks
+        vars(command)["epilog"] = f"\b\nExamples:{text}"  # \b keeps line breaks
         return command
 
     return keep
 
 
 def examples_of(command: Callable[..., Any]) -> str | None:
-    return _EXAMPLES.get(f"{command.__module__}.{command.__qualname__}")
+    """Return the last paragraph of a command's help."""
+    return vars(command).get("epilog")
 
 
 def data_source(text: str) -> str:
