@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.deploy.simulate.scenario import Scenario
     from shoal.deploy.simulate.strategies import StrategyOptions
     from shoal.deploy.simulate.strategy import Strategy
+    from shoal.deploy.simulate.trial import CampaignOptions
 
 
 @examples(
@@ -114,9 +115,17 @@ def simulate(
         if path is not None:
             check_writable(path)
     if campaign is not None:
-        seeds = range(first_seed, first_seed + campaign)
-        sizes = (peers, steps, experts, fault_seconds)
-        return _campaign(seeds, *sizes, kind or (), wire, json)
+        from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
+
+        chosen = CampaignOptions(
+            peers=peers,
+            steps=steps or CampaignOptions().steps,
+            experts=experts,
+            fault_s=fault_seconds,
+            kinds=parse_kinds(kind or ()),
+            wire=parse_wire(wire),
+        )
+        return _campaign(range(first_seed, first_seed + campaign), chosen, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import StrategyOptions
@@ -245,28 +254,10 @@ def _write(path: Path, data: bytes) -> None:
         raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _campaign(
-    seeds: range,
-    peers: int,
-    steps: int | None,
-    experts: int,
-    fault_seconds: float,
-    kinds: Sequence[str],
-    wire: str | None,
-    json: Path | None,
-) -> None:
+def _campaign(seeds: range, options: "CampaignOptions", json: Path | None) -> None:
     from shoal.deploy.simulate.campaign import run_seed
     from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, summary
-    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
 
-    options = CampaignOptions(
-        peers=peers,
-        steps=steps or CampaignOptions().steps,
-        experts=experts,
-        fault_s=fault_seconds,
-        kinds=parse_kinds(kinds),
-        wire=parse_wire(wire),
-    )
     verdicts = []
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in seeds:
