@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
 from shoal.deploy.terminal.plain import say, say_json
@@ -120,10 +121,8 @@ def import_(
         )
     if spec is not None:
         made = _fitted(made, spec)
-    try:
+    with or_say(f"cannot write {run_toml}"):
         write_spec(made, run_toml, _comments(made))
-    except OSError as error:
-        raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
         said["untied"] = has_tied_head(folder) and not made.model.tied

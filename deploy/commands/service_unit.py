@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.manners.config import config_path
 from shoal.deploy.state.places import cache_root, state_root
 from shoal.protocol.errors import LocalError
@@ -87,13 +88,11 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
     files = {wanted.path: wanted.text, wanted.invite: f"{invite}\n"}
     former = {path: path.read_bytes() if path.exists() else None for path in files}
     for path, text in files.items():
-        try:
+        with or_say(f"cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
             path.chmod(0o600)  # before the invite is written
             path.write_text(text)
-        except OSError as error:
-            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
     has_own_view = _OWN_VIEW in wanted.text
     try:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
@@ -206,11 +207,15 @@ def _compare(
     tell(console, LEGEND, style="dim")
     _show_figures(console, rows)
     if json is not None:
-        _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows, found))) + b"\n")
+        compared = msgspec.json.encode(comparison(scenario, options.seed, rows, found))
+        with or_say(f"cannot write {json}"):
+            json.write_bytes(msgspec.json.format(compared) + b"\n")
     if html is not None:
         from shoal.deploy.simulate.html_report import render_html
 
-        _write(html, render_html(scenario, options.seed, outcomes, rows).encode())
+        page = render_html(scenario, options.seed, outcomes, rows).encode()
+        with or_say(f"cannot write {html}"):
+            html.write_bytes(page)
     if not any(row.tokens_per_s for row in rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -245,13 +250,6 @@ def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     said = f"\nFigures of {row.strategy} at its simulated pace, if no peer leaves:\n"
     tell(console, said, style="bold")
     console.print(figures_view(row.figures))
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _campaign(seeds: range, options: "CampaignOptions", json: Path | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.exclusion import Exclusion, order_exclusion
@@ -185,8 +186,6 @@ class InviteBook:
             ) from error
 
     def _write(self, file: _File) -> None:
-        try:
+        with or_say(f"cannot write {self._disk.where(self._path)}"):
             replace_file(self._disk, self._path, msgspec.json.format(msgspec.json.encode(file)))
-        except OSError as error:
-            raise LocalError(f"cannot write {self._disk.where(self._path)}: {error.strerror or error}") from error
         self._file = file

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.manners import limits as limits_module
 from shoal.deploy.manners.limits import Limits, parse_truth, parse_value, with_value
 from shoal.protocol.complaint import complaint
@@ -126,13 +127,11 @@ def write_limits(limits: Mapping[str, Any]) -> Settings:
 def _write(changed: str) -> Settings:
     settings = _decode(changed)
     path = config_path()
-    try:
+    with or_say(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         new.write_text(changed)
         new.replace(path)
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
     return settings
 
 

@@ -13,6 +13,7 @@ from shoal.coordinator.experts.allocation import (
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console
 from shoal.protocol.complaint import complaint
@@ -69,10 +70,10 @@ def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
 
 
 def read_experts(path: Path) -> ExpertsFile:
+    with or_say(f"cannot read {path}"):
+        data = path.read_bytes()
     try:
-        asked = msgspec.json.decode(path.read_bytes(), type=ExpertsFile)
-    except OSError as error:
-        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+        asked = msgspec.json.decode(data, type=ExpertsFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LocalError(f"{path} is no description of experts: {complaint(error, ExpertsFile)}") from error
     if why := _wrong(asked):

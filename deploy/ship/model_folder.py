@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import printable
 from shoal.protocol.errors import LocalError
 
@@ -49,11 +50,8 @@ def own_file(folder: Path, name: str) -> Path:
 
 def read_bytes(path: Path) -> bytes:
     """Read a small file. Raises: LocalError: it cannot be read, or is larger than a config."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(CONFIG_BYTES_MAX + 1)
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    with or_say(f"cannot read {_shown(path)}"), path.open("rb") as file:
+        raw = file.read(CONFIG_BYTES_MAX + 1)
     if len(raw) > CONFIG_BYTES_MAX:
         raise LocalError(f"{_shown(path)} is too large to be a model's config")
     return raw
@@ -85,10 +83,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
     Raises: LocalError: there are none, too many, or a broken one.
     """
-    try:
+    with or_say(f"cannot read {_shown(folder)}"):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".safetensors", ".bin")))
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(folder)}: {error.strerror or error}") from error
     files = [name for name in names if name.endswith(".safetensors")]
     if not files:
         advice = ": its weights are pickled, save them as safetensors" if names else ""
@@ -102,12 +98,9 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def _check_header(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            begin = file.read(_HEADER_LENGTH.size + 1)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    with or_say(f"cannot read {_shown(path)}"), path.open("rb") as file:
+        begin = file.read(_HEADER_LENGTH.size + 1)
+        size = os.fstat(file.fileno()).st_size
     length = _HEADER_LENGTH.unpack_from(begin)[0] if len(begin) > _HEADER_LENGTH.size else size
     if begin[_HEADER_LENGTH.size :] != b"{" or length > size - _HEADER_LENGTH.size:
         raise LocalError(f"cannot read {_shown(path)}: it is not in safetensors form")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.state import places
 from shoal.peer.data.documents import HUB, PYTHON_LIBRARY, printable
-from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec
 
 
@@ -42,12 +42,10 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
     """Append an evaluation to the run's file. Raises: LocalError: it cannot be written."""
     path = _path(run)
     line = Evaluation(run=run, era=era, version=version, time=time.time(), scores=tuple(scores))
-    try:
+    with or_say(f"cannot keep the results in {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
-    except OSError as error:
-        raise LocalError(f"cannot keep the results in {path}: {error.strerror or error}") from error
     return path
 
 
