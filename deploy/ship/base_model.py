@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
-from shoal.deploy.ship.import_model import FolderBase, FolderWeights, open_copy
+from shoal.deploy.ship.import_model import FolderBase, open_copy
 from shoal.peer.handoff.base_layers import FOLDER
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model import subspace
@@ -73,7 +73,7 @@ class BaseModel:
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
-                return FolderBase(FolderWeights(source, self._spec.model), self._spec)
+                return FolderBase(source, self._spec)
             except LocalError:
                 pass  # the host's path happens to exist here
         return open_copy(self._spec, None)

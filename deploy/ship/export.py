@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,14 +16,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.ship.base_model import BaseModel, adapters_for_peft, base_of, whole_layer
-from shoal.deploy.ship.found_snapshot import FoundSnapshot
+from shoal.deploy.ship.found_snapshot import FoundSnapshot, use_first_sound
 from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
 from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
-from shoal.peer.disk.snapshot import DamagedSnapshot, log_damage
 from shoal.peer.model.frozen import adapter_of
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.errors import LocalError
@@ -79,33 +78,17 @@ def export(
         raise LocalError(f"{out} is there already: name a folder that is not")
     if form == "peft" and snapshots and snapshots[0].spec.adapter is None:
         raise LocalError("this run trains all weights of its model and has no adapters: leave --format peft out")
-    damaged: DamagedSnapshot | None = None
-    for snapshot in snapshots:
-        try:
-            wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
-            if wanted == "peft":
-                norms_of = base_of(snapshot, base) if adapter_of(snapshot.spec).kind == "dora" else None
-                write = partial(_write_adapters, snapshot, norms_of, dtype=DTYPES[dtype], on_bytes=on_bytes)
-            else:
-                source = _Source(snapshot, base_of(snapshot, base))
-                write = partial(_write_weights, source, dtype=DTYPES[dtype], shard_bytes=shard_bytes, on_bytes=on_bytes)
-            return _export(snapshot, out, wanted, dtype, tokenizer, write)
-        except DamagedSnapshot as damage:
-            log_damage(damage)
-            damaged = damaged or damage
-        except OSError as error:
-            raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
-    raise damaged or LocalError("there is nothing to export")
 
+    def write_one(snapshot: FoundSnapshot) -> Exported:
+        wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
+        needs_base = wanted == "hf" or adapter_of(snapshot.spec).kind == "dora"
+        beside = base_of(snapshot, base) if needs_base else None
+        write = partial(_write_weights, shard_bytes=shard_bytes) if wanted == "hf" else _write_adapters
+        write = partial(write, snapshot, beside, dtype=DTYPES[dtype], on_bytes=on_bytes)
+        return _export(snapshot, out, wanted, dtype, tokenizer, write)
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    snapshot: FoundSnapshot
-    base: BaseModel | None
-
-    def read(self, key: str) -> Tensor:
-        """Return a layer, float32 [numel]. Raises: DamagedSnapshot. LocalError: the base is not here."""
-        return whole_layer(self.snapshot.spec, key, self.snapshot.read(key), self.base)
+    with or_say(f"cannot write {out}"):
+        return use_first_sound(snapshots, write_one)
 
 
 def _export(
@@ -227,11 +210,17 @@ def _write_adapters(
 
 
 def _write_weights(
-    source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot,
+    base: BaseModel | None,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    on_bytes: OnBytes | None,
 ) -> tuple[int, int]:
     """Write the weights' files. Returns: (bytes of all tensors, files)."""
-    spec, keys = source.snapshot.spec, source.snapshot.keys
-    layouts = [layer_layout(spec.model.whole, key) for key in keys]
+    spec = snapshot.spec
+    layouts = [layer_layout(spec.model.whole, key) for key in snapshot.keys]
     sizes = {
         name: math.prod(shape) * dtype.itemsize
         for layout in layouts
@@ -240,7 +229,7 @@ def _write_weights(
     }
     shards = _cut(sizes, shard_bytes)
     total, done = sum(sizes.values()), 0
-    tensors = _tensors(source, dtype)
+    tensors = _tensors(snapshot, base, dtype)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -260,11 +249,12 @@ def _write_weights(
     return total, len(shards)
 
 
-def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by Hugging Face name, in order; each is a copy, so that earlier layers can be freed."""
-    spec = source.snapshot.spec
-    for key in source.snapshot.keys:
-        for name, view in layer_layout(spec.model.whole, key).views(source.read(key)).items():
+    spec = snapshot.spec
+    for key in snapshot.keys:
+        whole_N = whole_layer(spec, key, snapshot.read(key), base)
+        for name, view in layer_layout(spec.model.whole, key).views(whole_N).items():
             if not _is_embedding_again(spec, name):
                 yield name, view.to(dtype, copy=True)
 
