@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import logging
 import random
@@ -20,7 +19,7 @@ from blake3 import blake3
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
-from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
+from shoal.deploy.control.host_verbs import HostVerbs
 from shoal.deploy.control.invite_book import DEFAULT_SEATS, InviteBook
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
@@ -47,7 +46,7 @@ from shoal.deploy.record.report import (
     Validated,
 )
 from shoal.deploy.run.run_text import find_corpus
-from shoal.deploy.session.background import in_background
+from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import Showing, serving
 from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
@@ -422,22 +421,14 @@ async def _train(
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    inviting = InviteVerb(network.transport, run.invite(()), lambda: run.key_to_give(network.gate.members))
-    control.on("invite", inviting.answer)
-
-    async def members() -> list[tuple[PeerID, str]]:
-        return [(peer.peer, peer.name) for peer in (await node.status()).peers]
-
-    host = HostVerbs(
+    verbs = HostVerbs(
+        node,
+        network.transport,
         run.invites,
-        inviting,
-        exclude=node.coordination.exclude,
-        excluded=lambda: node.coordination.excluded,
-        invite_of=network.gate.members.invite_of,
-        members=members,
-        guests=network.gate.members.guests,
+        invite=run.invite(()),
+        key=lambda: run.key_to_give(network.gate.members),
     )
-    host.install(control)
+    verbs.install(control)
     try:
         await control.try_start()
         here = _for_commands(network, run, told)
@@ -445,7 +436,7 @@ async def _train(
         with announced(here, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
             output.say(Phase(name="measuring this machine"))
             await node.start()
-            host.apply()
+            verbs.apply()
             freeze_heap()
             trim_heap()  # reading the text and the probe have left free pages
             stop.takes_part = True
@@ -460,21 +451,17 @@ async def _train(
                 say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
-            telling = [
-                asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites"),
+            async with ending(
+                asyncio.create_task(_tell_invites(verbs, node.peer_id, output), name="tell fresh invites"),
                 asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
-            ]
-            try:
-                ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
-            finally:
-                for task in telling:
-                    task.cancel()
-                await asyncio.gather(*telling, return_exceptions=True)
-            noting.end(finished=ended is Ended.DONE)
-        if not isinstance(ended, Ended):
-            say(f"the run's owner has continued it: it goes on to step {ended[0].training.steps}")
-            return ended
-        finished = ended is Ended.DONE
+            ):
+                finished, newer = await _until_done(
+                    node, network.transport, noting.beside(output), stop, meter, recorder, keeper
+                )
+            noting.end(finished=finished)
+        if newer is not None:
+            say(f"the run's owner has continued it: it goes on to step {newer[0].training.steps}")
+            return newer
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
         if recorder is not None and recorder.is_kept:
             output.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
@@ -496,13 +483,6 @@ def _for_commands(network: SessionNetwork, run: _Run, told: Sequence[str]) -> st
     return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
 
 
-class Ended(enum.Enum):
-    """The reason why a node stopped taking part."""
-
-    DONE = enum.auto()
-    TOLD = enum.auto()
-
-
 async def _until_done(
     node: Node,
     transport: LiveTransport,
@@ -511,46 +491,51 @@ async def _until_done(
     meter: ContributionMeter,
     recorder: Recorder | None,
     keeper: Keeper,
-) -> Ended | Found:
-    """Wait until the run is done, a stop is requested, or the spec has a newer revision."""
-    watching = asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm")
+) -> tuple[bool, Found | None]:
+    """Wait until the run is done, a stop is requested, or the spec has a newer revision.
+
+    Returns: True if the run is done; the newer revision.
+    """
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
     )
-    looking = asyncio.create_task(split.run(), name="look for another swarm")
     recording = asyncio.create_task(_record(node, recorder), name="record the run")
-    trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
-    try:
+    async with ending(
+        asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm"),
+        asyncio.create_task(split.run(), name="look for another swarm"),
+        asyncio.create_task(trim_heap_forever(), name="trim the heap"),
+        recording,
+        done,
+        asked,
+    ):
         await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
-        if done.done():
-            newer = done.result()
-            if newer is not None:
-                await node.leave(within_s=LEAVE_SOON_S)
-            await _end_record(node, recorder, recording, finished=newer is None)
-            return newer or Ended.DONE
-        output.say(
-            Note(text=f"leaving: finishing work in flight, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
-        )
-        await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
-        await node.leave(within_s=stop.within_s)
-        await _end_record(node, recorder, recording, finished=False)
-        return Ended.TOLD
-    finally:
-        for task in (watching, looking, recording, trimming, done, asked):
-            task.cancel()
-        await asyncio.gather(watching, looking, recording, trimming, done, asked, return_exceptions=True)
+        is_done = done.done()
+        newer = done.result() if is_done else None
+        if newer is not None:
+            await node.leave(within_s=LEAVE_SOON_S)
+        elif not is_done:
+            what = "leaving: finishing work in flight"
+            output.say(Note(text=f"{what}, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)"))
+            await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
+            await node.leave(within_s=stop.within_s)
+        finished = is_done and newer is None
+        recording.cancel()
+        if recorder is not None:
+            await asyncio.gather(recording, return_exceptions=True)
+            await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+        return finished, newer
 
 
-async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> None:
+async def _tell_invites(verbs: HostVerbs, me: PeerID, output: Output) -> None:
     """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)
-        if fresh.is_due(await inviting.others(), time.monotonic()):
+        if fresh.is_due(await verbs.others(), time.monotonic()):
             try:
-                invite, named = await inviting.invite(PEERS_NAMED)
+                invite, named = await verbs.invite(PEERS_NAMED)
             except LocalError as error:
                 logger.info("no fresh invite: %s", error)
                 continue
@@ -561,13 +546,6 @@ async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> Non
 async def _record(node: Node, recorder: Recorder | None) -> None:
     if recorder is not None:
         await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
-
-
-async def _end_record(node: Node, recorder: Recorder | None, recording: asyncio.Task[None], *, finished: bool) -> None:
-    recording.cancel()
-    if recorder is not None:
-        await asyncio.gather(recording, return_exceptions=True)
-        await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
 
 
 def _plan_of(node: Node) -> Plan | None:
