@@ -52,7 +52,6 @@ def eval_(
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
     start_logging(asked.verbose)
-    from shoal.deploy.manners.device import take_own_threads
     from shoal.deploy.ship.evaluation import text_score
     from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
@@ -61,7 +60,6 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
-    take_own_threads()
 
     def evaluate(predictor: "Predictor") -> None:
         scores: list[Score] = []

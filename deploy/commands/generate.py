@@ -51,7 +51,6 @@ def generate(
 ) -> None:
     """Generate text with a model, and show it as it comes."""
     start_logging(asked.verbose)
-    from shoal.deploy.manners.device import take_own_threads
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
@@ -62,7 +61,6 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
-    take_own_threads()
 
     def show(predictor: "Predictor") -> None:
         manner = manner_of(predictor, chat=chat, tokenizer=asked.tokenizer)

@@ -61,8 +61,10 @@ class Model:
         Raises: LocalError: the model or the run cannot be found, or the run does not answer. DataError: there is no
         tokenizer.
         """
+        from shoal.deploy.manners.device import pick_device, take_own_threads
+
+        take_own_threads()
         if not (self.swarm or self.invite):
-            from shoal.deploy.manners.device import pick_device
             from shoal.deploy.ship.loaded_model import load_model
 
             device = pick_device(self.device)
