@@ -48,15 +48,14 @@ from shoal.deploy.record.report import (
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import Showing, serving
-from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
+from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.recorder import Keeping, Recorder, recording
 from shoal.deploy.session.standing_note import StandingNote
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
-from shoal.deploy.session.telling_scores import tell_scores
-from shoal.deploy.session.trimming import TrimsAfterSteps
 from shoal.deploy.ship.import_model import open_copy
+from shoal.deploy.ship.scores import tell_scores
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.spec_record import FIND_S, Found, fetch_spec, seal_spec

@@ -1,6 +1,8 @@
 """Keeps the results of `shoal eval` for each version of a run, for `shoal export` and for people."""
 
+import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -71,6 +73,18 @@ def evaluations(run: str) -> list[Evaluation]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return found
+
+
+async def tell_scores(run: str, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
+    """Say each new score of a run until cancelled. Evaluations take minutes, so it looks only every few seconds."""
+    known = len(await asyncio.to_thread(evaluations, run))
+    while True:
+        await asyncio.sleep(every_s)
+        found = await asyncio.to_thread(evaluations, run)
+        for evaluation in found[known:]:
+            for score in evaluation.scores:
+                say(f"shoal eval, version {evaluation.version}: {in_words(score)}")
+        known = len(found)
 
 
 def in_words(score: Score) -> str:
