@@ -1,5 +1,6 @@
 """Plans replicas of experts on nodes, and what failures they survive (`shoal plan --experts FILE.json`)."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -128,17 +129,10 @@ def _placement_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
         table.add_column("fails", justify="right")
     table.add_column("experts", overflow="fold")
     for node, experts in enumerate(report.placement):
-        cells = [str(node), _experts(experts)]
-        if asked.failure_probability is not None:
-            cells.insert(1, f"{asked.failure_probability[node]:.3g}")
-        table.add_row(*cells)
+        fails = [] if asked.failure_probability is None else [f"{asked.failure_probability[node]:.3g}"]
+        held = " ".join(f"{expert}x{count}" if count > 1 else f"{expert}" for expert, count in Counter(experts).items())
+        table.add_row(str(node), *fails, held)
     return table
-
-
-def _experts(experts: tuple[int, ...]) -> str:
-    """Format experts with their counts: `0 3x2 7`."""
-    times = {expert: experts.count(expert) for expert in experts}
-    return " ".join(str(expert) if count == 1 else f"{expert}x{count}" for expert, count in times.items())
 
 
 def _figures_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
