@@ -64,10 +64,10 @@ class KnownPeers:
         try:
             return msgspec.json.decode(self._disk.read(self._path), type=_File).peers
         except FileNotFoundError:
-            return ()
+            pass
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning("%s cannot be read and is not used: %s", self._disk.where(self._path), error)
-            return ()
+        return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
         """Add the peers `seen` and their addresses. Raises: OSError."""
@@ -77,8 +77,8 @@ class KnownPeers:
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
     """Return addresses from the files of all peers of this user in the run, last seen first."""
-    files = [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/{run}/{FILE_NAME}")]
-    files += [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/*/{run}/{FILE_NAME}")]
+    paths = [*root.glob(f"*/*/{run}/{FILE_NAME}"), *root.glob(f"*/*/*/{run}/{FILE_NAME}")]
+    files = (KnownPeers(LiveDisk(path.parent.parent), run) for path in paths)
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
     return tuple(dict.fromkeys(address for peer in known[:TRIED_MAX] for address in peer.addresses))
 
@@ -103,8 +103,7 @@ def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerI
 
 
 def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, num_peers: int) -> tuple[str, ...]:
-    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others while there
-    is room.
+    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others.
 
     Peers that are reachable from farther away come first. A peer with only a loopback address is left out unless ours
     is one too.
