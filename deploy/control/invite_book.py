@@ -1,7 +1,6 @@
-"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, readable for its owner only.
+"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, as secret as the key beside it.
 
-The file admits its reader to the run, so it is as secret as the key beside it. A revoked invite stays in it, because
-its exclusion must go into every later plan.
+A revoked invite stays in the file, because its exclusion must go into every later plan.
 """
 
 import time
@@ -103,9 +102,7 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
 
-        Args:
-            seats: of a new one.
-            taken: invite key -> taken seats.
+        Args: seats: of a new one; taken: invite key -> taken seats.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -139,8 +136,7 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Exclude `peer`, which joined with this invite's key. Raises: LocalError: it is the owner; the disk is
-        full."""
+        """Exclude `peer`, which came by this invite's key. Raises: LocalError: it is the owner; the disk is full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))

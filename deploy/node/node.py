@@ -43,11 +43,8 @@ from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
 """The time that a peer has to leave without losing work, if nobody is in a hurry."""
-_GOODBYE_S = 2.0
-_LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
 """A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
-_LEFT_BEHIND_HEARTBEATS = 20.0
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
@@ -61,16 +58,13 @@ DISPLACED = (
 
 logger = logging.getLogger(__name__)
 
-_CPU = ComputeDevice()
-
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+Said = TypeVar("Said")
+_CPU = ComputeDevice()
 
 
 async def _inline(work: Callable[[], object]) -> object:
     return work()
-
-
-Said = TypeVar("Said")
 
 
 def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
@@ -266,7 +260,7 @@ class Node:
             if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:
                 self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
-        await self.peer.drain(_LAST_VALIDATION_S)
+        await self.peer.drain(10.0)  # the last validation
         await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
         return self._newer
 
@@ -280,7 +274,7 @@ class Node:
         """True if our stage has committed the last step and no peer answers any more."""
         replica = self.peer.replica
         at_the_end = replica is not None and replica.version == self.spec.training.steps
-        return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
+        return at_the_end and self.coordination.silence_s > 20.0 * self.spec.swarm.heartbeat_s
 
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
@@ -289,7 +283,7 @@ class Node:
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if within_s >= LEAVE_S else _GOODBYE_S):
+            async with asyncio.timeout(None if within_s >= LEAVE_S else 2.0):
                 await self.coordination.close(leave=True)
 
     async def close(self) -> None:

@@ -91,14 +91,12 @@ def _dump(tables: Mapping[str, Any], comments: Mapping[str, str]) -> str:
         f"{name} = {_value(value)}" for name, value in tables.items() if name not in sections and value is not None
     ]
     for name, section in sections.items():
-        said = ((field, value) for field, value in section.items() if value is not None and value != {})
         lines += ["", f"[{name}]"]
-        lines += [f"{field} = {_value(value)}" + _comment(comments.get(f"{name}.{field}")) for field, value in said]
+        for field, value in section.items():
+            if value is not None and value != {}:
+                comment = comments.get(f"{name}.{field}")
+                lines.append(f"{field} = {_value(value)}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
-
-
-def _comment(text: str | None) -> str:
-    return f"  # {text}" if text else ""
 
 
 def _value(value: object) -> str:
