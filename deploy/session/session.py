@@ -225,7 +225,8 @@ async def join_run(invite: Invite, options: Options) -> None:
             patience_s = FIND_S if await network.transport.connected() else _FIND_ANYBODY_S
             if reason := await why_refused(network.transport, identity):
                 raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
-            known = _known(options.folder, invite)
+            kept = RunFolder(options.folder, invite.run)
+            known = None if kept.is_finished() else kept.record()
             try:
                 spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
             except RunNotFound:
@@ -261,12 +262,6 @@ def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
     if copy is not None:
         return ("the model is on this machine: nothing of it has to be downloaded",)
     return ("the model is not on this machine: this peer downloads its layers of it from other peers, once",)
-
-
-def _known(folder: Path, invite: Invite) -> Found | None:
-    """Return the spec that this peer kept of the run; None if it kept none or the run was already finished."""
-    kept = RunFolder(folder, invite.run)
-    return None if kept.is_finished() else kept.record()
 
 
 async def _go_over(
@@ -310,40 +305,35 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
         output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: it contains the page's key
-        async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
+        keeping = Keeping(
+            run=network.transport.run,
+            peer=network.identity.peer_id,
+            peer_name=options.name,
+            folder=options.folder / network.transport.run if options.records.keeps else None,
+            wandb=options.records.wandb,
+        )
+        async with recording(keeping, run.spec, showing, output) as (recorder, recorded):
             return await _train(network, run, options, stop, recorded, showing, recorder)
 
 
-def _keeping(network: SessionNetwork, run: _Run, options: Options) -> Keeping:
-    name = network.transport.run
-    return Keeping(
-        run=name,
-        peer=network.identity.peer_id,
-        peer_name=options.name,
-        folder=options.folder / name if options.records.keeps else None,
-        wandb=options.records.wandb,
-    )
-
-
 def _make_compute(options: Options) -> MeteredCompute:
-    # On a shared CPU, CPU time says what the machine can give; on a GPU the thread's CPU time does not measure the
-    # work.
+    # On a shared CPU, CPU time says what the machine can give; on a GPU it does not measure the work.
     is_cpu, share = options.device.type == "cpu", options.limits.at_start.compute_share
     # A probe ends before a control group's quota throttles it; scale its time to the rate that the quota sustains.
     threads, quota = options.threads, processors()
     throttled = max(1.0, share * threads / quota)
+
+    def prepare_thread() -> None:
+        stand_back(options.limits.at_start)  # first: torch's threads inherit this thread's priority
+        torch.set_num_threads(threads)
+
     compute = ThreadCompute(
-        initializer=lambda: _prepare_thread(options),
+        initializer=prepare_thread,
         probe_clock=(lambda: throttled * time.thread_time()) if is_cpu else time.perf_counter,
         share=share,
         spent_s=(lambda: time.process_time() / threads) if is_cpu and share < 1.0 else None,
     )
     return MeteredCompute(compute, used_s=(lambda: compute.used_s) if share < 1.0 else None)
-
-
-def _machine(run: str) -> str:
-    """Return a name that is the same for all peers of this machine in one run, and different in every run."""
-    return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
 
 
 def _make_node(
@@ -358,7 +348,8 @@ def _make_node(
         rng=random.Random(),  # for jitter and plan seeds; reproducible draws use the spec's seed
         device=device,
         memory_bytes=memory_claim(options.limits.at_start, options.device),
-        machine=_machine(run.id),
+        # The same for all peers of this machine in one run, and different in every run.
+        machine=blake3(f"{run.id}/{uuid.getnode():012x}".encode()).hexdigest(length=8),
         run_blocking=asyncio.to_thread,
         run_search=in_background,
     )
@@ -430,9 +421,11 @@ async def _train(
     verbs.install(control)
     try:
         await control.try_start()
-        here = _for_commands(network, run, told)
         hosts = run.owner == node.peer_id
-        with announced(here, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
+        # For commands on this machine local addresses come first: the public one may not work from inside the router.
+        here = [f"{where}/p2p/{node.peer_id}" for where in network.transport.daemon.local_addresses]
+        for_commands = run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
+        with announced(for_commands, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
             output.say(Phase(name="measuring this machine"))
             await node.start()
             verbs.apply()
@@ -441,7 +434,7 @@ async def _train(
             stop.takes_part = True
             keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
-            if run.owner == node.peer_id:
+            if hosts:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if limits := options.limits.at_start.in_words:
@@ -449,7 +442,7 @@ async def _train(
             if run.corpus is None:
                 say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
-            noting = StandingNote.begun(node, options.folder)
+            noting = StandingNote(node, options.folder)
             async with ending(
                 asyncio.create_task(_tell_invites(verbs, node.peer_id, output), name="tell fresh invites"),
                 asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
@@ -473,13 +466,6 @@ async def _train(
         compute.close()
         output.close()
         await control.close()
-
-
-def _for_commands(network: SessionNetwork, run: _Run, told: Sequence[str]) -> str:
-    """Return an invite for commands on this machine: local addresses first, since the public one may not work from
-    inside the router or may have changed."""
-    here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
-    return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
 
 
 async def _until_done(
@@ -600,8 +586,3 @@ def _obeys(plan: Plan) -> Obeys:
         era=plan.era,
         restored=plan.restore_version,
     )
-
-
-def _prepare_thread(options: Options) -> None:
-    stand_back(options.limits.at_start)  # first: torch's threads inherit this thread's priority
-    torch.set_num_threads(options.threads)

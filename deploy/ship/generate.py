@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from shoal.deploy.ship.model_folder import own_file, read_json
 from shoal.deploy.ship.predictor import Predictor, check_vocabulary
@@ -14,9 +13,6 @@ from shoal.peer.data.chat import ChatTemplate, load_template
 from shoal.peer.data.tokenizer import BYTES, Detokenizer, Tokenizer
 from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import DataError, LocalError
-
-_CONFIGS: Final = ("config.json", "generation_config.json")
-"""Files beside a tokenizer.json that name the end tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +49,8 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
     elif path is not None:
         with contextlib.suppress(DataError):  # a text model needs no template
             end_text = load_template(path).end_of_turn()
-    token = _token_of(end_text, vocabulary)
-    if token is not None:
-        return Manner(template=template, end_tokens=frozenset(ends | {token}))
+    if (token := _token_of(end_text, vocabulary)) is not None:
+        ends, end_text = ends | {token}, ""
     return Manner(template=template, end_tokens=frozenset(ends), end_text=end_text if asks else "")
 
 
@@ -114,8 +109,9 @@ def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    """Return the end tokens that files beside a tokenizer.json name."""
     found: set[int] = set()
-    for name in _CONFIGS:
+    for name in ("config.json", "generation_config.json"):
         if os.path.lexists(folder / name):
             said = read_json(own_file(folder, name)).get("eos_token_id")
             found |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}

@@ -15,8 +15,6 @@ from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
 """The largest default context, for models that allow more: activations grow with it."""
-_IGNORED: Final = ("rotary_emb.inv_freq",)
-"""Tensors to ignore: older files contain the rotary frequencies, which follow from the config."""
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {**FAMILIES, **EXPERT_FAMILIES}
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -141,11 +139,6 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return bool(_Said(config)("tie_word_embeddings"))
 
 
-def is_ignored(name: str) -> bool:
-    """True if a tensor of the file is not part of the model."""
-    return name.endswith(_IGNORED)
-
-
 class _Said:
     """Looks up a config's fields, with the defaults of `transformers`."""
 
@@ -260,20 +253,12 @@ def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
     return None if given is None or float(given) == yarn_factor(factor) else float(given)
 
 
-def _read_window(said: _Said) -> int:
-    return int(said("sliding_window") or 0) if _SLIDING in said.layer_types() else 0
-
-
-def _read_full_layers(said: _Said) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(said.layer_types()) if kind == _FULL)
-
-
 _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "rope": _read_rope,
     "attention_bias": lambda said: "all" if said("attention_bias") else "none",
     "mlp_bias": lambda said: bool(said("mlp_bias")),
-    "window": _read_window,
-    "full_layers": _read_full_layers,
+    "window": lambda said: int(said("sliding_window") or 0) if _SLIDING in said.layer_types() else 0,
+    "full_layers": lambda said: tuple(layer for layer, kind in enumerate(said.layer_types()) if kind == _FULL),
     "window_rope_theta": lambda said: said.rope(_SLIDING)["rope_theta"],
     "score_dim": lambda said: int(said("query_pre_attn_scalar")),
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),

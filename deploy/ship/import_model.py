@@ -1,10 +1,8 @@
 """Makes a run with the weights of a Hugging Face folder as initial weights (`shoal import`).
 
 Nothing is copied: the run spec names the folder and has a digest of every layer. The host reads layers from there when
-peers ask, and each peer checks them. So the folder must stay in place until the run has started.
-
-In a run with adapters the model is their base, and the digests are of its layers in the base's stored form. Then peers
-that have such a folder need not download it.
+peers ask, and each peer checks them. So the folder must stay in place until the run has started. In a run with adapters
+the digests are of the layers in the base's stored form; peers that have such a folder need not download it.
 """
 
 import asyncio
@@ -18,9 +16,8 @@ import safetensors
 from torch import Tensor
 
 from shoal.deploy.base.words import listed, printable
-from shoal.deploy.ship.base_card import name_and_licence
-from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
-from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
+from shoal.deploy.ship.hf_config import is_tied, model_of
+from shoal.deploy.ship.model_folder import cached_models, name_and_licence, own_file, read_json, tensor_files
 from shoal.peer.compute.cgroup import free_memory_bytes
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.handoff.initial import weights_digest
@@ -60,7 +57,8 @@ class FolderWeights:
                 self._file_of[HEAD_MATRIX] = self._file_of[EMBEDDING_MATRIX]
         wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
         missing = sorted(wanted - set(self._file_of))
-        unknown = sorted(name for name in set(self._file_of) - wanted if not is_ignored(name))
+        # Older files contain the rotary frequencies, which follow from the config.
+        unknown = sorted(name for name in set(self._file_of) - wanted if not name.endswith("rotary_emb.inv_freq"))
         if missing:
             raise LocalError(f"{folder} has not every weight of its config: {_some(missing)} missing")
         if unknown:

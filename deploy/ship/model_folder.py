@@ -5,6 +5,7 @@ or pipe has no end; a header may declare more than fits into memory.
 """
 
 import os
+import re
 import stat
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import printable
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import BASE_CHARS_MAX
 
 CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
 """The most bytes of a config.json, which usually has some kilobytes."""
@@ -24,6 +26,9 @@ FILES_MAX: Final = 4096
 """The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
 CACHED_MODELS_MAX: Final = 64
 _HEADER_LENGTH: Final = struct.Struct("<Q")
+CARD: Final = "README.md"
+_FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
+_CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
@@ -64,6 +69,26 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{_shown(path)} is no model's config: {error}") from error
+
+
+def name_and_licence(folder: Path) -> tuple[str, str]:
+    """Return (name, licence) of a model's folder according to its card; empty where missing."""
+    cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
+    name = f"{cached[1]}/{cached[2]}" if cached else folder.name
+    try:
+        text = read_bytes(own_file(folder, CARD)).decode(errors="replace")
+    except LocalError:  # no card
+        return _named(name), ""
+    head = _FRONT_MATTER.match(text)
+    fields = dict(re.findall(r"^(license|license_name):[ \t]*(.+?)[ \t]*$", head[1], re.MULTILINE)) if head else {}
+    licence = fields.get("license", "").strip("\"'")
+    if licence == "other":
+        licence = fields.get("license_name", "other").strip("\"'")
+    return _named(name), _named(licence)
+
+
+def _named(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())[:BASE_CHARS_MAX]
 
 
 def cached_models() -> list[Path]:
