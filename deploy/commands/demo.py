@@ -19,6 +19,7 @@ from shoal.deploy.commands.options import (
     said_stages,
 )
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
 from shoal.deploy.state import places
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
@@ -88,7 +89,6 @@ def demo(
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
-    from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
     from shoal.deploy.session.open_files import allow_open_files
 
     if long and not tune:

@@ -1,5 +1,6 @@
 """`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
 
+import io
 import re
 import sys
 import time
@@ -168,8 +169,6 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 def qr_code(text: str, *, coloured: bool) -> str:
     """Draw a QR code of half blocks. `coloured`: light on dark in any terminal, as cameras may need."""
-    import io
-
     import segno
 
     drawn = io.StringIO()

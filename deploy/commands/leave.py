@@ -2,17 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import psutil
 import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
 from shoal.deploy.control.control_socket import ask
 from shoal.deploy.terminal.plain import say, say_json
-
-if TYPE_CHECKING:
-    import psutil
 
 Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 _DRAIN_S_MAX = 120.0
@@ -60,7 +58,7 @@ def leave(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
+def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
     import psutil
 

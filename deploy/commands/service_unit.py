@@ -1,7 +1,6 @@
 """Installs a peer as the user's service: a systemd unit, or a launchd agent on macOS, from templates."""
 
 import os
-import plistlib
 import re
 import shlex
 import subprocess
@@ -148,6 +147,8 @@ def _unit(arguments: Sequence[str], invite: Path, *, watches: bool) -> str:
 
 
 def _agent(arguments: Sequence[str], invite: Path) -> str:
+    import plistlib  # only macOS needs it
+
     agent = plistlib.loads((_HERE / "launchd" / f"{AGENT}.plist").read_bytes())
     agent["ProgramArguments"] = [_shoal(), "join", "-", *arguments]
     agent["StandardInPath"] = str(invite)

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from shoal.deploy.base.disk_error import or_say
+from shoal.deploy.base.words import counted
 from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
 from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -154,8 +157,6 @@ def _compare(
     *,
     patience_s: float,
 ) -> None:
-    import msgspec
-
     from shoal.deploy.commands.plan_command import print_notes
     from shoal.deploy.planning.rows import Rows
     from shoal.deploy.simulate import strategies
@@ -163,7 +164,6 @@ def _compare(
     from shoal.deploy.simulate.reached import reached, said_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
-    from shoal.deploy.terminal.screen import open_console, tell
 
     scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.
@@ -224,7 +224,6 @@ def _show_arithmetic(
     table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "StrategyOptions"
 ) -> None:
     """Print our rule's estimate, which takes a second where a first search takes half a minute."""
-    from shoal.deploy.base.words import counted
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
 
@@ -242,7 +241,6 @@ def _show_arithmetic(
 
 def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     from shoal.deploy.commands.plan_command import figures_view
-    from shoal.deploy.terminal.screen import tell
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:

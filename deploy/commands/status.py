@@ -7,6 +7,7 @@ import typer
 from shoal.deploy.commands.options import Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.terminal.plain import say_json
+from shoal.deploy.terminal.screen import open_console
 
 
 @examples(
@@ -31,7 +32,6 @@ def status(
     """Show the peers, their layers, speed and loss."""
     found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.terminal.screen import open_console
     from shoal.deploy.visitor import status_view as terminal
     from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.loop import run

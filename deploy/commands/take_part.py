@@ -40,6 +40,7 @@ from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
+from shoal.protocol.identity import Identity
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.advice import advice
 from shoal.protocol.toml.defaults import FilledField, in_words
@@ -241,7 +242,6 @@ def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
 
 def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:
     from shoal.deploy.record.report import Left, Note, write_report
-    from shoal.protocol.identity import Identity
 
     for sentence in sentences:
         if reports:

@@ -9,6 +9,7 @@ from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.commands.options import check_writable, data_source, examples
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import DataSpec
 
 
 @examples(
@@ -39,7 +40,6 @@ def train(
     from shoal.peer.data.documents import printable
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
-    from shoal.protocol.spec import DataSpec
 
     spec = DataSpec(source=data_source(source), field=field, subset=subset, split=split)
     account = Account()
