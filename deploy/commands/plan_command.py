@@ -110,14 +110,14 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 def propose(name: LayoutName, request: LayoutRequest, objective: Objective) -> Proposal:
     """Make and score a layout. An impossible one is a proposal too, with the reason as its cost."""
     begun_s = time.process_time()
+    placement, why = None, ""
     try:
         placement = layout(name, request)
     except ShoalError as error:
-        return Proposal(
-            name=name, placement=None, cost=Cost.impossible(str(error)), seconds=time.process_time() - begun_s
-        )
+        why = str(error)
     seconds = time.process_time() - begun_s
-    return Proposal(name=name, placement=placement, cost=objective.cost(placement), seconds=seconds)
+    cost = objective.cost(placement) if placement is not None else Cost.impossible(why)
+    return Proposal(name=name, placement=placement, cost=cost, seconds=seconds)
 
 
 def own_layout(objective: ObjectiveName) -> LayoutName:

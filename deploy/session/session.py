@@ -85,6 +85,8 @@ _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
+_COPY = "the model is on this machine: nothing of it has to be downloaded"
+_NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_ANYBODY_S = 11.0
 """The time to look for the run while no address answers: the transport dials them again after ten seconds."""
@@ -144,28 +146,19 @@ class Options:
     dashboard: Address | None = None
     text: TextPaths = TextPaths()
     initial: InitialWeights | None = None
-    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
-    each peer with a copy of the base model."""
+    """The initial weights of a run that is hosted here; None: from the seed."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, printed when the network is up and before the view opens."""
     records: RecordChoice = RecordChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    spec: RunSpec
-    owner: PeerID
+class _Run(NodeRun):
     record: bytes
-    corpus: Corpus | None
-    """The run's text; None: it is not on this machine."""
     key: InviteKey | None
     """The invite key that this peer passes on; None: the run is open to anyone."""
     invites: InviteBook | None = None
     """All invites given out by the run's host; None on other peers."""
-
-    @property
-    def id(self) -> str:
-        return run_id(self.spec, self.owner)
 
     def key_to_give(self, members: Members) -> InviteKey | None:
         """Return the key with which new peers can join now. Raises: LocalError: there is none."""
@@ -195,14 +188,15 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
     share_heap()  # before there are threads
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    invites = (
-        None if spec.swarm.open else InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
-    )
+    invites = None
+    if not spec.swarm.open:
+        invites = InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
     run = _Run(
         spec=spec,
         owner=identity.peer_id,
         record=seal_spec(identity, spec),
         corpus=corpus,
+        initial=options.initial,
         key=invites.default(seats=_seats(spec)) if invites is not None else None,
         invites=invites,
     )
@@ -236,32 +230,18 @@ async def join_run(invite: Invite, options: Options) -> None:
                 spec, record = known
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
             view.tell("reading the text")
-            corpus = await in_background(  # a large text takes minutes; Ctrl-C does not wait
-                partial(
-                    find_corpus,
-                    spec,
-                    data=options.text.data,
-                    tokenizer=options.text.tokenizer,
-                    on_progress=view.reached,
-                )
-            )
+            text, initial = options.text, None
+            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=view.reached)
+            corpus = await in_background(reading)  # a large text takes minutes; Ctrl-C does not wait
             if spec.adapter is not None:
-                initial = await in_background(partial(open_copy, spec, options.text.base))
-                options = replace(options, initial=initial, first_said=(*options.first_said, *_of_base(spec, initial)))
+                initial = await in_background(partial(open_copy, spec, text.base))
+            if spec.adapter is not None and spec.initial.digests:
+                options = replace(options, first_said=(*options.first_said, _NO_COPY if initial is None else _COPY))
             view.close()
             network.gate.members.is_open = spec.swarm.open
-            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, key=invite.key)
+            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, initial=initial, key=invite.key)
             newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
-
-
-def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
-    """Return the sentence that tells the person where the base model comes from."""
-    if not spec.initial.digests:
-        return ()
-    if copy is not None:
-        return ("the model is on this machine: nothing of it has to be downloaded",)
-    return ("the model is not on this machine: this peer downloads its layers of it from other peers, once",)
 
 
 async def _go_over(
@@ -367,7 +347,7 @@ def _make_node(
         say=lambda text: output.say(Note(text=text)),
     )
     return Node(
-        NodeRun(spec=run.spec, owner=run.owner, record=run.record, corpus=run.corpus, initial=options.initial),
+        run,
         ports,
         identity=network.identity,
         gate=network.gate,
@@ -571,8 +551,8 @@ def _before_the_plan(node: Node) -> str:
 
 def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
     fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if hasattr(record, name)}
-    rate = rate_of(spec, record.step)
-    return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
+    fields |= {"coordinator": coordinator, "learning_rate": rate_of(spec, record.step)}
+    return msgspec.convert(fields, StepDone)
 
 
 def _obeys(plan: Plan) -> Obeys:
