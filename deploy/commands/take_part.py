@@ -186,7 +186,7 @@ def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import check_machine, own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
-        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, Ways, host_run
+        from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
@@ -219,13 +219,13 @@ def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
         threads=part.threads or own_threads(),
         device=picked,
         reports=part.reports,
-        limits=LimitChoice(at_start=limits, reread=part.limits),
+        limits=limits,
+        reread_limits=part.limits,
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
-        initial=initial,
         first_said=(*going.sentences, *said, *(f"warning: {line}" for line in warnings)),
     )
-    run(host_run(spec, corpus, chosen))
+    run(host_run(spec, corpus, initial, chosen))
 
 
 def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
@@ -316,7 +316,7 @@ def join(
     allow_open_files()
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import check_machine, devices_of, pick_device, spare_threads
-        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, TextPaths, Ways, join_run
+        from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts this process before it has the invite
@@ -350,7 +350,8 @@ def join(
         threads=part.threads or spare_threads(),
         device=picked,
         reports=part.reports,
-        limits=LimitChoice(at_start=limits, reread=read_limits),
+        limits=limits,
+        reread_limits=read_limits,
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         text=TextPaths(data=text, tokenizer=tokenizer, base=base),

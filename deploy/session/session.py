@@ -122,15 +122,6 @@ class RecordChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitChoice:
-    """The owner's limits: at the start, and as they are set later."""
-
-    at_start: Limits
-    reread: Callable[[], Limits]
-    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of one process's part in a run."""
 
@@ -142,11 +133,11 @@ class Options:
     device: torch.device
     reports: bool
     """True: report to a parent process as JSON; false: to a person."""
-    limits: LimitChoice
+    limits: Limits
+    reread_limits: Callable[[], Limits]
+    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
     dashboard: Address | None = None
     text: TextPaths = TextPaths()
-    initial: InitialWeights | None = None
-    """The initial weights of a run that is hosted here; None: from the seed."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, printed when the network is up and before the view opens."""
     records: RecordChoice = RecordChoice()
@@ -180,10 +171,10 @@ def _seats(spec: RunSpec) -> int:
     return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
-async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
-    """Start the run `spec` (its data digest filled in) or resume it, and take part in it.
+async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
+    """Start or resume the run `spec`, with its data digest filled in, and take part in it.
 
-    Raises: ShoalError: one line for the command line.
+    Args: initial: the initial weights; None: from the seed. Raises: ShoalError: one line for the command line.
     """
     share_heap()  # before there are threads
     stop = Stop()
@@ -196,7 +187,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
         owner=identity.peer_id,
         record=seal_spec(identity, spec),
         corpus=corpus,
-        initial=options.initial,
+        initial=initial,
         key=invites.default(seats=_seats(spec)) if invites is not None else None,
         invites=invites,
     )
@@ -267,7 +258,7 @@ def _network(
         folder=options.folder,
         listen=options.ways.listen,
         announce=options.ways.announce,
-        rates=options.limits.at_start.rates,
+        rates=options.limits.rates,
         invited=invite.addresses,
     )
 
@@ -298,13 +289,13 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
 
 def _make_compute(options: Options) -> MeteredCompute:
     # On a shared CPU, CPU time says what the machine can give; on a GPU it does not measure the work.
-    is_cpu, share = options.device.type == "cpu", options.limits.at_start.compute_share
+    is_cpu, share = options.device.type == "cpu", options.limits.compute_share
     # A probe ends before a control group's quota throttles it; scale its time to the rate that the quota sustains.
     threads, quota = options.threads, processors()
     throttled = max(1.0, share * threads / quota)
 
     def prepare_thread() -> None:
-        stand_back(options.limits.at_start)  # first: torch's threads inherit this thread's priority
+        stand_back(options.limits)  # first: torch's threads inherit this thread's priority
         torch.set_num_threads(threads)
 
     compute = ThreadCompute(
@@ -327,7 +318,7 @@ def _make_node(
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # for jitter and plan seeds; reproducible draws use the spec's seed
         device=device,
-        memory_bytes=memory_claim(options.limits.at_start, options.device),
+        memory_bytes=memory_claim(options.limits, options.device),
         # The same for all peers of this machine in one run, and different in every run.
         machine=blake3(f"{run.id}/{uuid.getnode():012x}".encode()).hexdigest(length=8),
         run_blocking=asyncio.to_thread,
@@ -380,11 +371,11 @@ async def _train(
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
-        options.limits.at_start,
+        options.limits,
         node.peer.pausing,
         say=say,
         look=looking_at(options.device),
-        reread=options.limits.reread,
+        reread=options.reread_limits,
         apply_upload=network.transport.limit_upload,
         kept=options.folder / PAUSED,
     )
@@ -417,7 +408,7 @@ async def _train(
             if hosts:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
-            if limits := options.limits.at_start.in_words:
+            if limits := options.limits.in_words:
                 say(f"limits that you have set: {', '.join(limits)}")
             if run.corpus is None:
                 say("this machine does not have the run's text: it will work on any stage but the first")
