@@ -118,7 +118,7 @@ def import_(
             untie=untie,
             adapter=adapter,
             steps_of=steps_of if source or begun is not None else None,
-            on_layer=lambda done, layers: tell(done / layers),
+            on_progress=tell,
         )
     if spec is not None:
         made = _fitted(made, spec)

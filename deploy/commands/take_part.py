@@ -210,7 +210,7 @@ def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
             warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
             said = text_in_words(spec, corpus)
         with progress_bar("checking the weights") as tell:
-            initial = open_initial(spec, lambda done, layers: tell(done / layers))
+            initial = open_initial(spec, tell)
         unless_it_begins.pop_all()
     chosen = Options(
         name=name,

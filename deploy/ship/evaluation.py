@@ -4,7 +4,7 @@ B samples   T tokens
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +18,12 @@ from shoal.peer.data.account import Unusable
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.documents import printable
 from shoal.peer.data.labels import IGNORED
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.plain_text import read_text
 from shoal.peer.data.samples import Samples
 from shoal.protocol.errors import DataError, LocalError
 
 BATCH_TOKENS: Final = 4096
-OnProgress = Callable[[float], None]
-"""Takes the done share, in [0, 1]."""
 
 
 def validation_scores(

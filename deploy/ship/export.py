@@ -23,6 +23,7 @@ from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokeniz
 from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
 from shoal.peer.model.frozen import adapter_of
 from shoal.peer.model.layout import layer_layout
@@ -36,8 +37,6 @@ _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_positi
 """Fields that an exported config copies from the initial model's: training does not change them."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
-OnBytes = Callable[[int, int], None]
-"""Takes (written bytes of the weights, all of them)."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ def export(
     base: Path | None = None,
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
-    on_bytes: OnBytes | None = None,
+    on_progress: OnProgress = lambda share: None,
 ) -> Exported:
     """Write the first undamaged one of `snapshots` to the new folder `out`.
 
@@ -84,7 +83,7 @@ def export(
         needs_base = wanted == "hf" or adapter_of(snapshot.spec).kind == "dora"
         beside = base_of(snapshot, base) if needs_base else None
         write = partial(_write_weights, shard_bytes=shard_bytes) if wanted == "hf" else _write_adapters
-        write = partial(write, snapshot, beside, dtype=DTYPES[dtype], on_bytes=on_bytes)
+        write = partial(write, snapshot, beside, dtype=DTYPES[dtype], on_progress=on_progress)
         return _export(snapshot, out, wanted, dtype, tokenizer, write)
 
     with or_say(f"cannot write {out}"):
@@ -194,15 +193,14 @@ def _model_name(source: str) -> str:
 
 
 def _write_adapters(
-    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_progress: OnProgress
 ) -> tuple[int, int]:
     """Write the adapters' file. Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
         views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
         tensors |= {f"base_model.model.{name}": view.to(dtype, copy=True) for name, view in views.items()}
-        if on_bytes is not None:
-            on_bytes(number, len(snapshot.keys))
+        on_progress(number / len(snapshot.keys))
     file = folder / "adapter_model.safetensors"
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(folder / "adapter_config.json", file)  # safetensors makes it readable for its owner only
@@ -216,7 +214,7 @@ def _write_weights(
     *,
     dtype: torch.dtype,
     shard_bytes: int,
-    on_bytes: OnBytes | None,
+    on_progress: OnProgress,
 ) -> tuple[int, int]:
     """Write the weights' files. Returns: (bytes of all tensors, files)."""
     spec = snapshot.spec
@@ -238,8 +236,7 @@ def _write_weights(
             found, content[name] = next(tensors)
             assert found == name
             done += sizes[name]
-            if on_bytes is not None:
-                on_bytes(done, total)
+            on_progress(done / total)
         safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # safetensors makes it readable for its owner only
         weight_map |= dict.fromkeys(names, file)

@@ -19,6 +19,7 @@ from shoal.deploy.base.words import listed, printable
 from shoal.deploy.ship.hf_config import is_tied, model_of
 from shoal.deploy.ship.model_folder import cached_models, name_and_licence, own_file, read_json, tensor_files
 from shoal.peer.compute.cgroup import free_memory_bytes
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
@@ -27,9 +28,6 @@ from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import AdapterSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
-
-OnLayer = Callable[[int, int], None]
-"""Takes (read layers, all layers)."""
 
 _SMALLEST: Final = "layers.0"
 """The layer that identifies a copy among models of the same shape: smaller than embedding and head."""
@@ -92,14 +90,13 @@ class FolderWeights:
             raise LocalError(f"{key} of {self._folder} has weights that are infinite or no numbers")
         return flat_N
 
-    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
+    def digests(self, on_progress: OnProgress = lambda share: None) -> tuple[str, ...]:
         """Return the digests of all layers, in their order."""
         keys = all_layer_keys(self._model)
         found = []
         for number, key in enumerate(keys, 1):
             found.append(weights_digest(self.layer(key)))
-            if on_layer is not None:
-                on_layer(number, len(keys))
+            on_progress(number / len(keys))
         return tuple(found)
 
 
@@ -126,7 +123,7 @@ def import_model(
     untie: bool = False,
     adapter: AdapterSpec | None = None,
     steps_of: Callable[[RunSpec], int] | None = None,
-    on_layer: OnLayer | None = None,
+    on_progress: OnProgress = lambda share: None,
 ) -> RunSpec:
     """Return a run spec whose initial weights are those in `folder`.
 
@@ -169,7 +166,7 @@ def import_model(
         steps = spec.training.steps if steps_of is None else steps_of(spec)
         if base is None:
             spec = _with_steps(spec, steps, adapts=adapts)
-        digests = weights_in(folder, spec).digests(on_layer)
+        digests = weights_in(folder, spec).digests(on_progress)
         initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
         return msgspec.structs.replace(spec, initial=initial)
     except ValueError as error:
@@ -181,7 +178,7 @@ def weights_in(folder: Path, spec: RunSpec) -> FolderWeights:
     return FolderWeights(folder, spec.model) if spec.adapter is None else FolderBase(folder, spec)
 
 
-def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | None:
+def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) -> FolderWeights | None:
     """Return the initial weights of the host's run, every layer checked; None if they come from the seed.
 
     Raises: LocalError: they are missing or changed.
@@ -190,7 +187,7 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
         return None
     folder = Path(spec.initial.source).expanduser()
     weights = weights_in(folder, spec)
-    if weights.digests(on_layer) != spec.initial.digests:
+    if weights.digests(on_progress) != spec.initial.digests:
         what = "weights" if spec.adapter is None else f"weights as {spec.adapter.base}, which [adapter] names,"
         raise LocalError(f"the {what} in {folder} have changed since `shoal import`: import them again")
     return weights
