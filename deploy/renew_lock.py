@@ -49,12 +49,6 @@ def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
     return read(subprocess.run(command, check=True, capture_output=True, text=True, cwd=_DEPLOY.parent).stdout)
 
 
-def _alone(locked: Locked, wanted: str) -> Locked:
-    """Return only `wanted`, without its dependencies."""
-    name = wanted.partition("==")[0]
-    return {name: locked[name]}
-
-
 def main(wheels: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
@@ -66,7 +60,8 @@ def main(wheels: list[Path]) -> None:
         for name, wanted in (("build", "setuptools"), ("rated", "vadersentiment==3.3.2")):
             source = Path(folder, f"{name}.in")
             source.write_text(f"{wanted}\n")
-            (LOCK / f"{name}.txt").write_text(written(_alone(locked_by(uv, source), wanted)))
+            package = wanted.partition("==")[0]
+            (LOCK / f"{name}.txt").write_text(written({package: locked_by(uv, source)[package]}))
     version, hashes = everything.pop("torch")
     former = read((LOCK / "torch.txt").read_text()) if (LOCK / "torch.txt").exists() else {}
     if former.get("torch", ("", frozenset()))[0] == version:
