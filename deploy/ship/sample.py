@@ -1,10 +1,9 @@
 """Merges the stages' snapshots and generates a text, at the end of `shoal demo`.
 
-It runs as a separate process (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay
-small. It prints one `GeneratedSample` as JSON.
+It runs as a separate process (`python -m shoal.deploy.ship.sample INTO FOLDER…`), because it needs torch and its parent
+must stay small. It prints one `GeneratedSample` as JSON.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -67,14 +66,9 @@ def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> GeneratedSamp
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="shoal.deploy.ship.sample")
-    parser.add_argument("--into", type=Path, required=True)
-    parser.add_argument("--num-tokens", type=int, default=400)
-    parser.add_argument("folders", nargs="+", type=Path)
-    arguments = parser.parse_args()
+    into, *folders = map(Path, sys.argv[1:])
     try:
-        path = merge_snapshots(arguments.folders, arguments.into)
-        sample = write_sample(path, num_tokens=arguments.num_tokens)
+        sample = write_sample(merge_snapshots(folders, into), num_tokens=400)
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
         return 2
