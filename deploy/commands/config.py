@@ -16,10 +16,7 @@ from shoal.protocol.errors import LocalError
 Name = Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]
 
 
-@examples(
-    "shoal config show  # all settings, and what each means",
-    "shoal config show --json  # for a script",
-)
+@examples("shoal config show  # all settings, and what each means", "shoal config show --json  # for a script")
 def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
     """Show all settings with their meaning."""
     settings = load_settings()

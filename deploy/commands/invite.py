@@ -83,9 +83,7 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
         say(f"excluded from the run: {out}")
 
 
-@examples(
-    "shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one",
-)
+@examples("shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one")
 def revoke(
     name: Annotated[str, typer.Argument(help="The invite's name, or the beginning of it.")],
     state_dir: Running = None,

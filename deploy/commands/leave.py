@@ -84,10 +84,7 @@ def pause(name: Name = None, everyone: Everyone = False, state_dir: Running = No
     _do("pause", name, everyone, state_dir, json)
 
 
-@examples(
-    "shoal resume  # end a pause",
-    "shoal resume bob  # of several peers on this machine, the one called bob",
-)
+@examples("shoal resume  # end a pause", "shoal resume bob  # of several peers on this machine, the one called bob")
 def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
     """End a pause. The set hours still hold."""
     _do("resume", name, everyone, state_dir, json)

@@ -47,8 +47,7 @@ from shoal.protocol.toml.defaults import FilledField, in_words
 from shoal.protocol.toml.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Total number of steps. If it is larger than before, the run continues to it."),
+    int | None, typer.Option(min=1, help="Total number of steps. If it is larger than before, the run continues to it.")
 ]
 
 
@@ -330,12 +329,7 @@ def join(
         flags += [*(["--verbose"] if part.verbose else []), *(["--reports"] if part.reports else [])]
         first = [*_flag("--dashboard", part.dashboard or ""), *(f"--announce={way}" for way in part.announce or ())]
         each = Each(
-            name=name,
-            limits=limits,
-            listen=addresses[0],
-            state_dir=part.state_dir,
-            threads=part.threads,
-            flags=flags,
+            name=name, limits=limits, listen=addresses[0], state_dir=part.state_dir, threads=part.threads, flags=flags
         )
         devices = devices_of(device)
         raise typer.Exit(run(join_with_each(devices, found.encode(), each, first=first, plain=part.reports)))

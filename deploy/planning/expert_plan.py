@@ -6,11 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from shoal.coordinator.experts.allocation import (
-    attainable_min_replicas,
-    busiest_replica_load_ratio,
-    replica_counts,
-)
+from shoal.coordinator.experts.allocation import attainable_min_replicas, busiest_replica_load_ratio, replica_counts
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares

@@ -337,14 +337,7 @@ def _make_node(
         on_state=TrimsAfterSteps().stepped,
         say=lambda text: output.say(Note(text=text)),
     )
-    return Node(
-        run,
-        ports,
-        identity=network.identity,
-        gate=network.gate,
-        name=options.name,
-        hears=hears,
-    )
+    return Node(run, ports, identity=network.identity, gate=network.gate, name=options.name, hears=hears)
 
 
 async def _train(
@@ -383,11 +376,7 @@ async def _train(
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
     verbs = HostVerbs(
-        node,
-        network.transport,
-        run.invites,
-        invite=run.invite(()),
-        key=lambda: run.key_to_give(network.gate.members),
+        node, network.transport, run.invites, invite=run.invite(()), key=lambda: run.key_to_give(network.gate.members)
     )
     verbs.install(control)
     try:

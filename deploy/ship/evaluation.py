@@ -104,9 +104,7 @@ def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int],
         begins = [sample.begins_T for sample in made if sample.begins_T is not None]
         targets_BT = torch.stack([sample.targets_T for sample in made])
         total += predictor.loss_sum(
-            torch.stack([sample.tokens_T for sample in made]),
-            targets_BT,
-            torch.stack(begins) if begins else None,
+            torch.stack([sample.tokens_T for sample in made]), targets_BT, torch.stack(begins) if begins else None
         )
         tokens += int((targets_BT != IGNORED).sum())
         tell(min(1.0, (at + batch) / len(chosen)))

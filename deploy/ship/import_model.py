@@ -156,12 +156,7 @@ def import_model(
             data = msgspec.structs.replace(data, format=format)
         swarm = begun.swarm if stages is None else msgspec.structs.replace(begun.swarm, stages=stages)
         spec = msgspec.structs.replace(
-            begun,
-            model=model,
-            data=data,
-            swarm=swarm,
-            initial=InitialSpec(),
-            adapter=adapter or begun.adapter,
+            begun, model=model, data=data, swarm=swarm, initial=InitialSpec(), adapter=adapter or begun.adapter
         )
         steps = spec.training.steps if steps_of is None else steps_of(spec)
         if base is None:

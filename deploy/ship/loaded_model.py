@@ -101,11 +101,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def first_sound(
-    snapshots: Sequence[FoundSnapshot],
-    *,
-    device: torch.device,
-    tokenizer: Path | None = None,
-    base: Path | None = None,
+    snapshots: Sequence[FoundSnapshot], *, device: torch.device, tokenizer: Path | None = None, base: Path | None = None
 ) -> LoadedModel:
     """Load the first undamaged one of `snapshots`. Args and errors as in `load_model`."""
 
