@@ -6,8 +6,7 @@ One layer is in memory at a time. The folder is hidden until it is complete.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.ship.base_model import BaseModel, adapters_for_peft, base_of, whole_layer
 from shoal.deploy.ship.found_snapshot import FoundSnapshot, use_first_sound
-from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.deploy.ship.hf_config import config_of
 from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
@@ -82,48 +81,38 @@ def export(
         wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
         needs_base = wanted == "hf" or adapter_of(snapshot.spec).kind == "dora"
         beside = base_of(snapshot, base) if needs_base else None
-        write = partial(_write_weights, shard_bytes=shard_bytes) if wanted == "hf" else _write_adapters
-        write = partial(write, snapshot, beside, dtype=DTYPES[dtype], on_progress=on_progress)
-        return _export(snapshot, out, wanted, dtype, tokenizer, write)
+        files = _small_files(snapshot.spec, dtype, tokenizer)
+        files |= card_files(snapshot, library="peft" if wanted == "peft" else "transformers")
+        if wanted == "peft":
+            del files["config.json"], files["generation_config.json"]
+            files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            for name, data in files.items():
+                (unfinished / name).write_bytes(data)
+            if wanted == "peft":
+                written = _write_adapters(snapshot, beside, unfinished, DTYPES[dtype], on_progress)
+            else:
+                written = _write_weights(snapshot, beside, unfinished, DTYPES[dtype], on_progress, shard_bytes)
+            unfinished.rename(out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return Exported(
+            folder=str(out),
+            run=snapshot.run,
+            era=snapshot.era,
+            version=snapshot.version,
+            parameters=written[0] // DTYPES[dtype].itemsize,
+            bytes=written[0],
+            shards=written[1],
+            form=wanted,
+        )
 
     with or_say(f"cannot write {out}"):
         return use_first_sound(snapshots, write_one)
-
-
-def _export(
-    snapshot: FoundSnapshot,
-    out: Path,
-    form: Form,
-    dtype: str,
-    tokenizer: Path | None,
-    write: Callable[[Path], tuple[int, int]],
-) -> Exported:
-    files = _small_files(snapshot.spec, dtype, tokenizer)
-    files |= card_files(snapshot, library="peft" if form == "peft" else "transformers")
-    if form == "peft":
-        del files["config.json"], files["generation_config.json"]
-        files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        for name, data in files.items():
-            (unfinished / name).write_bytes(data)
-        num_bytes, shards = write(unfinished)
-        unfinished.rename(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return Exported(
-        folder=str(out),
-        run=snapshot.run,
-        era=snapshot.era,
-        version=snapshot.version,
-        parameters=num_bytes // DTYPES[dtype].itemsize,
-        bytes=num_bytes,
-        shards=shards,
-        form=form,
-    )
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
@@ -137,8 +126,20 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
     begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
         "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
-        "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
-        "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
+        "generation_config.json": {
+            "bos_token_id": begin,
+            "eos_token_id": end,
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_p": 0.95,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": spec.model.context,
+            "clean_up_tokenization_spaces": False,
+            "bos_token": begin_text,
+            "eos_token": end_text,
+        },
     }
     if spec.data.tokenizer == BYTES:
         carried = {TEMPLATE_FILE: CHATML.encode()} if spec.data.has_chats else {}
@@ -193,7 +194,7 @@ def _model_name(source: str) -> str:
 
 
 def _write_adapters(
-    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_progress: OnProgress
+    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, dtype: torch.dtype, on_progress: OnProgress
 ) -> tuple[int, int]:
     """Write the adapters' file. Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
@@ -211,10 +212,9 @@ def _write_weights(
     snapshot: FoundSnapshot,
     base: BaseModel | None,
     folder: Path,
-    *,
     dtype: torch.dtype,
-    shard_bytes: int,
     on_progress: OnProgress,
+    shard_bytes: int,
 ) -> tuple[int, int]:
     """Write the weights' files. Returns: (bytes of all tensors, files)."""
     spec = snapshot.spec

@@ -82,26 +82,6 @@ def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of
     }
 
 
-def generation_config_of(*, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
-    return {
-        "bos_token_id": begin_of_text,
-        "eos_token_id": end_of_text,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
-
-
-def tokenizer_config_of(model: ModelSpec, *, begin_of_text: str | None, end_of_text: str | None) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.context,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": begin_of_text,
-        "eos_token": end_of_text,
-    }
-
-
 def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bool = False) -> ModelSpec:
     """Return the model that a `config.json` describes.
 
