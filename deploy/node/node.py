@@ -67,13 +67,12 @@ async def _inline(work: Callable[[], object]) -> object:
     return work()
 
 
-def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
-    """Return a function that calls `first`, then `then` if given."""
+def both(first: Callable[[Said], None], then: Callable[[Said], None]) -> Callable[[Said], None]:
+    """Return a function that calls `first`, then `then`."""
 
     def tell(said: Said) -> None:
         first(said)
-        if then is not None:
-            then(said)
+        then(said)
 
     return tell
 
@@ -123,12 +122,12 @@ class NodePorts:
 class NodeListeners:
     """Callbacks for what a node does. `on_commit`, `on_validation`, `on_state` and `say` are those of `Watcher`."""
 
-    on_step: Callable[[StepRecord], None] | None = None
+    on_step: Callable[[StepRecord], None] = ignore
     """Called for each step while this peer coordinates."""
-    on_plan: Callable[[SignedPlan], None] | None = None
+    on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
-    on_commit: Callable[[CommitReport], None] | None = None
-    on_validation: Callable[[ValidationReport], None] | None = None
+    on_commit: Callable[[CommitReport], None] = ignore
+    on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
     say: Callable[[str], None] = logger.info
 
@@ -212,7 +211,7 @@ class Node:
             heartbeat=self.peer.heartbeat,
             callbacks=Callbacks(
                 on_plan=self._obey,
-                on_step=hears.on_step or ignore,
+                on_step=hears.on_step,
                 on_save=self.peer.save_at,
                 on_safe=self.peer.thin,
                 on_probe=self.peer.measure_links,
@@ -295,8 +294,7 @@ class Node:
         await self.peer.close()
 
     def _obey(self, plan: SignedPlan) -> None:
-        if self._on_plan is not None:
-            self._on_plan(plan)
+        self._on_plan(plan)
         before = self.coordination.predecessor
         if before is not None and not self.endpoint.gate.has_plan:
             self.endpoint.obey(before.plan)  # members that left since may still be draining
