@@ -99,6 +99,21 @@ LocalText = Annotated[
         help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
     ),
 ]
+RunsInvite = Annotated[
+    str | None,
+    typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
+]
+ScenarioName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
+        autocompletion=lambda incomplete: _scenario_names(incomplete),
+    ),
+]
+PriceKwh = Annotated[
+    float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
 
 
@@ -183,7 +198,7 @@ def check_writable(path: Path) -> None:
         raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def scenario_names(incomplete: str) -> list[str]:
+def _scenario_names(incomplete: str) -> list[str]:
     """Return the shipped scenarios' names for shell completion, without reading the files."""
     names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
     return [name for name in names if name.startswith(incomplete)]

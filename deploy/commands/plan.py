@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import examples, grouped, scenario_names
+from shoal.deploy.commands.options import PriceKwh, ScenarioName, examples, grouped
 from shoal.protocol.errors import LocalError
 
 
@@ -26,9 +26,7 @@ class Asked:
             "Default: the run's steps; without a run, 20 a parameter.",
         ),
     ] = None
-    price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
-    ] = None
+    price_kwh: PriceKwh = None
     objective: Annotated[
         str, typer.Option(help="What the search optimizes: throughput (ours), or dtfm (as in the DT-FM paper).")
     ] = "throughput"
@@ -68,14 +66,7 @@ class Asked:
 )
 @grouped
 def plan(
-    network: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
-            autocompletion=scenario_names,
-        ),
-    ] = None,
+    network: ScenarioName = None,
     experts: Annotated[
         Path | None,
         typer.Option(

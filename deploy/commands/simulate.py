@@ -13,7 +13,7 @@ import typer
 
 from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import counted
-from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
+from shoal.deploy.commands.options import EXIT_FAILED, PriceKwh, ScenarioName, Verbose, check_writable, examples
 from shoal.deploy.terminal.plain import say
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
@@ -37,14 +37,7 @@ if TYPE_CHECKING:
     "shoal simulate --campaign 20  # break twenty swarms, each in its own way",
 )
 def simulate(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped one.",
-            autocompletion=scenario_names,
-        ),
-    ] = None,
+    what: ScenarioName = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
     strategies: Annotated[str | None, typer.Option(help="Simulate only these strategies, as in `ours,random`.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Let peers come and go as this CSV file says.")] = None,
@@ -68,9 +61,7 @@ def simulate(
             metavar="NUMBER", help="Say how long this many tokens take, as in 20B or 1.5T. Default: 20 a parameter."
         ),
     ] = None,
-    price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
-    ] = None,
+    price_kwh: PriceKwh = None,
     seed: Annotated[
         int, typer.Option(min=0, help="The same seed gives the same searches and the same simulated worlds.")
     ] = 0,
@@ -100,7 +91,7 @@ def simulate(
     kind: Annotated[
         list[str] | None, typer.Option(metavar="KIND", help="Let only faults of this kind happen. May be repeated.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run whole swarms in virtual time.
 
