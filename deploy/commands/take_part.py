@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -173,20 +173,28 @@ class _Asked:
     steps: int | None = None
 
 
-def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
-    records, project = part.records(default=True)
-    shown, limits = part.shown(), part.limits()
+@contextlib.contextmanager
+def _starting(part: Part) -> Iterator[None]:
+    """Begin to take part; the context is for the imports of torch and of much that needs it."""
     start_logging(part.verbose or part.reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files
-    from shoal.deploy.terminal.progress import progress_bar, sign_of_life
+    from shoal.deploy.terminal.progress import sign_of_life
 
     allow_open_files()
     with sign_of_life("starting"), importing():
+        yield
+
+
+def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
+    records, project = part.records(default=True)
+    shown, limits = part.shown(), part.limits()
+    with _starting(part):
         from shoal.deploy.manners.device import check_machine, own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
+        from shoal.deploy.terminal.progress import progress_bar
         from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
 
@@ -307,13 +315,7 @@ def join(
         return part.limits().of_a_volunteer
 
     limits = read_limits()
-    start_logging(part.verbose or part.reports)
-    from shoal.deploy.session.heap import importing
-    from shoal.deploy.session.open_files import allow_open_files
-    from shoal.deploy.terminal.progress import sign_of_life
-
-    allow_open_files()
-    with sign_of_life("starting"), importing():
+    with _starting(part):
         from shoal.deploy.manners.device import check_machine, devices_of, pick_device, spare_threads
         from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
