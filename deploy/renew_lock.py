@@ -1,9 +1,8 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package. It does not
-choose versions: they come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow
-although PyPI does not have them: torch's CPU build, fetched from PyTorch. Their hashes are kept until the version
-changes. Compare a new one with PyTorch's own page.
+Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package; versions
+come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow although PyPI does not
+have them: torch's CPU build, whose hashes are kept until its version changes. Compare a new one with PyTorch's page.
 """
 
 import hashlib

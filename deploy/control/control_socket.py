@@ -1,8 +1,8 @@
 """Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
 One JSON object per line each way, any number of lines: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
-{…}}` or `{"error": "a sentence"}`. Handlers for the verbs are registered with `on`. Only this user can open the socket,
-so nothing is signed; still every line is bounded and decoded once.
+{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed; still every line is
+bounded and decoded once.
 """
 
 import asyncio

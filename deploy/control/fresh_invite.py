@@ -1,7 +1,7 @@
-"""Decides when to announce a new invite. Pure: the caller passes the members and the time.
+"""Decides when to announce a new invite. Pure.
 
-An invite cannot change once handed out. The first one of a run names only its host and is useless once the host is
-gone. So a new one is due as soon as it can name other members, and again when the named ones have gone.
+The first invite of a run names only its host, and is useless once the host is gone. So a new one is due as soon as it
+can name other members, and again when the named ones have gone.
 """
 
 import math

@@ -66,10 +66,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class InviteBook:
     """Makes, revokes and finds invites, and keeps the exclusion order.
 
-    Args:
-        owner: of the run; its key is on this machine.
-        disk: the host's folder.
-        wall_s: seconds since 1970.
+    Args: owner: of the run; its key is on this machine; disk: the host's folder; wall_s: seconds since 1970.
     """
 
     def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:

@@ -54,12 +54,9 @@ def ask(
     say: Callable[[str], None] = say,
     memory_bytes: float | None = None,
 ) -> Limits:
-    """Ask all questions, write the answers as settings, and say how to change them.
+    """Ask all questions, write the answers as settings, and say how to change them. Returns: the limits from now on.
 
-    Args:
-        prompt: (question, default) -> typed answer.
-        memory_bytes: the machine's memory; None: look it up.
-    Returns: the limits from now on.
+    Args: prompt: (question, default) -> typed answer; memory_bytes: the machine's memory; None: look it up.
     Raises: LocalError: the settings cannot be written.
     """
     say(_BEGIN)

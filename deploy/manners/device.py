@@ -15,8 +15,7 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees no such
-    device."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees none."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:

@@ -88,8 +88,7 @@ class NodeRun:
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
-    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
-    each peer with a copy of the base model."""
+    """The initial weights if not from the seed: on the host, and on peers with a copy of the adapters' base."""
 
     @property
     def id(self) -> str:

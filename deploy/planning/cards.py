@@ -1,5 +1,4 @@
-"""Tabulates for each card (GPU) how much of a model it holds, how fast a pipeline of such cards is, and how long a
-newcomer downloads its part (`shoal plan --cards`).
+"""Tabulates what each card (GPU) holds of a model, its speed, and a newcomer's download (`shoal plan --cards`).
 
 All of it is arithmetic: memory as the coordinator predicts it for real peers, the makers' figures for dense bfloat16
 products and the share of them that training reaches, network lines without other traffic.
@@ -60,8 +59,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards alone cannot hold the model, because a layer or one of its
-    ends is too large, all figures but `layers` are null."""
+    """The figures of one card for one model; all but `layers` are null if such cards alone cannot hold the model."""
 
     card: str
     layers: int

@@ -1,8 +1,7 @@
-"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help.
+"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help. Pure.
 
 It puts the device into every place of the plan (`allocate/at_once.py`, `joins`), unchanged and improved, and evaluates
-the step time with the search's objective. The necessary improvement is found by bisection. Equal devices are examined
-once. Pure.
+the step time with the search's objective. The least improvement is found by bisection.
 """
 
 import math

@@ -36,9 +36,8 @@ class GoingOn:
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
     """True if `asked` means the run of which `known` is a revision.
 
-    Args:
-        chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. Another version of
-            shoal, or another number of steps, may have filled in other values, so they are not compared.
+    Args: chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. They do not count:
+    another version of shoal, or another number of steps, may have filled in other values.
     """
     values = {path: attrgetter(path)(known) for path in chosen}
     try:

@@ -38,8 +38,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Return TOML that `load_spec` reads back as an equal spec. Values are strings, numbers, booleans, lists of them,
-    or small tables; a None is left out.
+    """Return TOML that `load_spec` reads back as an equal spec; a None is left out.
 
     Raises: LocalError: the spec names a path that is not UTF-8, which TOML cannot hold.
     """

@@ -1,8 +1,7 @@
 """Runs one peer process per device of this machine, all in one run under one command.
 
 Each process is a `shoal join` with one device. The machine's network limits are divided evenly among them, signals are
-forwarded to all, and the command ends with the last one. `Claims.machine` tells the coordinator that they share a
-network card.
+forwarded to all, and the command ends with the last one.
 """
 
 import asyncio
@@ -53,8 +52,7 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide a machine's limits among `among` peers: network rates (Mbit/s) evenly; limits of a device unchanged, since
-    each peer has its own device."""
+    """Divide a machine's network rates (Mbit/s) evenly among peers. Limits of a device stay: each has its own."""
     rates = {name: getattr(limits, name) for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")}
     parts = {name: max(MBIT_S_MIN, rate / among) for name, rate in rates.items() if rate > 0.0}
     return msgspec.structs.replace(limits, **parts)

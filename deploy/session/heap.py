@@ -33,8 +33,8 @@ def share_heap() -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Turn the cycle collector off while modules are imported, then exempt their objects from it. Nearly all of the
-    300,000 objects stay alive, and each collection would take 0.1 s to walk them."""
+    """Turn the cycle collector off while modules are imported, then exempt their 300,000 objects from it: nearly all
+    stay alive, and each collection would take 0.1 s to walk them."""
     gc.disable()
     try:
         yield
@@ -44,8 +44,7 @@ def importing() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Exempt all present objects from the cycle collector: mostly imported modules, half a million objects that no
-    collection could free."""
+    """Exempt all present objects, mostly imported modules, from the cycle collector: no collection could free them."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,7 @@
 """Keeps the record of a run while a peer takes part: asks members for their commits and writes them down.
 
-The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file,
-TensorBoard's, Weights & Biases) and `Recorded` to the displays. Without a folder nothing is written; then it only feeds
-the dashboard.
+The path of a step: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file, TensorBoard's,
+Weights & Biases) and `Recorded` to the displays. Without a folder it only feeds the dashboard.
 """
 
 import asyncio
@@ -135,10 +134,7 @@ class Recorder:
         return self._file is not None
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
-        """Return a summary of the run for the terminal. It reads the file, so call it after `finish`.
-
-        Args: unsaved: a sentence about steps that no disk has.
-        """
+        """Return a summary of the run for the terminal, after `finish`. Args: unsaved: about steps that no disk has."""
         if self._keeping.folder is None:
             return ()
         try:
@@ -417,9 +413,9 @@ class Recorder:
 async def recording(
     keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
 ) -> AsyncIterator[tuple[Recorder | None, Output]]:
-    """Keep the record inside the context; yield (the recorder to run, the output to report to).
+    """Keep the record inside the context; yield (the recorder to run, the output to report to). Raises: LocalError.
 
-    Without a folder and a dashboard there is no recorder, and no peer is asked. Raises: LocalError.
+    Without a folder and a dashboard there is no recorder, and no peer is asked.
     """
     beside = showing.beside(output)
     if keeping.folder is None and not showing.is_on:

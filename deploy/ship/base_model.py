@@ -23,12 +23,11 @@ _ABOVE_MAX: Final = 4
 
 
 class BaseModel:
-    """The base model of a run's adapters.
+    """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
 
     Args:
         near: folders of snapshots: their peers keep the base's layers in the same folder of the run.
         folder: the user's path of the model; None: search for it.
-    Raises: LocalError: `folder` is not a model of this shape.
     """
 
     def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:

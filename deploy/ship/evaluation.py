@@ -50,8 +50,7 @@ def validation_scores(
 
 
 def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
-    """Return the perplexity of a text file as one document. Every token is predicted from at least half a context, if
-    that much precedes it.
+    """Return the perplexity of a text file as one document. Every token is predicted from half a context, if it can be.
 
     Raises: LocalError: it is not a text.
     """

@@ -57,14 +57,11 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
 def write(
     predictor: Predictor, prompt: str, num_tokens: int, sampler: Sampler, manner: Manner | None = None
 ) -> Iterator[str]:
-    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes; stop when the model ends the
-    text or its turn.
+    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes, until the model ends it.
 
-    The text may contain terminal control characters. An empty prompt begins a new document.
-
-    Args: manner: None: use `manner_of`.
-    Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model. DataError: the
-    chat template refuses the prompt, or `manner_of` fails.
+    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: use
+    `manner_of`. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
+    DataError: the chat template refuses the prompt, or `manner_of` fails.
     """
     manner = manner or manner_of(predictor, chat=None)
     tokenizer = predictor.tokenizer

@@ -1,7 +1,7 @@
 """Converts between our `ModelSpec` and a Hugging Face `config.json`, for all families of `protocol/decoder.py`.
 
-That module's table lists the switches of each family; `_READ` reads them from a config, `_switches_written` writes
-them. Tensor names and shapes already are Hugging Face's (`protocol/tensors.py`).
+That module lists the switches of each family; `_READ` reads them, `_switches_written` writes them. Tensors have Hugging
+Face's names and shapes already (`protocol/tensors.py`).
 """
 
 from collections.abc import Callable, Mapping

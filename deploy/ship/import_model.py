@@ -37,8 +37,7 @@ _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 
 
 class FolderWeights:
-    """Implements `InitialWeights` on a folder in Hugging Face's layout. For a tied head both of our layers are read
-    from one matrix.
+    """Implements `InitialWeights` on a folder in Hugging Face's layout. A tied head is read from the embedding.
 
     Raises: LocalError: its tensors are not those of `model`, or are not in safetensors format.
     """

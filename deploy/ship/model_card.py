@@ -97,8 +97,7 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
 
 
 def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
-    """Return name -> content of an export's files about the model: the card, its facts, and the base's licence if it is
-    on this machine.
+    """Return name -> content of an export's card, its facts, and the base's licence if it is on this machine.
 
     Args: library: that loads the export, "transformers" or "peft".
     """

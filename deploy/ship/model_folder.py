@@ -1,7 +1,7 @@
-"""Decides which files of an untrusted model folder are read, and how much of them.
+"""Decides which files of an untrusted model folder are read, and how much of them. Nothing is unpickled or unpacked.
 
-Nothing is ever unpickled or unpacked. A link out of the folder could reveal a local file in an error message; a device
-or pipe has no end; a header may declare more than fits into memory.
+A link out of the folder could reveal a local file in an error message; a device or pipe has no end; a header may
+declare more than fits into memory.
 """
 
 import os
@@ -32,9 +32,7 @@ _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder.
-
-    A folder in a Hugging Face cache consists of links to files beside it, so those count as inside.
+    """Return the path of a file in the folder. In a Hugging Face cache, links to the files beside it count as inside.
 
     Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """

@@ -1,7 +1,6 @@
-"""Keeps this peer's ports and dashboard key in its state folder, so that a restart listens where it did before.
+"""Keeps this peer's ports and dashboard key, so that a restart listens where it did before. Options take precedence.
 
 Old invites then still lead to the run, even after everybody was down, and bookmarks of the dashboard stay valid.
-Options of the user take precedence.
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""Keeps on disk the peers that this peer has met in a run, so that a restart finds one even if the invite's addresses
-are dead.
+"""Keeps the peers met in a run on disk, so that a restart finds one even if the invite's addresses are dead.
 
-The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. A peer is its key:
-if an address now belongs to another peer, libp2p's handshake fails, which does no harm.
+The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. If an address now
+belongs to another peer, libp2p's handshake fails, which does no harm.
 """
 
 import asyncio

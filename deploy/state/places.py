@@ -1,8 +1,7 @@
 """Locates shoal's files on this machine: one folder per peer, and a note for each run that is up.
 
-Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state needed by a restart (identity,
-highest plan obeyed, snapshots) and not configuration. No other user may read it: an invite lets its reader join, and a
-snapshot contains the weights.
+Everything is under `$XDG_STATE_HOME/shoal`: a restart needs it. No other user may read it: an invite lets its reader
+join, and a snapshot contains the weights.
 """
 
 import contextlib
@@ -84,8 +83,8 @@ def claim_folder(path: Path) -> FolderLock:
 def close_to_others(folder: Path) -> None:
     """Remove other users' permissions on a folder of shoal's and on files that an older shoal left in it.
 
-    The folder itself is closed last: a closed folder needs no second look, and an interrupted pass is repeated. Files
-    of another user (as in a Kubernetes volume) and targets of links stay unchanged.
+    The folder itself is closed last, so that an interrupted pass is repeated. Files of another user (as in a Kubernetes
+    volume) and targets of links stay unchanged.
     """
     if not _is_open(folder):
         return
