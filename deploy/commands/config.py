@@ -39,11 +39,11 @@ def path() -> None:
 def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
     """Check the settings file."""
     load_settings()
-    path, exists = config_path(), config_path().exists()
+    file, exists = config_path(), config_path().exists()
     if json:
-        say_json({"path": str(path), "exists": exists})
+        say_json({"path": str(file), "exists": exists})
         return
-    say(f"{path}: " + ("no fault in it" if exists else "not there, so all defaults hold"))
+    say(f"{file}: " + ("no fault in it" if exists else "not there, so all defaults hold"))
 
 
 @examples(

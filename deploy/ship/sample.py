@@ -48,10 +48,9 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
             log_damage(damage)
             continue
         layers = {key: parts[key] if key in parts else joined(whole.spec, key, parts) for key in whole.keys}
-        age = {"era": whole.era, "version": whole.version}
-        return into / write_snapshot(
-            LiveDisk(into), PurePosixPath(), run=whole.run, **age, layers=layers, spec=whole.spec
-        )
+        run, era, version, spec = whole.run, whole.era, whole.version, whole.spec
+        target = LiveDisk(into), PurePosixPath()
+        return into / write_snapshot(*target, run=run, era=era, version=version, layers=layers, spec=spec)
     raise LocalError("no version has a snapshot of every layer yet")
 
 
