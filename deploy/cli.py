@@ -5,6 +5,8 @@ Heavy imports are deferred: `shoal status`, `--version` and the parent of `shoal
 
 import asyncio
 import importlib.metadata
+import os
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -32,7 +34,6 @@ from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import continue_, host, join
 from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
-from shoal.deploy.start import run
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 
@@ -134,5 +135,19 @@ _add(tokenizer, train)
 app.add_typer(tokenizer, name="tokenizer")
 
 
+def run() -> None:
+    """Run the command. If background work is still running, exit without Python's teardown: LLVM, which may be
+    compiling the search's kernels there, crashes when its memory is freed under it."""
+    try:
+        app(prog_name="shoal")
+    except SystemExit as end:
+        background = sys.modules.get("shoal.deploy.session.background")  # most commands never import it
+        if background is not None and background.is_working():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
 if __name__ == "__main__":
-    run(app)
+    run()

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -115,6 +116,50 @@ PriceKwh = Annotated[
     float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of a plan for a network."""
+
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="Use the model, batch and goal of this run spec, not the scenario's."),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Say how long this many tokens take, as in 20B or 1.5T. "
+            "Default: the run's steps; without a run, 20 a parameter.",
+        ),
+    ] = None
+    price_kwh: PriceKwh = None
+    objective: Annotated[
+        str, typer.Option(help="What the search optimizes: throughput (ours), or dtfm (as in the DT-FM paper).")
+    ] = "throughput"
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="About how long to search. It is a fixed amount of work, so that a seed gives the same plan again.",
+        ),
+    ] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of stages. Default: the scenario's; if it names none, the best number."),
+    ] = None
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare all layouts in a table, row by row as they are found.")
+    ] = False
+    simulated: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

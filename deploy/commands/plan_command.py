@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -19,6 +19,7 @@ from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import FormatBytes, Workload, experts_held
 from shoal.deploy.base.words import counted, digits, printable
+from shoal.deploy.commands.options import PlanOptions
 from shoal.deploy.planning.figures import (
     Figures,
     Goal,
@@ -43,9 +44,6 @@ from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.topology import Topology
-
-if TYPE_CHECKING:
-    from shoal.deploy.commands.plan import Asked
 
 ObjectiveName = Literal["throughput", "dtfm"]
 WORLD = "Every figure is the planner's arithmetic: nothing was run. `shoal simulate` plays a plan in virtual time."
@@ -193,7 +191,7 @@ def _stages_said(lines: Sequence[StageLine]) -> str:
     return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
 
 
-def show_plan(what: str, asked: "Asked") -> None:
+def show_plan(what: str, asked: PlanOptions) -> None:
     """Make and print a plan. Raises: LocalError: no such network or objective, or no plan is possible."""
     wishes = Wishes(tokens=None if asked.tokens is None else parse_tokens(asked.tokens), price_kwh=asked.price_kwh)
     run = None if asked.run is None else load_spec(asked.run)
