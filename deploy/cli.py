@@ -135,11 +135,11 @@ _add(tokenizer, train)
 app.add_typer(tokenizer, name="tokenizer")
 
 
-def run() -> None:
-    """Run the command. If background work is still running, exit without Python's teardown: LLVM, which may be
+def run(command: Callable[..., object]) -> None:
+    """Run a command. If background work is still running, exit without Python's teardown: LLVM, which may be
     compiling the search's kernels there, crashes when its memory is freed under it."""
     try:
-        app(prog_name="shoal")
+        command(prog_name="shoal")
     except SystemExit as end:
         background = sys.modules.get("shoal.deploy.session.background")  # most commands never import it
         if background is not None and background.is_working():
@@ -150,4 +150,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    run(app)

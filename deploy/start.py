@@ -9,9 +9,9 @@ import sys
 def main() -> None:
     try:
         _speak_utf8()
-        from shoal.deploy.cli import run
+        from shoal.deploy.cli import app, run
 
-        run()
+        run(app)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

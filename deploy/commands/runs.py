@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from shoal.deploy.base.words import counted, printable
+from shoal.deploy.base.words import printable
 from shoal.deploy.commands.options import examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
@@ -111,5 +111,6 @@ def _size(size_bytes: float) -> str:
 def _ago(seconds: float) -> str:
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
-            return f"{counted(int(seconds // length), unit)} ago"
+            count = int(seconds // length)
+            return f"{count} {unit}{'' if count == 1 else 's'} ago"
     return "just now"
