@@ -1,11 +1,13 @@
-"""Lists the subcommands of `shoal` and maps their errors to exit codes. Each subcommand is a thin function of
-`commands/`.
+"""Lists the subcommands of `shoal`, functions of `commands/`, and maps their errors to exit codes.
 
 Heavy imports are deferred: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
 """
 
 import asyncio
 import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +22,8 @@ from shoal.deploy.commands.generate import generate
 from shoal.deploy.commands.import_ import import_
 from shoal.deploy.commands.invite import exclude, invite, new, readmit, revoke
 from shoal.deploy.commands.invite import list_ as list_invites
-from shoal.deploy.commands.leave import leave
+from shoal.deploy.commands.leave import leave, pause, resume
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
-from shoal.deploy.commands.pause import pause, resume
 from shoal.deploy.commands.plan import plan
 from shoal.deploy.commands.recover import recover
 from shoal.deploy.commands.report import report
@@ -33,7 +34,6 @@ from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import continue_, host, join
 from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
-from shoal.deploy.ending import run
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 
@@ -94,62 +94,59 @@ def options(
     pass
 
 
-for command in (
-    demo,
-    host,
-    join,
-    exclude,
-    readmit,
-    leave,
-    pause,
-    resume,
-    doctor,
-    status,
-    plan,
-    simulate,
-    recover,
-    report,
-    export,
-    generate,
-):
-    app.command(cls=_Command, epilog=examples_of(command))(command)
-app.command("continue", cls=_Command, epilog=examples_of(continue_))(continue_)
-app.command("eval", cls=_Command, epilog=examples_of(eval_))(eval_)
-app.command("import", epilog=examples_of(import_))(import_)
+def _add(group: typer.Typer, *commands: Callable[..., Any], name: str | None = None) -> None:
+    for command in commands:
+        group.command(name, cls=_Command, epilog=examples_of(command))(command)
+
+
+_add(app, demo, host, join, exclude, readmit, leave, pause, resume, doctor, status, plan, simulate, recover, report)
+_add(app, export, generate)
+_add(app, continue_, name="continue")
+_add(app, eval_, name="eval")
+_add(app, import_, name="import")
 
 config = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show or change how much this machine gives, and when."
 )
-config.command(cls=_Command, epilog=examples_of(show))(show)
-config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
-config.command(cls=_Command, epilog=examples_of(unset))(unset)
-config.command(cls=_Command, epilog=examples_of(check))(check)
-config.command(cls=_Command, epilog=examples_of(path))(path)
+_add(config, show, unset, check, path)
+_add(config, set_, name="set")
 app.add_typer(config, name="config")
 
 runs = typer.Typer(rich_markup_mode=None, help="List or delete the runs that this machine took part in.")
 runs.callback(invoke_without_command=True, epilog=examples_of(list_))(list_)
-runs.command(cls=_Command, epilog=examples_of(remove))(remove)
+_add(runs, remove)
 app.add_typer(runs, name="runs")
 
 invites = typer.Typer(rich_markup_mode=None, help="Print, make, list and revoke invites to the run that is up here.")
 invites.callback(invoke_without_command=True, epilog=examples_of(invite))(invite)
-invites.command(cls=_Command, epilog=examples_of(new))(new)
-invites.command("list", cls=_Command, epilog=examples_of(list_invites))(list_invites)
-invites.command(cls=_Command, epilog=examples_of(revoke))(revoke)
+_add(invites, new, revoke)
+_add(invites, list_invites, name="list")
 app.add_typer(invites, name="invite")
 
 service = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Run a peer that starts with this user's services."
 )
-service.command(cls=_Command, epilog=examples_of(install))(install)
-service.command(cls=_Command, epilog=examples_of(uninstall))(uninstall)
-service.command("show", cls=_Command, epilog=examples_of(show_))(show_)
+_add(service, install, uninstall)
+_add(service, show_, name="show")
 app.add_typer(service, name="service")
 
 tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make a vocabulary for a run's text.")
-tokenizer.command(epilog=examples_of(train))(train)
+_add(tokenizer, train)
 app.add_typer(tokenizer, name="tokenizer")
+
+
+def run(command: Callable[..., object]) -> None:
+    """Run a command. If background work is still running, exit without Python's teardown: LLVM, which may be
+    compiling the search's kernels there, crashes when its memory is freed under it."""
+    try:
+        command(prog_name="shoal")
+    except SystemExit as end:
+        background = sys.modules.get("shoal.deploy.session.background")  # most commands never import it
+        if background is not None and background.is_working():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package. It does not
-choose versions: they come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow
-although PyPI does not have them: torch's CPU build, fetched from PyTorch. Their hashes are kept until the version
-changes. Compare a new one with PyTorch's own page.
+Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package; versions
+come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow although PyPI does not
+have them: torch's CPU build, whose hashes are kept until its version changes. Compare a new one with PyTorch's page.
 """
 
 import hashlib
@@ -49,12 +48,6 @@ def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
     return read(subprocess.run(command, check=True, capture_output=True, text=True, cwd=_DEPLOY.parent).stdout)
 
 
-def _alone(locked: Locked, wanted: str) -> Locked:
-    """Return only `wanted`, without its dependencies."""
-    name = wanted.partition("==")[0]
-    return {name: locked[name]}
-
-
 def main(wheels: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
@@ -66,7 +59,8 @@ def main(wheels: list[Path]) -> None:
         for name, wanted in (("build", "setuptools"), ("rated", "vadersentiment==3.3.2")):
             source = Path(folder, f"{name}.in")
             source.write_text(f"{wanted}\n")
-            (LOCK / f"{name}.txt").write_text(written(_alone(locked_by(uv, source), wanted)))
+            package = wanted.partition("==")[0]
+            (LOCK / f"{name}.txt").write_text(written({package: locked_by(uv, source)[package]}))
     version, hashes = everything.pop("torch")
     former = read((LOCK / "torch.txt").read_text()) if (LOCK / "torch.txt").exists() else {}
     if former.get("torch", ("", frozenset()))[0] == version:

@@ -9,8 +9,7 @@ import sys
 def main() -> None:
     try:
         _speak_utf8()
-        from shoal.deploy.cli import app
-        from shoal.deploy.ending import run
+        from shoal.deploy.cli import app, run
 
         run(app)
     except KeyboardInterrupt:

@@ -25,8 +25,6 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _TOKEN = "SHOAL_SWARM"
 _POLL_S = 0.02
-_DAEMON_GONE_S = 10.0
-"""A daemon ends 1.6 s after its peer was killed, on an idle machine."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -108,8 +106,8 @@ class Children:
             await child.process.stdin.drain()
             child.process.stdin.close()
 
-    async def kill(self, child: Child, *, patience_s: float = _DAEMON_GONE_S) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait until its daemon has ended.
+    async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
+        """SIGKILL the child alone, as a fault would, and wait for its daemon (1.6 s on an idle machine).
 
         Returns: the child's descendants that have not ended by themselves; there should be none.
         """

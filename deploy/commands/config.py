@@ -1,27 +1,24 @@
 """`shoal config`: the user's settings on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
 
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import labelled_here
+from shoal.deploy.control import control_socket
+from shoal.deploy.manners.config import Settings, as_toml, config_path, in_toml, load_settings, set_one, unset_one
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
-if TYPE_CHECKING:
-    from shoal.deploy.manners.config import Settings
+Name = Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]
 
 
-@examples(
-    "shoal config show  # all settings, and what each means",
-    "shoal config show --json  # for a script",
-)
+@examples("shoal config show  # all settings, and what each means", "shoal config show --json  # for a script")
 def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
     """Show all settings with their meaning."""
-    from shoal.deploy.manners.config import as_toml, load_settings
-
     settings = load_settings()
     if json:
         say_json(settings)
@@ -32,8 +29,6 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print the settings a
 @examples("shoal config path  # where the file is, or would be")
 def path() -> None:
     """Print the path of the settings file."""
-    from shoal.deploy.manners.config import config_path
-
     typer.echo(str(config_path()))
 
 
@@ -43,14 +38,12 @@ def path() -> None:
 )
 def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
     """Check the settings file."""
-    from shoal.deploy.manners.config import config_path, load_settings
-
     load_settings()
+    file, exists = config_path(), config_path().exists()
     if json:
-        said = {"path": str(config_path()), "exists": config_path().exists()}
-        say_json(said)
+        say_json({"path": str(file), "exists": exists})
         return
-    say(f"{config_path()}: " + ("no fault in it" if config_path().exists() else "not there, so all defaults hold"))
+    say(f"{file}: " + ("no fault in it" if exists else "not there, so all defaults hold"))
 
 
 @examples(
@@ -60,36 +53,24 @@ def check(json: Annotated[bool, typer.Option("--json", help="Print what was foun
     "shoal config set compute_share 50%  # half of the device's time",
     "shoal config set keep_record true  # a record of each run in which this machine takes part",
 )
-def set_(
-    name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")],
-    value: Annotated[str, typer.Argument(help="The new value.")],
-) -> None:
+def set_(name: Name, value: Annotated[str, typer.Argument(help="The new value.")]) -> None:
     """Change a setting. A running peer applies it at once if possible."""
-    from shoal.deploy.manners.config import set_one
-
     _tell(name, set_one(name, value))
 
 
 @examples("shoal config unset hours  # compute at all hours again")
-def unset(name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]) -> None:
+def unset(name: Name) -> None:
     """Remove a setting, so that its default holds again."""
-    from shoal.deploy.manners.config import unset_one
-
     _tell(name, unset_one(name))
 
 
-def _tell(name: str, settings: "Settings") -> None:
+def _tell(name: str, settings: Settings) -> None:
     """Print the setting's new value, and when each running peer applies it."""
-    import msgspec
-
-    from shoal.deploy.control.control_socket import ask
-    from shoal.deploy.manners.config import config_path, in_toml
-
     say(f"{config_path()}: {name} is {in_toml(settings, name)}")
     wanted = msgspec.to_builtins(settings.limits)
     for label, note in labelled_here():
         try:
-            now = ask(Path(note.folder), "limits")["limits"]
+            now = control_socket.ask(Path(note.folder), "limits")["limits"]
         except LocalError as error:
             say(f"{label}: {error}", err=True)
             continue

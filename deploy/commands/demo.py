@@ -19,6 +19,7 @@ from shoal.deploy.commands.options import (
     said_stages,
 )
 from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
 from shoal.deploy.state import places
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
@@ -26,7 +27,6 @@ from shoal.protocol.toml.spec_file import load_spec
 
 if TYPE_CHECKING:
     from shoal.deploy.demo.driver import DemoOptions
-    from shoal.deploy.demo.summary import DemoSummary
 
 
 @examples(
@@ -88,7 +88,7 @@ def demo(
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
-    from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
+    from shoal.deploy.demo.summary import summary_lines
     from shoal.deploy.session.open_files import allow_open_files
 
     if long and not tune:
@@ -131,7 +131,9 @@ def demo(
 
     async def run() -> bool:
         swarm = Demo(chosen, console)
-        _print_summary(console, await swarm.run(), unit="byte" if base.data.tokenizer == "bytes" else "token")
+        unit = "byte" if base.data.tokenizer == "bytes" else "token"
+        for label, text in summary_lines(await swarm.run(), unit=unit):
+            tell(console, f"{label:<12} {text}" if label else text)
         return swarm.interrupted
 
     if asyncio.run(run()):
@@ -149,10 +151,3 @@ def _tune(options: "DemoOptions", console: Console) -> None:
         options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")
     for line in tune_lines(summary):
         tell(console, line)
-
-
-def _print_summary(console: Console, summary: "DemoSummary", *, unit: str) -> None:
-    from shoal.deploy.demo.summary import summary_lines
-
-    for label, text in summary_lines(summary, unit=unit):
-        tell(console, f"{label:<12} {text}" if label else text)

@@ -5,20 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import (
-    Device,
-    JsonAtTheEnd,
-    LocalText,
-    Model,
-    OfInvite,
-    RunsBase,
-    RunsTokenizer,
-    Swarm,
-    Verbose,
-    data_source,
-    examples,
-    start_logging,
-)
+from shoal.deploy.commands.model import Model
+from shoal.deploy.commands.options import LocalText, data_source, examples, grouped, start_logging
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
@@ -35,11 +23,9 @@ if TYPE_CHECKING:
     "shoal eval --data notes/ --base ./Llama-3.2-1B  # adapters, beside a model that this machine has elsewhere",
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
+@grouped
 def eval_(
-    model: Model = "",
     data: LocalText = "",
-    tokenizer: RunsTokenizer = None,
-    base: RunsBase = None,
     validation: Annotated[
         bool | None,
         typer.Option(help="Predict the run's validation set. Default: yes, unless --text or --tasks is given."),
@@ -58,18 +44,14 @@ def eval_(
         int | None,
         typer.Option(min=2, help="For a model's folder: how many tokens it reads at once. Default: at most 1,024."),
     ] = None,
-    swarm: Swarm = False,
-    invite: OfInvite = None,
-    device: Device = "auto",
-    json: JsonAtTheEnd = False,
-    verbose: Verbose = False,
+    *,
+    asked: Model,
 ) -> None:
     """Evaluate a snapshot or an exported model."""
     named = [name for name in tasks.split(",") if name]
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
-    start_logging(verbose)
-    from shoal.deploy.manners.device import pick_device, take_own_threads
+    start_logging(asked.verbose)
     from shoal.deploy.ship.evaluation import text_score
     from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
@@ -78,12 +60,11 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
-    take_own_threads()
 
     def evaluate(predictor: "Predictor") -> None:
         scores: list[Score] = []
         if wants_validation:
-            scores += _validation(predictor, source, tokenizer, samples)
+            scores += _validation(predictor, source, asked.tokenizer, samples)
         for path in text or ():
             with progress_bar(f"reading {path.name}") as tell:
                 scores.append(text_score(predictor, path, on_progress=tell))
@@ -94,7 +75,7 @@ def eval_(
         origin = predictor.origin
         if origin is not None:
             keep_evaluation(origin.run, origin.era, origin.version, scores)
-        if json:
+        if asked.json:
             said: dict[str, object] = {"model": predictor.name, "scores": scores}
             if origin is not None:
                 said |= {"run": origin.run, "era": origin.era, "version": origin.version}
@@ -106,15 +87,7 @@ def eval_(
         if origin is not None:
             say("`shoal export` writes these into the model's card")
 
-    if swarm or invite:
-        from shoal.deploy.commands.through import with_swarm
-
-        local = model, base
-        with_swarm("eval", evaluate, invite=invite, local=local, tokenizer=tokenizer, keeps_version=True)
-        return
-    from shoal.deploy.ship.loaded_model import load_model
-
-    evaluate(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))
+    asked.use("eval", evaluate, context=context, keeps_version=True)
 
 
 def _validation(predictor: "Predictor", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":

@@ -59,7 +59,7 @@ def export(
             base=base,
             shard_bytes=int(shard_gb * 1e9),
             tokenizer=tokenizer,
-            on_bytes=lambda done, total: tell(done / total),
+            on_progress=tell,
         )
     if json:
         say_json(done)

@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import (
-    Device,
-    JsonAtTheEnd,
-    Model,
-    OfInvite,
-    RunsBase,
-    RunsTokenizer,
-    Swarm,
-    Verbose,
-    examples,
-    start_logging,
-)
+from shoal.deploy.commands.model import Model
+from shoal.deploy.commands.options import examples, grouped, start_logging
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
@@ -32,8 +22,8 @@ if TYPE_CHECKING:
     'shoal generate --swarm --prompt "Once"  # through the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
+@grouped
 def generate(
-    model: Model = "",
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The text to continue; - reads it from standard input.")
     ] = "",
@@ -56,17 +46,11 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(min=0, help="The same seed writes the same text. Default: a new one each time.")
     ] = None,
-    swarm: Swarm = False,
-    invite: OfInvite = None,
-    tokenizer: RunsTokenizer = None,
-    base: RunsBase = None,
-    device: Device = "auto",
-    json: JsonAtTheEnd = False,
-    verbose: Verbose = False,
+    *,
+    asked: Model,
 ) -> None:
     """Generate text with a model, and show it as it comes."""
-    start_logging(verbose)
-    from shoal.deploy.manners.device import pick_device, take_own_threads
+    start_logging(asked.verbose)
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
@@ -77,17 +61,14 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
-    take_own_threads()
 
     def show(predictor: "Predictor") -> None:
-        manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
+        manner = manner_of(predictor, chat=chat, tokenizer=asked.tokenizer)
         parts = write(predictor, prompt, tokens, sampler, manner)
-        if json:
-            text = "".join(parts)
-            origin = predictor.origin
+        if asked.json:
+            text, origin = "".join(parts), predictor.origin
             said = {"model": predictor.name} if origin is None else {"run": origin.run, "version": origin.version}
-            said = {**said, "seed": seed, "prompt": prompt, "text": text}
-            say_json(said)
+            say_json({**said, "seed": seed, "prompt": prompt, "text": text})
             return
         shown = fit_for_terminal if sys.stdout.isatty() else str
         started_s, count = time.perf_counter(), 0
@@ -100,11 +81,4 @@ def generate(
         pace = count / max(1e-9, time.perf_counter() - started_s)
         say(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.1f} a second", err=True)
 
-    if swarm or invite:
-        from shoal.deploy.commands.through import with_swarm
-
-        with_swarm("generate", show, invite=invite, local=(model, base), tokenizer=tokenizer)
-        return
-    from shoal.deploy.ship.loaded_model import load_model
-
-    show(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base))
+    asked.use("generate", show)

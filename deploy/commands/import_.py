@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+import msgspec
 import typer
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
+from shoal.deploy.run.run_file import write_spec
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
+from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
@@ -87,7 +91,6 @@ def import_(
     kind: Literal["lora", "dora"] = "dora" if dora else "lora"
     adapter = AdapterSpec(kind=kind, rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
-    from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.run.run_text import load_own_corpus, text_in_words
     from shoal.deploy.ship.import_model import has_tied_head, import_model
     from shoal.deploy.terminal.progress import progress_bar
@@ -95,7 +98,6 @@ def import_(
     from shoal.peer.data.microbatch import passes
     from shoal.peer.model.layout import num_parameters
     from shoal.protocol.base_format import model_bytes
-    from shoal.protocol.layers import all_layer_keys
     from shoal.protocol.tensors import state_elements
 
     looked: list[Corpus] = []
@@ -116,14 +118,12 @@ def import_(
             untie=untie,
             adapter=adapter,
             steps_of=steps_of if source or begun is not None else None,
-            on_layer=lambda done, layers: tell(done / layers),
+            on_progress=tell,
         )
     if spec is not None:
         made = _fitted(made, spec)
-    try:
+    with or_say(f"cannot write {run_toml}"):
         write_spec(made, run_toml, _comments(made))
-    except OSError as error:
-        raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
         said["untied"] = has_tied_head(folder) and not made.model.tied
@@ -145,9 +145,9 @@ def import_(
         )
     if made.adapter is not None:
         trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
+        of_what = ", the attention's; experts and routers stay as they are" if made.model.num_experts else ""
         say(
-            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}"
-            f"{_of_what(made)}; the model's own stay, as "
+            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}{of_what}; the model's own stay, as "
             f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
@@ -174,14 +174,8 @@ def _comments(made: RunSpec) -> dict[str, str]:
     }
 
 
-def _of_what(made: RunSpec) -> str:
-    return ", the attention's; experts and routers stay as they are" if made.model.num_experts else ""
-
-
 def _fitted(made: RunSpec, base: Path) -> RunSpec:
     """Recompute the fields that file `base` leaves to shoal for the imported model."""
-    import msgspec
-
     read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}
     fitted, _ = convert_spec(read_tables(base) | read, name=str(base))
     return msgspec.structs.replace(made, optimizer=fitted.optimizer, training=fitted.training)

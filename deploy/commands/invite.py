@@ -1,5 +1,6 @@
 """`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
 
+import io
 import re
 import sys
 import time
@@ -82,9 +83,7 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
         say(f"excluded from the run: {out}")
 
 
-@examples(
-    "shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one",
-)
+@examples("shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one")
 def revoke(
     name: Annotated[str, typer.Argument(help="The invite's name, or the beginning of it.")],
     state_dir: Running = None,
@@ -168,8 +167,6 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 def qr_code(text: str, *, coloured: bool) -> str:
     """Draw a QR code of half blocks. `coloured`: light on dark in any terminal, as cameras may need."""
-    import io
-
     import segno
 
     drawn = io.StringIO()

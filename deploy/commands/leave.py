@@ -1,9 +1,10 @@
-"""`shoal leave`: asks the peer on this machine to leave without losing work."""
+"""`shoal leave`, `pause` and `resume`: commands to the peers on this machine."""
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
+import psutil
 import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, examples
@@ -11,9 +12,7 @@ from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
 from shoal.deploy.control.control_socket import ask
 from shoal.deploy.terminal.plain import say, say_json
 
-if TYPE_CHECKING:
-    import psutil
-
+Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 _DRAIN_S_MAX = 120.0
 """Leaving takes at most half a minute, plus the time to write a large state."""
 
@@ -59,7 +58,7 @@ def leave(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
+def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
     import psutil
 
@@ -73,3 +72,33 @@ def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
     while (still := [process for process in processes if not ended(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return still
+
+
+@examples(
+    "shoal pause  # the device is free within a second; the peer stays in the swarm",
+    "shoal pause bob  # of several peers on this machine, the one called bob",
+    "shoal pause --all  # every peer on this machine",
+)
+def pause(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
+    """Take the device back until `shoal resume`."""
+    _do("pause", name, everyone, state_dir, json)
+
+
+@examples("shoal resume  # end a pause", "shoal resume bob  # of several peers on this machine, the one called bob")
+def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
+    """End a pause. The set hours still hold."""
+    _do("resume", name, everyone, state_dir, json)
+
+
+def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, json: bool) -> None:
+    found = which_peers(verb, name=name, everyone=everyone, state_dir=state_dir)
+    answers = [{"name": label, "folder": note.folder} | ask(Path(note.folder), verb) for label, note in found]
+    if json:
+        say_json(answers)
+        return
+    for answer in answers:
+        say(f"{answer['name']}: {_state(answer)}")
+
+
+def _state(answer: dict[str, Any]) -> str:
+    return f"paused: {'; '.join(answer['reasons'])}" if answer["paused"] else "computing"

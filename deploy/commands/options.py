@@ -1,9 +1,12 @@
 """Shared parts of commands: options, examples, logging."""
 
+import functools
+import inspect
 import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -46,23 +49,10 @@ PeerName = Annotated[str, typer.Option(help="This peer's name, which others see.
 Listen = Annotated[
     str, typer.Option(help="Where to listen: HOST:PORT, :PORT or a multiaddr. With port 0 the system chooses one.")
 ]
-Announce = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The address at which others reach this machine, if it cannot know it: a port that the router forwards.",
-    ),
-]
 StateDir = Annotated[
     Path | None,
     typer.Option(
         help="The folder for the peer's identity, plans and snapshots. Default: one in the user's state folder."
-    ),
-]
-Threads = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Number of threads for torch. 0: one for each core; a peer that joins leaves one core free."
     ),
 ]
 Device = Annotated[
@@ -97,25 +87,6 @@ Limit = Annotated[
         help="Use this limit in place of the one in `shoal config show`, as in upload_mbit_s=5. May be repeated.",
     ),
 ]
-Record = Annotated[
-    bool | None,
-    typer.Option(
-        "--record/--no-record",
-        show_default=False,
-        help="Keep a record of the run beside its snapshots: record.jsonl, and a file for TensorBoard. "
-        "Default: as `shoal config` says; if it does not say, a host keeps one and a volunteer does not.",
-    ),
-]
-Wandb = Annotated[
-    str, typer.Option(metavar="PROJECT", help="Also send the record to this project at Weights & Biases.")
-]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
-    ),
-]
 RunsTokenizer = Annotated[
     Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
 ]
@@ -129,26 +100,83 @@ LocalText = Annotated[
         help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
     ),
 ]
-JsonAtTheEnd = Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")]
-Swarm = Annotated[bool, typer.Option("--swarm", help="Use the model of a run that is up, where its peers hold it.")]
-OfInvite = Annotated[
+RunsInvite = Annotated[
     str | None,
-    typer.Option(
-        "--invite",
-        metavar="INVITE",
-        help="Use the model of this invite's run; - reads the invite from standard input. Default: the run that is "
-        "up here.",
+    typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
+]
+ScenarioName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
+        autocompletion=lambda incomplete: _scenario_names(incomplete),
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
-Reports = Annotated[
-    bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
+PriceKwh = Annotated[
+    float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of a plan for a network."""
+
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="Use the model, batch and goal of this run spec, not the scenario's."),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Say how long this many tokens take, as in 20B or 1.5T. "
+            "Default: the run's steps; without a run, 20 a parameter.",
+        ),
+    ] = None
+    price_kwh: PriceKwh = None
+    objective: Annotated[
+        str, typer.Option(help="What the search optimizes: throughput (ours), or dtfm (as in the DT-FM paper).")
+    ] = "throughput"
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="About how long to search. It is a fixed amount of work, so that a seed gives the same plan again.",
+        ),
+    ] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of stages. Default: the scenario's; if it names none, the best number."),
+    ] = None
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare all layouts in a table, row by row as they are found.")
+    ] = False
+    simulated: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_EXAMPLES: dict[str, str] = {}
-"""Module and function name of a command -> the last paragraph of its help."""
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its last parameter, a dataclass, as options: typer has no groups of options."""
+    *own, group = inspect.signature(command).parameters.values()
+    fields = inspect.signature(group.annotation).parameters.values()
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        said = {each.name: given.pop(each.name) for each in fields}
+        command(**given, **{group.name: group.annotation(**said)})
+
+    call.__signature__ = inspect.Signature([*own, *fields])  # type: ignore[attr-defined]
+    return call
 
 
 def examples(*lines: str) -> Callable[[_Command], _Command]:
@@ -161,14 +189,15 @@ def examples(*lines: str) -> Callable[[_Command], _Command]:
     text = "".join(f"\n  # {why}\n  {line}" for line, _, why in parts)
 
     def keep(command: _Command) -> _Command:
-        _EXAMPLES[f"{command.__module__}.{command.__qualname__}"] = f"\b\nExamples:{text}"  # \b keeps line breaks
+        vars(command)["epilog"] = f"\b\nExamples:{text}"  # \b keeps line breaks
         return command
 
     return keep
 
 
 def examples_of(command: Callable[..., Any]) -> str | None:
-    return _EXAMPLES.get(f"{command.__module__}.{command.__qualname__}")
+    """Return the last paragraph of a command's help."""
+    return vars(command).get("epilog")
 
 
 def data_source(text: str) -> str:
@@ -214,7 +243,7 @@ def check_writable(path: Path) -> None:
         raise LocalError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def scenario_names(incomplete: str) -> list[str]:
+def _scenario_names(incomplete: str) -> list[str]:
     """Return the shipped scenarios' names for shell completion, without reading the files."""
     names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
     return [name for name in names if name.startswith(incomplete)]

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import examples, scenario_names
+from shoal.deploy.commands.options import PlanOptions, ScenarioName, examples, grouped
 from shoal.protocol.errors import LocalError
-from shoal.protocol.toml.spec_file import load_spec
 
 
 @examples(
@@ -20,15 +19,9 @@ from shoal.protocol.toml.spec_file import load_spec
     "shoal plan --cards --run run.toml  # ... of the model of a run",
     "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
 )
+@grouped
 def plan(
-    network: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
-            autocompletion=scenario_names,
-        ),
-    ] = None,
+    network: ScenarioName = None,
     experts: Annotated[
         Path | None,
         typer.Option(
@@ -38,46 +31,8 @@ def plan(
     cards: Annotated[
         bool, typer.Option("--cards", help="Say how much of a model each kind of GPU holds, and how fast it is.")
     ] = False,
-    run: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN.toml", help="Use the model, batch and goal of this run spec, not the scenario's."),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Say how long this many tokens take, as in 20B or 1.5T. "
-            "Default: the run's steps; without a run, 20 a parameter.",
-        ),
-    ] = None,
-    price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
-    ] = None,
-    objective: Annotated[
-        str, typer.Option(help="What the search optimizes: throughput (ours), or dtfm (as in the DT-FM paper).")
-    ] = "throughput",
-    seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            help="About how long to search. It is a fixed amount of work, so that a seed gives the same plan again.",
-        ),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
-    stages: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of stages. Default: the scenario's; if it names none, the best number."),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Compare all layouts in a table, row by row as they are found.")
-    ] = False,
-    simulated: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    *,
+    asked: PlanOptions,
 ) -> None:
     """Plan which machines hold which layers, and how fast that is.
 
@@ -86,34 +41,21 @@ def plan(
     which failures that survives.
     """
     if cards:
-        if network is not None or experts is not None or compare:
+        if network is not None or experts is not None or asked.compare:
             raise LocalError("--cards is about no scenario: say it alone, or with --run RUN.toml")
         from shoal.deploy.planning.cards import show_cards
 
-        show_cards(run, as_json=json)
+        show_cards(asked.run, as_json=asked.json)
         return
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json, or --cards")
     if experts is not None:
         from shoal.deploy.planning.expert_plan import show_experts
 
-        show_experts(experts, seed=seed, as_json=json)
+        show_experts(experts, seed=asked.seed, as_json=asked.json)
     elif network is not None:
-        from shoal.deploy.commands.plan_command import Asked, show_plan
-        from shoal.deploy.planning.figures import Wishes, parse_tokens
+        from shoal.deploy.commands.plan_command import show_plan
 
-        if simulated is not None and not compare:
+        if asked.simulated is not None and not asked.compare:
             raise LocalError("--simulated says which row of --compare a live swarm reaches: say --compare too")
-
-        asked = Asked(
-            objective=objective,
-            seconds=seconds,
-            seed=seed,
-            stages=stages,
-            wishes=Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh),
-            compare=compare,
-            run=None if run is None else load_spec(run),
-            as_json=json,
-            simulated=simulated,
-        )
         show_plan(network, asked)

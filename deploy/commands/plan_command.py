@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
@@ -20,6 +19,7 @@ from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import FormatBytes, Workload, experts_held
 from shoal.deploy.base.words import counted, digits, printable
+from shoal.deploy.commands.options import PlanOptions
 from shoal.deploy.planning.figures import (
     Figures,
     Goal,
@@ -27,6 +27,7 @@ from shoal.deploy.planning.figures import (
     figures_of,
     goal_of,
     lines_of,
+    parse_tokens,
     said_gigabytes,
     said_regions,
     said_tokens,
@@ -41,6 +42,7 @@ from shoal.deploy.terminal.progress import sign_of_life
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.topology import Topology
 
 ObjectiveName = Literal["throughput", "dtfm"]
@@ -106,14 +108,14 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 def propose(name: LayoutName, request: LayoutRequest, objective: Objective) -> Proposal:
     """Make and score a layout. An impossible one is a proposal too, with the reason as its cost."""
     begun_s = time.process_time()
+    placement, why = None, ""
     try:
         placement = layout(name, request)
     except ShoalError as error:
-        return Proposal(
-            name=name, placement=None, cost=Cost.impossible(str(error)), seconds=time.process_time() - begun_s
-        )
+        why = str(error)
     seconds = time.process_time() - begun_s
-    return Proposal(name=name, placement=placement, cost=objective.cost(placement), seconds=seconds)
+    cost = objective.cost(placement) if placement is not None else Cost.impossible(why)
+    return Proposal(name=name, placement=placement, cost=cost, seconds=seconds)
 
 
 def own_layout(objective: ObjectiveName) -> LayoutName:
@@ -121,23 +123,18 @@ def own_layout(objective: ObjectiveName) -> LayoutName:
     return "ours" if objective == "throughput" else "dtfm"
 
 
-def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
-    """Return the layouts to compare: the one by rule, the search for `objective`, then simple ones."""
-    return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
-
-
 def shown_name(name: str) -> str:
     return "ours, at once" if name == "at-once" else name
 
 
-def report_of(proposal: Proposal, *, objective: str, seed: int, num_devices: int) -> PlanReport:
+def report_of(proposal: Proposal, request: LayoutRequest, *, objective: str) -> PlanReport:
     placement, cost = proposal.placement, proposal.cost
     return PlanReport(
         layout=proposal.name,
         objective=objective,
-        seed=seed,
+        seed=request.seed,
         stages=_stage_lines(placement) if placement is not None else (),
-        spares=placement.spares(num_devices) if placement is not None else (),
+        spares=placement.spares(request.topology.num_devices) if placement is not None else (),
         cost_s=cost.seconds if math.isfinite(cost.seconds) else None,
         parts={name: value for name, value in cost.parts.items() if math.isfinite(value)},
         why=cost.why,
@@ -194,37 +191,21 @@ def _stages_said(lines: Sequence[StageLine]) -> str:
     return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The command line's options besides the network."""
-
-    objective: str
-    seconds: float
-    seed: int
-    stages: int | None
-    wishes: Wishes
-    compare: bool
-    as_json: bool
-    run: RunSpec | None = None
-    """The run to plan for; None: the scenario's."""
-    simulated: Path | None = None
-    """A file of `shoal simulate --json` with the speed of a live swarm."""
-
-
-def show_plan(what: str, asked: Asked) -> None:
+def show_plan(what: str, asked: PlanOptions) -> None:
     """Make and print a plan. Raises: LocalError: no such network or objective, or no plan is possible."""
+    wishes = Wishes(tokens=None if asked.tokens is None else parse_tokens(asked.tokens), price_kwh=asked.price_kwh)
+    run = None if asked.run is None else load_spec(asked.run)
     if asked.objective not in get_args(ObjectiveName):
         raise LocalError(f"{asked.objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
     aim: ObjectiveName = "dtfm" if asked.objective == "dtfm" else "throughput"
     scenario = find_scenario(what)
-    spec, stages, paper = scenario.spec, scenario.stages, scenario.paper
-    if asked.run is not None:
-        spec, stages, paper = asked.run, asked.run.swarm.stages_max, None
+    if run is not None:
+        scenario = replace(scenario, spec=run, stages=run.swarm.stages_max)
     request = LayoutRequest(
         topology=scenario.topology,
-        workload=Workload.of(spec),
-        paper=paper,
-        stages=asked.stages or stages,
+        workload=Workload.of(scenario.spec),
+        paper=scenario.paper if run is None else None,
+        stages=asked.stages or scenario.stages,
         seed=asked.seed,
         seconds=asked.seconds,
     )
@@ -236,8 +217,11 @@ def show_plan(what: str, asked: Asked) -> None:
             num_devices=scenario.topology.num_devices,
             tokens_per_step=request.workload.tokens_per_step,
         )
-    judge = objective_of(aim, request)
-    console = open_console(quiet=asked.as_json)
+    if aim == "throughput":
+        judge: Objective = ThroughputObjective(request.topology, request.workload)
+    else:
+        judge = DtfmObjective(request.topology, request.constants)
+    console = open_console(quiet=asked.json)
     tell(console, scenario.title, style="bold")
     tell(
         console,
@@ -254,11 +238,14 @@ def show_plan(what: str, asked: Asked) -> None:
             for report in reports
             if "tokens_per_s" in report.parts and not report.same_as
         }
-        said = said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s)
-        tell(console, said)
+        tell(console, said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s))
     else:
-        reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
-    if asked.as_json:
+        steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
+        goal = goal_of(wishes, scenario.spec, parameters=request.workload.num_parameters, steps=steps)
+        proposal = _searched(console, what, aim, request, judge)
+        report = report_of(proposal, request, objective=aim)
+        reports = [_show_one(console, proposal, report, request, scenario, goal, wishes.price_kwh)]
+    if asked.json:
         reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
         say_json(reports if asked.compare else reports[0])
 
@@ -270,17 +257,8 @@ def print_notes(console: Console, scenario: Scenario) -> None:
         console.print()
 
 
-def _show_one(
-    console: Console,
-    what: str,
-    aim: ObjectiveName,
-    request: LayoutRequest,
-    judge: Objective,
-    scenario: Scenario,
-    spec: RunSpec,
-    asked: Asked,
-) -> PlanReport:
-    """Print the layout by rule, then the searched plan and its costs."""
+def _searched(console: Console, what: str, aim: ObjectiveName, request: LayoutRequest, judge: Objective) -> Proposal:
+    """Print the layout by rule in a line, then the searched one. Raises: LocalError: none is possible."""
     first = propose("at-once", request, judge)
     if math.isfinite(first.cost.seconds):
         tell(console, f"at once, without a search: {_in_a_line(first)}\n")
@@ -290,19 +268,35 @@ def _show_one(
         raise LocalError(f"no plan for {what}: {proposal.cost.why}")
     same = proposal.placement == first.placement
     tell(console, f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n")
-    stages = _stage_lines_with_memory(proposal.placement, request, spec)
+    return proposal
+
+
+def _show_one(
+    console: Console,
+    proposal: Proposal,
+    report: PlanReport,
+    request: LayoutRequest,
+    scenario: Scenario,
+    goal: Goal,
+    price_kwh: float | None,
+) -> PlanReport:
+    """Print a plan and its costs. Returns: `report` with them."""
+    placement = proposal.placement
+    assert placement is not None
+    stages = _stage_lines_with_memory(placement, request, scenario.spec)
     console.print(_stages_table(stages, request.topology))
     console.print()
     if short := _short_of_memory(stages):
         tell(console, f"{short}\n")
-    figures = _figures(proposal.placement, request, scenario, asked)
+    figures = _figures(placement, request, scenario, goal, price_kwh)
     console.print(figures_view(figures))
-    formats = _said_of_formats(proposal.placement, request, spec)
+    formats = _said_of_formats(placement, request, scenario.spec)
     if formats:
         tell(console, f"{formats}\n")
-    groups = _show_left_out(console, request, proposal.placement)
-    console.print(cost_view(proposal))
-    report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
+    groups = _show_left_out(console, request, placement)
+    console.print(_cost_table(proposal.cost))
+    console.print()
+    tell(console, f"found in {_seconds(proposal.seconds)} of one core", style="dim")
     return msgspec.structs.replace(report, stages=stages, figures=figures, left_out=tuple(groups), formats=formats)
 
 
@@ -352,10 +346,10 @@ def _show_comparison(
     same: dict[LayoutName, list[LayoutName]] = {}
     first_s = math.nan
     reports: list[PlanReport] = []
-    for name in compared_layouts(aim):
+    for name in ("at-once", own_layout(aim), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm"))):
         with sign_of_life(_SEARCHING if name in ("ours", "dtfm") else f"laying out {name}"):
             proposal = propose(name, request, judge)
-        report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
+        report = report_of(proposal, request, objective=aim)
         twin = seen.get(proposal.placement) if proposal.placement is not None else None
         if twin is not None:
             same.setdefault(twin, []).append(name)
@@ -376,7 +370,9 @@ def _show_comparison(
     return reports
 
 
-def _figures(placement: Placement, request: LayoutRequest, scenario: Scenario, asked: Asked) -> Figures:
+def _figures(
+    placement: Placement, request: LayoutRequest, scenario: Scenario, goal: Goal, price_kwh: float | None
+) -> Figures:
     """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
@@ -394,21 +390,9 @@ def _figures(placement: Placement, request: LayoutRequest, scenario: Scenario, a
         step_s=cost.parts["foreseen_s"],
         sent_bytes=sent,
         received_bytes=sent,
-        goal=_goal(request, scenario, asked),
-        price_kwh=asked.wishes.price_kwh,
+        goal=goal,
+        price_kwh=price_kwh,
     )
-
-
-def _goal(request: LayoutRequest, scenario: Scenario, asked: Asked) -> Goal:
-    run, parameters = asked.run, request.workload.num_parameters
-    steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
-    return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
-
-
-def objective_of(name: ObjectiveName, request: LayoutRequest) -> Objective:
-    if name == "throughput":
-        return ThroughputObjective(request.topology, request.workload)
-    return DtfmObjective(request.topology, request.constants)
 
 
 # --- for people ---
@@ -445,12 +429,6 @@ def figures_view(figures: Figures) -> RenderableType:
     return Group(run, Text(), members, Text())
 
 
-def cost_view(proposal: Proposal) -> RenderableType:
-    """Return a step's parts, and the time of the search."""
-    took = f"found in {_seconds(proposal.seconds)} of one core"
-    return Group(_cost_table(proposal.cost), Text(), Text(took, style="dim"))
-
-
 def shown_s(cost: Cost) -> float:
     """Return the predicted seconds of a step for a table; the search compares a slightly different figure."""
     return cost.parts.get("foreseen_s", cost.seconds)
@@ -483,18 +461,14 @@ def _stages_table(stages: Sequence[StageLine], topology: Topology) -> Table:
     if any(topology.regions):
         table.add_column("where", overflow="fold")
     for line in stages:
-        cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices), _needs(line)]
+        needs = ""
+        if line.needs_gb is not None and line.has_gb is not None:
+            needs = f"{digits(line.needs_gb)} of {digits(line.has_gb)}"
+        cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices), needs]
         if any(topology.regions):
             cells.append(printable(said_regions(line.devices, topology)))
         table.add_row(*(Text(cell) for cell in cells))
     return table
-
-
-def _needs(line: StageLine) -> str:
-    """Format memory: `18.4 of 24`."""
-    if line.needs_gb is None or line.has_gb is None:
-        return ""
-    return f"{digits(line.needs_gb)} of {digits(line.has_gb)}"
 
 
 def _cost_table(cost: Cost) -> Table:
@@ -503,7 +477,8 @@ def _cost_table(cost: Cost) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_row("minimised by the search: seconds a step", _seconds(cost.seconds), style="bold")
     for name, value in cost.parts.items():
-        table.add_row(f"  {_said(name)}", _figure(name, value))
+        said = _PARTS.get(name) or name.removesuffix("_s").replace("_per", "/s").replace("_", " ")
+        table.add_row(f"  {said}", _figure(name, value))
     return table
 
 
@@ -523,12 +498,6 @@ _PARTS = {
     "slowest_stage": "the slowest stage is stage",
     "memory": "the fullest memory",
 }
-
-
-def _said(name: str) -> str:
-    if name in _PARTS:
-        return _PARTS[name]
-    return name.removesuffix("_s").replace("_per", "/s").replace("_", " ")
 
 
 def _figure(name: str, value: float) -> str:

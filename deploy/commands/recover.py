@@ -7,7 +7,7 @@ import typer
 
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
-from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
+from shoal.deploy.commands.options import DEFAULT_LISTEN, RunsInvite, Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.state.runs import peer_folders
 from shoal.deploy.terminal.plain import say_json
@@ -21,10 +21,7 @@ from shoal.protocol.errors import RunNotFound
     "shoal recover --era 0  # go back to the last snapshot of era 0, whatever has become of the run since",
 )
 def recover(
-    invite: Annotated[
-        str | None,
-        typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
-    ] = None,
+    invite: RunsInvite = None,
     state_dir: Annotated[Path | None, typer.Option(help="The host's state folder, which has the owner's key.")] = None,
     era: Annotated[
         int | None, typer.Option(help="Go back to the last snapshot of this era. Peers keep it for a week.")

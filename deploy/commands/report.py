@@ -8,6 +8,7 @@ import typer
 from shoal.deploy.base.words import file_name
 from shoal.deploy.commands.options import check_writable, examples, start_logging
 from shoal.deploy.terminal.plain import say
+from shoal.protocol.errors import LocalError
 
 
 @examples(
@@ -35,7 +36,6 @@ def report(
     from shoal.deploy.record.html_page import csv_of, render_page
     from shoal.deploy.record.reading import read_record
     from shoal.deploy.record.summary import in_words
-    from shoal.protocol.errors import LocalError
 
     for path in (output, csv):
         if path is not None:

@@ -4,12 +4,14 @@ import time
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from shoal.deploy.base.words import printable
 from shoal.deploy.commands.options import examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
 from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.screen import open_console
 
 Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
@@ -30,8 +32,6 @@ def list_(context: typer.Context, json: Json = False) -> None:
     if not found:
         say("no run has been hosted or joined on this machine")
         return
-    from shoal.deploy.terminal.screen import open_console
-
     console = open_console()
     console.print(_table(found))
     total = sum(run.size_bytes for run in found)
@@ -77,7 +77,6 @@ def remove(
 
 def _table(found: list[FoundRun]) -> object:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("name", overflow="ellipsis")  # only this column shrinks

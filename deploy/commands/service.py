@@ -4,8 +4,12 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.commands import service_unit as service
+from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Device, Limit, Listen, PeerName, examples
 from shoal.deploy.commands.running import given_invite
+from shoal.deploy.manners.config import load_settings
+from shoal.deploy.manners.limits import Limits, with_overrides
 from shoal.deploy.terminal.plain import say
 
 
@@ -22,8 +26,6 @@ def install(
     limit: Limit = None,
 ) -> None:
     """Join now and whenever this user's services start."""
-    from shoal.deploy.commands import service_unit as service
-
     read = given_invite(invite).encode()  # without any text pasted around it
     arguments = _arguments(name, listen, device, limit)
     path, has_own_view = service.install(read, arguments, watches=_watches(limit))
@@ -35,8 +37,6 @@ def install(
 @examples("shoal service uninstall  # stop it, which drains, and remove it")
 def uninstall() -> None:
     """Stop the service, which drains the peer, and remove it."""
-    from shoal.deploy.commands import service_unit as service
-
     say(f"{service.uninstall()}: stopped and removed")
 
 
@@ -45,8 +45,6 @@ def show_(
     name: PeerName = "volunteer", listen: Listen = DEFAULT_LISTEN, device: Device = "auto", limit: Limit = None
 ) -> None:
     """Print the files of `install`. The invite has its own."""
-    from shoal.deploy.commands import service_unit as service
-
     shown = service.service(_arguments(name, listen, device, limit), watches=_watches(limit))
     say(f"# {shown.path}; the invite: {shown.invite}")
     say(shown.text.rstrip("\n"), whole=True)
@@ -54,9 +52,6 @@ def show_(
 
 def _watches(limit: list[str] | None) -> bool:
     """True if the peer watches keyboard and mouse."""
-    from shoal.deploy.manners.config import load_settings
-    from shoal.deploy.manners.limits import with_overrides
-
     return with_overrides(load_settings().limits, limit or []).only_when_idle
 
 
@@ -65,9 +60,6 @@ def _arguments(name: str, listen: str, device: str, limit: list[str] | None) -> 
 
     Raises: LocalError: an argument is invalid and would fail at every start.
     """
-    from shoal.deploy.commands.addresses import listen_addresses
-    from shoal.deploy.manners.limits import Limits, with_overrides
-
     listen_addresses(listen)
     with_overrides(Limits(), limit or [])
     limits = [word for text in limit or [] for word in ("--limit", text)]

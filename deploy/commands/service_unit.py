@@ -1,7 +1,6 @@
 """Installs a peer as the user's service: a systemd unit, or a launchd agent on macOS, from templates."""
 
 import os
-import plistlib
 import re
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.manners.config import config_path
 from shoal.deploy.state.places import cache_root, state_root
 from shoal.protocol.errors import LocalError
@@ -19,6 +19,8 @@ from shoal.protocol.errors import LocalError
 UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
 _HERE = Path(__file__).parents[1]
+_SHOAL: Final = Path(sys.executable).parent / "shoal"
+"""The command in the running environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
 """Marks the start of the unit's part that needs a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
@@ -87,13 +89,11 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
     files = {wanted.path: wanted.text, wanted.invite: f"{invite}\n"}
     former = {path: path.read_bytes() if path.exists() else None for path in files}
     for path, text in files.items():
-        try:
+        with or_say(f"cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
             path.chmod(0o600)  # before the invite is written
             path.write_text(text)
-        except OSError as error:
-            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
     has_own_view = _OWN_VIEW in wanted.text
     try:
         try:
@@ -134,10 +134,11 @@ def without_own_view(unit: str) -> str:
 
 def _unit(arguments: Sequence[str], invite: Path, *, watches: bool) -> str:
     code = {Path(sys.prefix), Path(sys.base_prefix), _HERE.parent}
-    reads = [*sorted(code), config_path().parent, _hugging_face()]
+    hugging_face = Path(os.environ.get("HF_HOME") or cache_root().parent / "huggingface")
+    reads = [*sorted(code), config_path().parent, hugging_face]
     desktop = ["%t", "/tmp/.X11-unix", "%h/.Xauthority"] if watches else []
     words = {
-        "@SHOAL@": _quoted(_shoal()),
+        "@SHOAL@": _quoted(str(_SHOAL)),
         "@ARGUMENTS@": " ".join(map(_quoted, arguments)),
         "@INVITE@": str(invite).replace("%", "%%"),
         "@ENVIRONMENT@": " ".join(_word(f"{name}={value}") for name, value in _environment().items()),
@@ -149,8 +150,10 @@ def _unit(arguments: Sequence[str], invite: Path, *, watches: bool) -> str:
 
 
 def _agent(arguments: Sequence[str], invite: Path) -> str:
+    import plistlib  # only macOS needs it
+
     agent = plistlib.loads((_HERE / "launchd" / f"{AGENT}.plist").read_bytes())
-    agent["ProgramArguments"] = [_shoal(), "join", "-", *arguments]
+    agent["ProgramArguments"] = [str(_SHOAL), "join", "-", *arguments]
     agent["StandardInPath"] = str(invite)
     agent["StandardErrorPath"] = agent["StandardOutPath"] = str(Path.home() / "Library" / "Logs" / "shoal.log")
     return plistlib.dumps(agent, sort_keys=False).decode()
@@ -172,11 +175,6 @@ def _environment() -> dict[str, str]:
     return told | {name: str(cache_root() / folder) for name, folder in _CACHES.items()}
 
 
-def _hugging_face() -> Path:
-    said = os.environ.get("HF_HOME")
-    return Path(said) if said else cache_root().parent / "huggingface"
-
-
 def _quoted(word: str) -> str:
     """Quote an argument of a unit's command line, in which `$` begins a variable."""
     return _word(word).replace("$", "$$")
@@ -185,11 +183,6 @@ def _quoted(word: str) -> str:
 def _word(word: str) -> str:
     """Quote a word of a unit, in which `%` begins a specifier and quotes are as in a shell."""
     return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%")
-
-
-def _shoal() -> str:
-    """Return the path of `shoal` in the running environment: a service does not have our PATH."""
-    return str(Path(sys.executable).parent / "shoal")
 
 
 def _exit_status() -> str:
@@ -203,17 +196,15 @@ def _exit_status() -> str:
 
 def _run_all(commands: Iterable[Sequence[str]]) -> None:
     for command in commands:
-        _run(command)
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise LocalError(f"this machine has no {command[0]}: `shoal service show` prints what to install") from error
-    except subprocess.CalledProcessError as error:
-        why = (error.stderr or error.stdout or "").strip().splitlines()
-        raise LocalError(
-            f"`{' '.join(command)}` failed: {why[-1] if why else error.returncode}; "
-            "`shoal service show` prints what to install by hand"
-        ) from error
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise LocalError(
+                f"this machine has no {command[0]}: `shoal service show` prints what to install"
+            ) from error
+        except subprocess.CalledProcessError as error:
+            why = (error.stderr or error.stdout or "").strip().splitlines()
+            raise LocalError(
+                f"`{' '.join(command)}` failed: {why[-1] if why else error.returncode}; "
+                "`shoal service show` prints what to install by hand"
+            ) from error

@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
+from shoal.deploy.base.disk_error import or_say
+from shoal.deploy.base.words import counted
+from shoal.deploy.commands.options import EXIT_FAILED, PriceKwh, ScenarioName, Verbose, check_writable, examples
 from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.deploy.simulate.scenario import Scenario
     from shoal.deploy.simulate.strategies import StrategyOptions
     from shoal.deploy.simulate.strategy import Strategy
+    from shoal.deploy.simulate.trial import CampaignOptions
 
 
 @examples(
@@ -32,14 +37,7 @@ if TYPE_CHECKING:
     "shoal simulate --campaign 20  # break twenty swarms, each in its own way",
 )
 def simulate(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped one.",
-            autocompletion=scenario_names,
-        ),
-    ] = None,
+    what: ScenarioName = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
     strategies: Annotated[str | None, typer.Option(help="Simulate only these strategies, as in `ours,random`.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Let peers come and go as this CSV file says.")] = None,
@@ -63,9 +61,7 @@ def simulate(
             metavar="NUMBER", help="Say how long this many tokens take, as in 20B or 1.5T. Default: 20 a parameter."
         ),
     ] = None,
-    price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
-    ] = None,
+    price_kwh: PriceKwh = None,
     seed: Annotated[
         int, typer.Option(min=0, help="The same seed gives the same searches and the same simulated worlds.")
     ] = 0,
@@ -95,7 +91,7 @@ def simulate(
     kind: Annotated[
         list[str] | None, typer.Option(metavar="KIND", help="Let only faults of this kind happen. May be repeated.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run whole swarms in virtual time.
 
@@ -114,9 +110,17 @@ def simulate(
         if path is not None:
             check_writable(path)
     if campaign is not None:
-        seeds = range(first_seed, first_seed + campaign)
-        sizes = (peers, steps, experts, fault_seconds)
-        return _campaign(seeds, *sizes, kind or (), wire, json)
+        from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
+
+        chosen = CampaignOptions(
+            peers=peers,
+            steps=steps or CampaignOptions().steps,
+            experts=experts,
+            fault_s=fault_seconds,
+            kinds=parse_kinds(kind or ()),
+            wire=parse_wire(wire),
+        )
+        return _campaign(range(first_seed, first_seed + campaign), chosen, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import StrategyOptions
@@ -144,8 +148,6 @@ def _compare(
     *,
     patience_s: float,
 ) -> None:
-    import msgspec
-
     from shoal.deploy.commands.plan_command import print_notes
     from shoal.deploy.planning.rows import Rows
     from shoal.deploy.simulate import strategies
@@ -153,7 +155,6 @@ def _compare(
     from shoal.deploy.simulate.reached import reached, said_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
-    from shoal.deploy.terminal.screen import open_console, tell
 
     scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.
@@ -197,11 +198,15 @@ def _compare(
     tell(console, LEGEND, style="dim")
     _show_figures(console, rows)
     if json is not None:
-        _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows, found))) + b"\n")
+        compared = msgspec.json.encode(comparison(scenario, options.seed, rows, found))
+        with or_say(f"cannot write {json}"):
+            json.write_bytes(msgspec.json.format(compared) + b"\n")
     if html is not None:
         from shoal.deploy.simulate.html_report import render_html
 
-        _write(html, render_html(scenario, options.seed, outcomes, rows).encode())
+        page = render_html(scenario, options.seed, outcomes, rows).encode()
+        with or_say(f"cannot write {html}"):
+            html.write_bytes(page)
     if not any(row.tokens_per_s for row in rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -210,7 +215,6 @@ def _show_arithmetic(
     table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "StrategyOptions"
 ) -> None:
     """Print our rule's estimate, which takes a second where a first search takes half a minute."""
-    from shoal.deploy.base.words import counted
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
 
@@ -228,7 +232,6 @@ def _show_arithmetic(
 
 def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     from shoal.deploy.commands.plan_command import figures_view
-    from shoal.deploy.terminal.screen import tell
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
@@ -238,35 +241,10 @@ def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     console.print(figures_view(row.figures))
 
 
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _campaign(
-    seeds: range,
-    peers: int,
-    steps: int | None,
-    experts: int,
-    fault_seconds: float,
-    kinds: Sequence[str],
-    wire: str | None,
-    json: Path | None,
-) -> None:
+def _campaign(seeds: range, options: "CampaignOptions", json: Path | None) -> None:
     from shoal.deploy.simulate.campaign import run_seed
     from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, summary
-    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
 
-    options = CampaignOptions(
-        peers=peers,
-        steps=steps or CampaignOptions().steps,
-        experts=experts,
-        fault_s=fault_seconds,
-        kinds=parse_kinds(kinds),
-        wire=parse_wire(wire),
-    )
     verdicts = []
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in seeds:

@@ -4,9 +4,10 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.deploy.commands.options import RunsInvite, Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.terminal.plain import say_json
+from shoal.deploy.terminal.screen import open_console
 
 
 @examples(
@@ -16,10 +17,7 @@ from shoal.deploy.terminal.plain import say_json
     "shoal status --json  # everything, for a script",
 )
 def status(
-    invite: Annotated[
-        str | None,
-        typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
-    ] = None,
+    invite: RunsInvite = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Keep asking, and show each answer, until Ctrl-C.")
     ] = False,
@@ -31,7 +29,6 @@ def status(
     """Show the peers, their layers, speed and loss."""
     found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.terminal.screen import open_console
     from shoal.deploy.visitor import status_view as terminal
     from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.loop import run

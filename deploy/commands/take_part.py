@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,6 @@ from shoal.deploy.commands.addresses import announced_addresses, listen_addresse
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import (
     DEFAULT_LISTEN,
-    Announce,
     Dashboard,
     Device,
     Devices,
@@ -22,18 +21,15 @@ from shoal.deploy.commands.options import (
     Listen,
     LocalText,
     PeerName,
-    Record,
-    Reports,
     StateDir,
-    Threads,
     Verbose,
-    Wandb,
     data_source,
     examples,
+    grouped,
     start_logging,
 )
 from shoal.deploy.commands.running import given_invite
-from shoal.deploy.dashboard.address import parse_address
+from shoal.deploy.dashboard.address import Address, parse_address
 from shoal.deploy.manners.asking import ask, may_ask
 from shoal.deploy.manners.config import load_settings
 from shoal.deploy.manners.limits import Limits, with_overrides
@@ -44,15 +40,79 @@ from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
+from shoal.protocol.identity import Identity
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.advice import advice
 from shoal.protocol.toml.defaults import FilledField, in_words
 from shoal.protocol.toml.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Total number of steps. If it is larger than before, the run continues to it."),
+    int | None, typer.Option(min=1, help="Total number of steps. If it is larger than before, the run continues to it.")
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The options of every command that takes part in a run."""
+
+    listen: Listen = DEFAULT_LISTEN
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The address at which others reach this machine, if it cannot know it: a port that the router "
+            "forwards.",
+        ),
+    ] = None
+    state_dir: StateDir = None
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of threads for torch. 0: one for each core; a peer that joins leaves one core free."
+        ),
+    ] = 0
+    dashboard: Dashboard = None
+    limit: Limit = None
+    record: Annotated[
+        bool | None,
+        typer.Option(
+            "--record/--no-record",
+            show_default=False,
+            help="Keep a record of the run beside its snapshots: record.jsonl, and a file for TensorBoard. "
+            "Default: as `shoal config` says; if it does not say, a host keeps one and a volunteer does not.",
+        ),
+    ] = None
+    wandb: Annotated[
+        str, typer.Option(metavar="PROJECT", help="Also send the record to this project at Weights & Biases.")
+    ] = ""
+    verbose: Verbose = False
+    reports: Annotated[
+        bool,
+        typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process."),
+    ] = False
+
+    def records(self, *, default: bool) -> tuple[bool, str]:
+        """Return (True to keep a record, the Weights & Biases project or empty): from the command, else the settings,
+        else `default`.
+
+        Raises: LocalError: the package for Weights & Biases is missing.
+        """
+        settings = load_settings().record
+        project = self.wandb or ("" if self.record is False else settings.wandb_project)
+        if project:
+            from shoal.deploy.record.wandb_run import need_wandb
+
+            need_wandb()
+        wanted = next(choice for choice in (self.record, settings.keep_record, default) if choice is not None)
+        return bool(project) or wanted, project
+
+    def shown(self) -> Address | None:
+        """Return the address of the dashboard."""
+        return parse_address(self.dashboard) if self.dashboard else None
+
+    def limits(self) -> Limits:
+        """Return the owner's limits as they are set now."""
+        return with_overrides(load_settings().limits, self.limit or [])
 
 
 @examples(
@@ -63,6 +123,7 @@ Steps = Annotated[
     "shoal host run.toml --wandb my-project  # the record at Weights & Biases, too",
     "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
 )
+@grouped
 def host(
     run_toml: Annotated[
         Path,
@@ -70,41 +131,20 @@ def host(
     ],
     steps: Steps = None,
     name: PeerName = "host",
-    listen: Listen = DEFAULT_LISTEN,
-    announce: Announce = None,
-    state_dir: StateDir = None,
-    threads: Threads = 0,
     device: Device = "auto",
-    dashboard: Dashboard = None,
-    limit: Limit = None,
-    record: Record = None,
-    wandb: Wandb = "",
-    verbose: Verbose = False,
-    reports: Reports = False,
+    *,
+    part: Part,
 ) -> None:
     """Start or continue a run: print an invite, and take part."""
     spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
-    _host(
-        _Asked(spec=spec, choices=choices, steps=steps),
-        name=name,
-        listen=listen,
-        announce=announce,
-        state_dir=state_dir,
-        threads=threads,
-        device=device,
-        dashboard=dashboard,
-        limit=limit,
-        record=record,
-        wandb=wandb,
-        verbose=verbose,
-        reports=reports,
-    )
+    _host(_Asked(spec=spec, choices=choices, steps=steps), name, device, part)
 
 
 @examples(
     "shoal continue notes --steps 2000  # a finished run, to step 2000",
     "shoal continue 3f0c  # a stopped one, where it was; the first letters of its id are enough",
 )
+@grouped
 def continue_(
     run: Annotated[
         str,
@@ -114,35 +154,13 @@ def continue_(
     ],
     steps: Steps = None,
     name: PeerName = "host",
-    listen: Listen = DEFAULT_LISTEN,
-    announce: Announce = None,
-    state_dir: StateDir = None,
-    threads: Threads = 0,
     device: Device = "auto",
-    dashboard: Dashboard = None,
-    limit: Limit = None,
-    record: Record = None,
-    wandb: Wandb = "",
-    verbose: Verbose = False,
-    reports: Reports = False,
+    *,
+    part: Part,
 ) -> None:
     """Continue a run that was hosted on this machine."""
-    folder, spec = find_hosted(run, state_dir)
-    _host(
-        _Asked(spec=spec, known=folder, steps=steps),
-        name=name,
-        listen=listen,
-        announce=announce,
-        state_dir=folder.peer_folder,
-        threads=threads,
-        device=device,
-        dashboard=dashboard,
-        limit=limit,
-        record=record,
-        wandb=wandb,
-        verbose=verbose,
-        reports=reports,
-    )
+    folder, spec = find_hosted(run, part.state_dir)
+    _host(_Asked(spec=spec, known=folder, steps=steps), name, device, replace(part, state_dir=folder.peer_folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,52 +173,40 @@ class _Asked:
     steps: int | None = None
 
 
-def _host(
-    asked: _Asked,
-    *,
-    name: str,
-    listen: str,
-    announce: list[str] | None,
-    state_dir: Path | None,
-    threads: int,
-    device: str,
-    dashboard: str | None,
-    limit: list[str] | None,
-    record: bool | None,
-    wandb: str,
-    verbose: bool,
-    reports: bool,
-) -> None:
-    records, project = _records(record, wandb, default=True)
-    shown = parse_address(dashboard) if dashboard else None
-
-    def read_limits() -> Limits:
-        return with_overrides(load_settings().limits, limit or [])
-
-    limits = read_limits()
-    start_logging(verbose or reports)
+@contextlib.contextmanager
+def _starting(part: Part) -> Iterator[None]:
+    """Begin to take part; the context is for the imports of torch and of much that needs it."""
+    start_logging(part.verbose or part.reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files
-    from shoal.deploy.terminal.progress import progress_bar, sign_of_life
+    from shoal.deploy.terminal.progress import sign_of_life
 
     allow_open_files()
     with sign_of_life("starting"), importing():
+        yield
+
+
+def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
+    records, project = part.records(default=True)
+    shown, limits = part.shown(), part.limits()
+    with _starting(part):
         from shoal.deploy.manners.device import check_machine, own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
-        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, Ways, host_run
+        from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
+        from shoal.deploy.terminal.progress import progress_bar
         from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
 
     picked = pick_device(device)
-    check_machine(limits, picked, threads)
-    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / file_name(asked.spec.name))
+    check_machine(limits, picked, part.threads)
+    folder = places.claim_folder(part.state_dir or places.state_root() / "hosts" / file_name(asked.spec.name))
     with _where_it_was_hosted(asked.known), contextlib.ExitStack() as unless_it_begins:
         unless_it_begins.callback(folder.release)
         spec, corpus = load_own_corpus(asked.spec)
         going = _goes_on(replace(asked, spec=spec), folder.path)
         if going.finished:
-            _tell_finished(going.sentences, folder.path, reports=reports)
+            _tell_finished(going.sentences, folder.path, reports=part.reports)
             return
         spec = going.spec
         warnings: Sequence[str] = ()
@@ -211,22 +217,22 @@ def _host(
             warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
             said = text_in_words(spec, corpus)
         with progress_bar("checking the weights") as tell:
-            initial = open_initial(spec, lambda done, layers: tell(done / layers))
+            initial = open_initial(spec, tell)
         unless_it_begins.pop_all()
     chosen = Options(
         name=name,
         folder=folder.path,
-        ways=Ways(listen=listen_addresses(listen), announce=announced_addresses(announce or ())),
-        threads=threads or own_threads(),
+        ways=Ways(listen=listen_addresses(part.listen), announce=announced_addresses(part.announce or ())),
+        threads=part.threads or own_threads(),
         device=picked,
-        reports=reports,
-        limits=LimitChoice(at_start=limits, reread=read_limits),
+        reports=part.reports,
+        limits=limits,
+        reread_limits=part.limits,
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
-        initial=initial,
         first_said=(*going.sentences, *said, *(f"warning: {line}" for line in warnings)),
     )
-    run(host_run(spec, corpus, chosen))
+    run(host_run(spec, corpus, initial, chosen))
 
 
 def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
@@ -243,7 +249,6 @@ def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
 
 def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:
     from shoal.deploy.record.report import Left, Note, write_report
-    from shoal.protocol.identity import Identity
 
     for sentence in sentences:
         if reports:
@@ -271,6 +276,7 @@ def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextM
     "shoal join shoal1… --data ~/corpus.txt  # with the text of the run: the first stage needs it",
     "shoal join -  # paste the invite then: other users of this machine can read a command line",
 )
+@grouped
 def join(
     invite: Annotated[
         str,
@@ -280,9 +286,6 @@ def join(
         ),
     ],
     name: PeerName = "volunteer",
-    listen: Listen = DEFAULT_LISTEN,
-    announce: Announce = None,
-    state_dir: StateDir = None,
     data: LocalText = "",
     tokenizer: Annotated[
         str, typer.Option(help="Where the run's tokenizer.json is on this machine, if the run uses one.")
@@ -293,65 +296,58 @@ def join(
             help="The folder of the model that the run's adapters belong to. Default: in the Hugging Face cache."
         ),
     ] = None,
-    threads: Threads = 0,
     device: Devices = "auto",
-    dashboard: Dashboard = None,
-    limit: Limit = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask no questions; use the default for everything that is not set.")
     ] = False,
-    record: Record = None,
-    wandb: Wandb = "",
-    verbose: Verbose = False,
-    reports: Reports = False,
+    *,
+    part: Part,
 ) -> None:
     """Take part in a run."""
     found = given_invite(invite) if invite != "-" or sys.stdin.isatty() else None
-    text = ",".join(data_source(part) for part in data.split(",")) if not Path(data).exists() else data_source(data)
-    records, project = _records(record, wandb, default=False)
-    shown = parse_address(dashboard) if dashboard else None
-    if may_ask(answered=bool(limit) or yes or reports or invite == "-"):
+    text = ",".join(data_source(each) for each in data.split(",")) if not Path(data).exists() else data_source(data)
+    records, project = part.records(default=False)
+    shown = part.shown()
+    if may_ask(answered=bool(part.limit) or yes or part.reports or invite == "-"):
         ask()
 
     def read_limits() -> Limits:
-        return with_overrides(load_settings().limits, limit or []).of_a_volunteer
+        return part.limits().of_a_volunteer
 
     limits = read_limits()
-    start_logging(verbose or reports)
-    from shoal.deploy.session.heap import importing
-    from shoal.deploy.session.open_files import allow_open_files
-    from shoal.deploy.terminal.progress import sign_of_life
-
-    allow_open_files()
-    with sign_of_life("starting"), importing():
+    with _starting(part):
         from shoal.deploy.manners.device import check_machine, devices_of, pick_device, spare_threads
-        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, TextPaths, Ways, join_run
+        from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts this process before it has the invite
         found = given_invite(invite)
-    addresses, told = listen_addresses(listen), announced_addresses(announce or ())
+    addresses, told = listen_addresses(part.listen), announced_addresses(part.announce or ())
     if device == "all" or "," in device:
         from shoal.deploy.session.each_device import Each, join_with_each
 
         flags = [*_flag("--data", text), *_flag("--tokenizer", tokenizer), *_flag("--base", str(base or ""))]
-        flags += ["--record" if records else "--no-record"]
-        flags += [*_flag("--wandb", project), *(["--verbose"] if verbose else []), *(["--reports"] if reports else [])]
-        first = [*_flag("--dashboard", dashboard or ""), *(f for way in announce or () for f in ("--announce", way))]
-        each = Each(name=name, limits=limits, listen=addresses[0], state_dir=state_dir, threads=threads, flags=flags)
-        raise typer.Exit(run(join_with_each(devices_of(device), found.encode(), each, first=first, plain=reports)))
+        flags += ["--record" if records else "--no-record", *_flag("--wandb", project)]
+        flags += [*(["--verbose"] if part.verbose else []), *(["--reports"] if part.reports else [])]
+        first = [*_flag("--dashboard", part.dashboard or ""), *(f"--announce={way}" for way in part.announce or ())]
+        each = Each(
+            name=name, limits=limits, listen=addresses[0], state_dir=part.state_dir, threads=part.threads, flags=flags
+        )
+        devices = devices_of(device)
+        raise typer.Exit(run(join_with_each(devices, found.encode(), each, first=first, plain=part.reports)))
     picked = pick_device(device)
-    check_machine(limits, picked, threads)
+    check_machine(limits, picked, part.threads)
     parent = places.state_root() / "runs" / found.run
-    folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
+    folder = places.claim_folder(part.state_dir) if part.state_dir else places.claim_first_free(parent, "peer")
     chosen = Options(
         name=name,
         folder=folder.path,
         ways=Ways(listen=addresses, announce=told),
-        threads=threads or spare_threads(),
+        threads=part.threads or spare_threads(),
         device=picked,
-        reports=reports,
-        limits=LimitChoice(at_start=limits, reread=read_limits),
+        reports=part.reports,
+        limits=limits,
+        reread_limits=read_limits,
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         text=TextPaths(data=text, tokenizer=tokenizer, base=base),
@@ -361,26 +357,10 @@ def join(
     except RunNotFound as error:
         folder.release()
         if finished := ended_in_words(RunFolder(folder.path, found.run)):
-            say(finished, err=reports)
+            say(finished, err=part.reports)
             return
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
 
 
 def _flag(name: str, value: str) -> list[str]:
     return [f"{name}={value}"] if value else []
-
-
-def _records(asked: bool | None, wandb: str, *, default: bool) -> tuple[bool, str]:
-    """Return (True to keep a record, the Weights & Biases project or empty): from the command, else the settings, else
-    `default`.
-
-    Raises: LocalError: the package for Weights & Biases is missing.
-    """
-    settings = load_settings().record
-    project = wandb or ("" if asked is False else settings.wandb_project)
-    if project:
-        from shoal.deploy.record.wandb_run import need_wandb
-
-        need_wandb()
-    wanted = next(choice for choice in (asked, settings.keep_record, default) if choice is not None)
-    return bool(project) or wanted, project

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.commands.options import check_writable, data_source, examples
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import DataSpec
 
 
 @examples(
@@ -38,7 +40,6 @@ def train(
     from shoal.peer.data.documents import printable
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
-    from shoal.protocol.spec import DataSpec
 
     spec = DataSpec(source=data_source(source), field=field, subset=subset, split=split)
     account = Account()
@@ -48,10 +49,8 @@ def train(
     for sentence in account.sentences(printable(spec.source)):
         say(sentence, err=True)
     found = FileTokenizer(data, name=str(out)).vocab_size
-    try:
+    with or_say(f"cannot write {out}"):
         out.write_bytes(data)
-    except OSError as error:
-        raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
     if json:
         say_json({"tokenizer": str(out.resolve()), "vocab_size": found})
         return

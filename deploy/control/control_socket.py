@@ -1,8 +1,8 @@
 """Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
 One JSON object per line each way, any number of lines: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
-{…}}` or `{"error": "a sentence"}`. Handlers for the verbs are registered with `on`. Only this user can open the socket,
-so nothing is signed; still every line is bounded and decoded once.
+{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed; still every line is
+bounded and decoded once.
 """
 
 import asyncio
@@ -41,11 +41,6 @@ class ControlAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     value: dict[str, Any] = {}
     error: str = ""
-
-
-_REQUESTS = msgspec.json.Decoder(Request)
-_ANSWERS = msgspec.json.Decoder(ControlAnswer)
-_ENCODER = msgspec.json.Encoder()
 
 
 class ControlServer:
@@ -125,12 +120,12 @@ class ControlServer:
                 return
             if not line:
                 return
-            writer.write(_ENCODER.encode(await self._answer(line)) + b"\n")
+            writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
             await writer.drain()
 
     async def _answer(self, line: bytes) -> ControlAnswer:
         try:
-            request = _REQUESTS.decode(line)
+            request = msgspec.json.decode(line, type=Request)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return ControlAnswer(error=f"the request cannot be read ({error})")
         handler = self._handlers.get(request.verb)
@@ -150,7 +145,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
 
     Raises: LocalError: no peer runs there, it did not answer in time, or it answered with an error.
     """
-    request = _ENCODER.encode(Request(verb, arguments)) + b"\n"
+    request = msgspec.json.encode(Request(verb, arguments)) + b"\n"
     try:
         with _reachable(folder) as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(timeout_s)
@@ -165,7 +160,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
     except OSError as error:
         raise LocalError(f"cannot reach the peer in {folder}: {error.strerror or error}") from error
     try:
-        answer = _ANSWERS.decode(line)
+        answer = msgspec.json.decode(line, type=ControlAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"the peer in {folder} ended before it answered") from error
     if answer.error:

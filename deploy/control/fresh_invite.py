@@ -1,12 +1,11 @@
-"""Decides when to announce a new invite. Pure: the caller passes the members and the time.
+"""Decides when to announce a new invite. Pure.
 
-An invite cannot change once handed out. The first one of a run names only its host and is useless once the host is
-gone. So a new one is due as soon as it can name other members, and again when the named ones have gone.
+The first invite of a run names only its host, and is useless once the host is gone. So a new one is due as soon as it
+can name other members, and again when the named ones have gone.
 """
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Final
 
 from shoal.protocol.identity import PeerID
@@ -18,20 +17,18 @@ SETTLES_S: Final = 10.0
 APART_S: Final = 60.0
 
 
-@dataclass(slots=True)
 class FreshInvite:
-    me: PeerID
-    _named: frozenset[PeerID] = field(init=False)
-    """The peers named by the last announced invite."""
-    _stale_since_s: float | None = None
-    _told_s: float = -math.inf
+    """Remembers the last announced invite. Args: me: this peer, which the first invite of a run names."""
 
-    def __post_init__(self) -> None:
-        self._named = frozenset({self.me})
+    def __init__(self, me: PeerID) -> None:
+        self._me = me
+        self._named = frozenset({me})
+        self._stale_since_s: float | None = None
+        self._told_s = -math.inf
 
     def is_due(self, others: Collection[PeerID], now_s: float) -> bool:
         """True if a new invite should be announced now. Args: others: the members that an invite can name."""
-        here = {self.me, *others}
+        here = {self._me, *others}
         possible = min(PEERS_NAMED, len(here))
         if len(self._named & here) >= possible:
             self._stale_since_s = None

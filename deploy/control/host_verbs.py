@@ -1,40 +1,60 @@
 """Answers commands about admission to a run. Every peer makes invites; the host also revokes and excludes."""
 
-from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.control.invite_book import GivenOut, InviteBook
+from shoal.deploy.node.node import Node
 from shoal.deploy.state.known_peers import whom_to_name
 from shoal.protocol.errors import LocalError
-from shoal.protocol.exclusion import Exclusion
 from shoal.protocol.identity import PeerID, peer_id_of, public_key_of
 from shoal.protocol.invite import Invite, InviteKey, split_address
 from shoal.protocol.live.transport import LiveTransport, dialable
-from shoal.protocol.membership import Excluded, invite_name
+from shoal.protocol.membership import invite_name
 
 
-class InviteVerb:
-    """Answers `shoal invite` with an invite that names present members.
+class HostVerbs:
+    """Answers the verbs of `shoal invite`, `exclude` and `readmit` on the control socket.
 
     Args:
+        book: None: this peer is not the run's host, or the run is open to anyone.
         invite: of this run; its addresses are replaced each time.
         key: returns the invite key: on the run's host one with a free seat, on other peers their own.
     """
 
-    def __init__(self, transport: LiveTransport, invite: Invite, key: Callable[[], InviteKey | None]) -> None:
-        self._transport, self._invite, self._key = transport, invite, key
+    def __init__(
+        self,
+        node: Node,
+        transport: LiveTransport,
+        book: InviteBook | None,
+        *,
+        invite: Invite,
+        key: Callable[[], InviteKey | None],
+    ) -> None:
+        self._coordination, self._members, self._status = node.coordination, node.endpoint.members, node.status
+        self._transport, self._book, self._invite, self._key = transport, book, invite, key
 
-    async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer with the invite, the run, and the number of named peers. `peers`: how many to name, us included."""
-        invite, named = await self.invite(int(arguments.get("peers", 1)))
-        return {"invite": invite, "run": self._invite.run, "peers": len(named)}
+    def install(self, control: ControlServer) -> None:
+        control.on("invite", self._answer)
+        control.on("guest", self._guest)
+        control.on("invite-new", self._new)
+        control.on("invite-list", self._list)
+        control.on("invite-revoke", self._revoke)
+        control.on("exclude", self._exclude)
+        control.on("readmit", self._readmit)
+
+    def apply(self) -> None:
+        """Broadcast the current exclusion order again: some peers may have been away."""
+        if self._book is not None and (order := self._book.order) is not None:
+            self._coordination.exclude(order)
 
     async def invite(self, num_peers: int, key: InviteKey | None = None) -> tuple[str, frozenset[PeerID]]:
-        """Make an invite. Args: num_peers: the most peers to name, us included; key: None: this peer's.
+        """Make an invite that names present members.
 
+        Args: num_peers: the most peers to name, us included; key: None: this peer's.
         Returns: the invite, and the peers that it names. Raises: LocalError: this peer's key admits nobody any more.
         """
         addresses = whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
@@ -46,48 +66,14 @@ class InviteVerb:
         connected, known = await self._transport.connected(), self._transport.known()
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
-
-class HostVerbs:
-    """Answers the host's verbs on the control socket.
-
-    Args:
-        exclude: broadcasts an exclusion order.
-        excluded: returns all that is excluded by all orders.
-        invite_of: returns the key of the invite with which a member joined.
-        members: returns (peer, name) of the present members.
-        guests: commands on this machine that may connect.
-    """
-
-    def __init__(
-        self,
-        book: InviteBook | None,
-        verb: InviteVerb,
-        *,
-        exclude: Callable[[Exclusion], None],
-        excluded: Callable[[], Excluded],
-        invite_of: Callable[[PeerID], bytes],
-        members: Callable[[], Awaitable[Sequence[tuple[PeerID, str]]]],
-        guests: MutableSequence[PeerID],
-    ) -> None:
-        self._book, self._verb, self._exclude, self._members = book, verb, exclude, members
-        self._excluded, self._invite_of, self._guests = excluded, invite_of, guests
-
-    def install(self, control: ControlServer) -> None:
-        control.on("guest", self._guest)
-        control.on("invite-new", self._new)
-        control.on("invite-list", self._list)
-        control.on("invite-revoke", self._revoke)
-        control.on("exclude", self._exclude_member)
-        control.on("readmit", self._readmit)
-
-    def apply(self) -> None:
-        """Broadcast the current order again: some peers may have been away."""
-        if self._book is not None and (order := self._book.order) is not None:
-            self._exclude(order)
+    async def _answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Answer with an invite, the run, and the number of named peers. `peers`: how many to name, us included."""
+        invite, named = await self.invite(int(arguments.get("peers", 1)))
+        return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Admit a command of this machine, even if this peer's own invite has expired."""
-        self._guests.append(PeerID(str(arguments.get("peer", ""))))
+        self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 
     async def _new(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,13 +82,14 @@ class HostVerbs:
             seats=int(arguments.get("seats", 0)),
             may_train=not arguments.get("observe", False),
         )
-        text, _ = await self._verb.invite(int(arguments.get("peers", 1)), made.key)
+        text, _ = await self.invite(int(arguments.get("peers", 1)), made.key)
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answer with the invites, and the names of all excluded members and invites."""
         book, names = self._needed(), self._names()
-        out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in sorted(self._excluded().keys)]
+        excluded = sorted(self._coordination.excluded.keys)
+        out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in excluded]
         return {"invites": [_described(invite) for invite in book.all], "excluded": out}
 
     def _names(self) -> dict[bytes, str]:
@@ -115,22 +102,23 @@ class HostVerbs:
         self.apply()
         return _described(revoked)
 
-    async def _exclude_member(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _exclude(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         wanted = str(arguments.get("peer", ""))
-        members = await self._members()
-        found = [(peer, name) for peer, name in members if wanted and (name == wanted or peer.endswith(wanted))]
+        members = (await self._status()).peers
+        found = [one for one in members if wanted and (one.name == wanted or one.peer.endswith(wanted))]
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
-        peer, name = found[0]
-        invite, before = self._invite_of(peer), self._excluded().keys
+        peer, name = found[0].peer, found[0].name
+        invite, before = self._members.invite_of(peer), self._coordination.excluded.keys
         self._needed().exclude(peer, invite, name=name)
         self.apply()
-        is_second = invite in self._excluded().keys - before
+        is_second = invite in self._coordination.excluded.keys - before
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Readmit `who`: a member's name, its ID or the end of it, or an invite's name."""
-        wanted, book, excluded, names = str(arguments.get("who", "")), self._needed(), self._excluded(), self._names()
+        wanted, book, names = str(arguments.get("who", "")), self._needed(), self._names()
+        excluded = self._coordination.excluded
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
         if len(wanted) > 40:
             found.add(_key_of(wanted))  # the invite may be excluded, not the member

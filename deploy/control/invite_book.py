@@ -1,7 +1,6 @@
-"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, readable for its owner only.
+"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, as secret as the key beside it.
 
-The file admits its reader to the run, so it is as secret as the key beside it. A revoked invite stays in it, because
-its exclusion must go into every later plan.
+A revoked invite stays in the file, because its exclusion must go into every later plan.
 """
 
 import time
@@ -10,6 +9,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.exclusion import Exclusion, order_exclusion
@@ -66,10 +66,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class InviteBook:
     """Makes, revokes and finds invites, and keeps the exclusion order.
 
-    Args:
-        owner: of the run; its key is on this machine.
-        disk: the host's folder.
-        wall_s: seconds since 1970.
+    Args: owner: of the run; its key is on this machine; disk: the host's folder; wall_s: seconds since 1970.
     """
 
     def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:
@@ -102,9 +99,7 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
 
-        Args:
-            seats: of a new one.
-            taken: invite key -> taken seats.
+        Args: seats: of a new one; taken: invite key -> taken seats.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -138,8 +133,7 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Exclude `peer`, which joined with this invite's key. Raises: LocalError: it is the owner; the disk is
-        full."""
+        """Exclude `peer`, which came by this invite's key. Raises: LocalError: it is the owner; the disk is full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
@@ -185,8 +179,6 @@ class InviteBook:
             ) from error
 
     def _write(self, file: _File) -> None:
-        try:
+        with or_say(f"cannot write {self._disk.where(self._path)}"):
             replace_file(self._disk, self._path, msgspec.json.format(msgspec.json.encode(file)))
-        except OSError as error:
-            raise LocalError(f"cannot write {self._disk.where(self._path)}: {error.strerror or error}") from error
         self._file = file

@@ -205,14 +205,8 @@ class Demo:
             return "", ""
         self._chronicle.doing("writing a sample")
         log = self._crew.logs / f"{_SAMPLER}.log"
-        argv = [
-            sys.executable,
-            "-m",
-            "shoal.deploy.ship.sample",
-            "--into",
-            str(self._options.folder / "snapshot"),
-            *folders,
-        ]
+        into = str(self._options.folder / "snapshot")
+        argv = [sys.executable, "-m", "shoal.deploy.ship.sample", into, *folders]
         child = await self._children.start(_SAMPLER, argv, env=environment(), log=log)
         try:
             async with asyncio.timeout(90.0):

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -18,8 +17,7 @@ This is the first `shoal join` on this machine. What may the run use of it? Ente
 The computing yields to your other programs in any case."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     name: str
     text: str
     default: str
@@ -30,38 +28,15 @@ class Question:
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:
     """Return the questions. Args: memory_bytes: the machine's memory."""
-    half_gb = max(1, round(memory_bytes / GB / 2))
+    half_gb = str(max(1, round(memory_bytes / GB / 2)))
+    upload = f"write 0, or a number from {MBIT_S_MIN:g} on"
+    hours = "write hours such as 22:00-07:00 or 09:00-12:00, 13:00-17:00, or always"
     return (
-        Question(
-            name="compute_share",
-            text="share of the device's time, in percent",
-            default="100%",
-            hint="write a percentage from 1 to 100",
-        ),
-        Question(
-            name="memory_gb",
-            text="memory in GB; 0: whatever is free",
-            default=str(half_gb),
-            hint="write a number, such as 8",
-        ),
-        Question(
-            name="upload_mbit_s",
-            text="upload in Mbit/s; 0: no limit",
-            default="0",
-            hint=f"write 0, or a number from {MBIT_S_MIN:g} on",
-        ),
-        Question(
-            name="hours",
-            text="hours of the day, such as 22:00-07:00",
-            default="always",
-            hint="write hours such as 22:00-07:00 or 09:00-12:00, 13:00-17:00, or always",
-        ),
-        Question(
-            name="only_when_idle",
-            text="only while nobody uses the machine, yes or no",
-            default="no",
-            hint="write yes or no",
-        ),
+        Question("compute_share", "share of the device's time, in percent", "100%", "write a percentage from 1 to 100"),
+        Question("memory_gb", "memory in GB; 0: whatever is free", half_gb, "write a number, such as 8"),
+        Question("upload_mbit_s", "upload in Mbit/s; 0: no limit", "0", upload),
+        Question("hours", "hours of the day, such as 22:00-07:00", "always", hours),
+        Question("only_when_idle", "only while nobody uses the machine, yes or no", "no", "write yes or no"),
     )
 
 
@@ -79,12 +54,9 @@ def ask(
     say: Callable[[str], None] = say,
     memory_bytes: float | None = None,
 ) -> Limits:
-    """Ask all questions, write the answers as settings, and say how to change them.
+    """Ask all questions, write the answers as settings, and say how to change them. Returns: the limits from now on.
 
-    Args:
-        prompt: (question, default) -> typed answer.
-        memory_bytes: the machine's memory; None: look it up.
-    Returns: the limits from now on.
+    Args: prompt: (question, default) -> typed answer; memory_bytes: the machine's memory; None: look it up.
     Raises: LocalError: the settings cannot be written.
     """
     say(_BEGIN)

@@ -1,14 +1,12 @@
-"""Reads and writes the settings of this user on this machine: one TOML file in the user's configuration folder.
+"""Reads and writes the settings of this user on this machine: `$XDG_CONFIG_HOME/shoal/config.toml`.
 
-The path is `$XDG_CONFIG_HOME/shoal/config.toml`, by default `~/.config/shoal/config.toml`. Without the file every
-default holds. Options of a command override it. A peer reads it when it starts, and again after `shoal config set` or
-`unset`.
+Without the file every default holds. Options of a command override it. A peer reads it when it starts, and again after
+`shoal config set` or `unset`.
 """
 
 import ast
 import inspect
 import itertools
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -18,8 +16,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.manners import limits as limits_module
 from shoal.deploy.manners.limits import Limits, parse_truth, parse_value, with_value
+from shoal.deploy.state.places import own_folder
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError
 
@@ -42,8 +42,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def config_path() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "shoal" / "config.toml"
+    return own_folder("XDG_CONFIG_HOME", ".config") / "config.toml"
 
 
 def load_settings() -> Settings:
@@ -85,7 +84,7 @@ def set_one(name: str, text: str) -> Settings:
     """
     table = _table_of(name)
     if table == "record":
-        value = _parse_record_value(name, text)
+        value: Any = text.strip() if name == "wandb_project" else parse_truth(name, text)
     else:
         value = parse_value(name, text)
         with_value(Limits(), name, value)  # blames the typed value, not the file
@@ -93,7 +92,7 @@ def set_one(name: str, text: str) -> Settings:
 
 
 def unset_one(name: str) -> Settings:
-    """Remove `name` from the file; leave the rest unchanged. Returns: the settings from now on. Raises: LocalError."""
+    """Remove `name` from the file. Returns: the settings from now on. Raises: LocalError."""
     table, text = _table_of(name), _read()
     return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
 
@@ -115,24 +114,21 @@ def in_toml(settings: Settings, name: str) -> str:
 
 def write_limits(limits: Mapping[str, Any]) -> Settings:
     """Create the file with these limits. Returns: the settings from now on. Raises: LocalError."""
-    lines = [
-        "# What the first `shoal join` asked. `shoal config show` has all settings, and what each means;",
-        "# `shoal config set NAME VALUE` changes one.",
-        "[limits]",
-    ]
-    return _write("\n".join([*lines, *(f"{name} = {_toml(value)}" for name, value in limits.items())]) + "\n")
+    begin = (
+        "# What the first `shoal join` asked. `shoal config show` has all settings, and what each means;\n"
+        "# `shoal config set NAME VALUE` changes one.\n[limits]\n"
+    )
+    return _write(begin + "".join(f"{name} = {_toml(value)}\n" for name, value in limits.items()))
 
 
 def _write(changed: str) -> Settings:
     settings = _decode(changed)
     path = config_path()
-    try:
+    with or_say(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         new.write_text(changed)
         new.replace(path)
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
     return settings
 
 
@@ -170,9 +166,3 @@ def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
 def _toml(value: Any) -> str:
     """Return a number, truth value or text in TOML, where it looks as in JSON."""
     return msgspec.json.encode(value).decode()
-
-
-def _parse_record_value(name: str, text: str) -> Any:
-    if name == "wandb_project":
-        return text.strip()
-    return parse_truth(name, text)

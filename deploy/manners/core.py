@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 BUSY_SHARE = 0.1
-"""Above this share of device or processors other programs count as using it: an idle desktop takes less."""
+"""Above this share of the device others count as using it: an idle desktop takes less."""
 QUIET_S = 60.0
 """The time that the device must be quiet after use by others, since programs pause between two jobs."""
 

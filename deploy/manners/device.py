@@ -15,8 +15,7 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees no such
-    device."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees none."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:
@@ -30,8 +29,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def devices_of(wanted: str) -> list[str]:
-    """Return the devices that `--device` names, separated by commas, or every GPU that torch sees if it is "all".
-    Raises: LocalError: torch does not see one of them, or with "all" no GPU."""
+    """Return the devices that `--device` names, with "all" every GPU. Raises: LocalError: torch does not see one."""
     if wanted == "all":
         found = torch.cuda.device_count()
         if not found:
@@ -78,8 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most one per whole processor available, at least one. A fraction of
-    a processor is left to the network."""
+    """Return torch's default number of threads, at most one per whole processor: a fraction is left to the network."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 

@@ -154,23 +154,22 @@ class Keeper:
         """Pause at the owner's request. Returns: the new state."""
         self._manners.ask(_OWNER, _OWNERS_WORD)
         self._apply()
-        if self._kept is not None:
-            try:
-                self._kept.touch(mode=0o600)
-            except OSError as error:
-                self._say(f"a restart will forget the pause: cannot write {self._kept}: {error.strerror or error}")
+        self._keep(lambda kept: kept.touch(mode=0o600), "a restart will forget the pause: cannot write")
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
         """End the owner's pause. Other reasons still hold."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
+        self._keep(lambda kept: kept.unlink(missing_ok=True), "a restart will pause again: cannot remove")
+        return self._answer()
+
+    def _keep(self, change: Callable[[Path], None], trouble: str) -> None:
         if self._kept is not None:
             try:
-                self._kept.unlink(missing_ok=True)
+                change(self._kept)
             except OSError as error:
-                self._say(f"a restart will pause again: cannot remove {self._kept}: {error.strerror or error}")
-        return self._answer()
+                self._say(f"{trouble} {self._kept}: {error.strerror or error}")
 
     def _answer(self) -> Mapping[str, Any]:
         return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}

@@ -9,6 +9,7 @@
 A source without an answer is unknown; the shortest idle time of all sources counts.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -44,7 +45,7 @@ def parse_pmon(text: str, ours: Iterable[int]) -> float:
 def gpu_others_share(index: int) -> float | None:
     """Return the share of GPU `index`, in [0, 1], used by others; None: the driver does not say."""
     text = _run("nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", str(index))
-    return None if text is None else parse_pmon(text, _our_pids())
+    return None if text is None else parse_pmon(text, [process.pid for process in _our_processes()])
 
 
 class ProcessorUse:
@@ -81,22 +82,15 @@ def _our_processes() -> list[psutil.Process]:
         return [me]
 
 
-def _our_pids() -> list[int]:
-    return [process.pid for process in _our_processes()]
-
-
 def _terminal_idle_s() -> float | None:
     """Return seconds since the last input on one of our terminals, as `w` does; root's say nothing of the user."""
-    now_s, newest_s = time.time(), None
-    for folder in ("/dev/pts", "/dev"):
-        for path in Path(folder).glob("[0-9]*" if folder == "/dev/pts" else "tty[0-9]*"):
-            try:
-                status = path.stat()
-            except OSError:
-                continue
+    now_s, used_s = time.time(), []
+    for path in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
             if status.st_uid == os.getuid() != 0:
-                newest_s = max(newest_s or 0.0, status.st_atime)
-    return None if newest_s is None else max(0.0, now_s - newest_s)
+                used_s.append(status.st_atime)
+    return max(0.0, now_s - max(used_s)) if used_s else None
 
 
 def _mac_idle_s() -> float | None:

@@ -46,11 +46,8 @@ from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
 """The time that a peer has to leave without losing work, if nobody is in a hurry."""
-_GOODBYE_S = 2.0
-_LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
 """A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
-_LEFT_BEHIND_HEARTBEATS = 20.0
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
@@ -69,13 +66,12 @@ _CPU = ComputeDevice()
 Said = TypeVar("Said")
 
 
-def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
-    """Return a function that calls `first`, then `then` if given."""
+def both(first: Callable[[Said], None], then: Callable[[Said], None]) -> Callable[[Said], None]:
+    """Return a function that calls `first`, then `then`."""
 
     def tell(said: Said) -> None:
         first(said)
-        if then is not None:
-            then(said)
+        then(said)
 
     return tell
 
@@ -91,8 +87,7 @@ class NodeRun:
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
-    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
-    each peer with a copy of the base model."""
+    """The initial weights if not from the seed: on the host, and on peers with a copy of the adapters' base."""
 
     @property
     def id(self) -> str:
@@ -125,12 +120,12 @@ class NodePorts:
 class NodeListeners:
     """Callbacks for what a node does. `on_commit`, `on_validation`, `on_state` and `say` are those of `Watcher`."""
 
-    on_step: Callable[[StepRecord], None] | None = None
+    on_step: Callable[[StepRecord], None] = ignore
     """Called for each step while this peer coordinates."""
-    on_plan: Callable[[SignedPlan], None] | None = None
+    on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
-    on_commit: Callable[[CommitReport], None] | None = None
-    on_validation: Callable[[ValidationReport], None] | None = None
+    on_commit: Callable[[CommitReport], None] = ignore
+    on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
     say: Callable[[str], None] = logger.info
 
@@ -216,7 +211,7 @@ class Node:
             heartbeat=self.peer.heartbeat,
             callbacks=Callbacks(
                 on_plan=self._obey,
-                on_step=hears.on_step or ignore,
+                on_step=hears.on_step,
                 on_save=self.peer.save_at,
                 on_safe=self.peer.thin,
                 on_probe=self.peer.measure_links,
@@ -264,7 +259,7 @@ class Node:
             if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:
                 self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
-        await self.peer.drain(_LAST_VALIDATION_S)
+        await self.peer.drain(10.0)  # the last validation
         await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
         return self._newer
 
@@ -278,7 +273,7 @@ class Node:
         """True if our stage has committed the last step and no peer answers any more."""
         replica = self.peer.replica
         at_the_end = replica is not None and replica.version == self.spec.training.steps
-        return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
+        return at_the_end and self.coordination.silence_s > 20.0 * self.spec.swarm.heartbeat_s
 
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
@@ -287,7 +282,7 @@ class Node:
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if within_s >= LEAVE_S else _GOODBYE_S):
+            async with asyncio.timeout(None if within_s >= LEAVE_S else 2.0):
                 await self.coordination.close(leave=True)
 
     async def close(self) -> None:
@@ -299,8 +294,7 @@ class Node:
         await self.peer.close()
 
     def _obey(self, plan: SignedPlan) -> None:
-        if self._on_plan is not None:
-            self._on_plan(plan)
+        self._on_plan(plan)
         before = self.coordination.predecessor
         if before is not None and not self.endpoint.gate.has_plan:
             self.endpoint.obey(before.plan)  # members that left since may still be draining

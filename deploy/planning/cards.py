@@ -1,5 +1,4 @@
-"""Tabulates for each card (GPU) how much of a model it holds, how fast a pipeline of such cards is, and how long a
-newcomer downloads its part (`shoal plan --cards`).
+"""Tabulates what each card (GPU) holds of a model, its speed, and a newcomer's download (`shoal plan --cards`).
 
 All of it is arithmetic: memory as the coordinator predicts it for real peers, the makers' figures for dense bfloat16
 products and the share of them that training reaches, network lines without other traffic.
@@ -7,7 +6,7 @@ products and the share of them that training reaches, network lines without othe
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -59,17 +58,8 @@ CARDS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A named model."""
-
-    name: str
-    spec: RunSpec
-
-
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards alone cannot hold the model, because a layer or one of its
-    ends is too large, all figures but `layers` are null."""
+    """The figures of one card for one model; all but `layers` are null if such cards alone cannot hold the model."""
 
     card: str
     layers: int
@@ -96,9 +86,9 @@ class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
     cards: tuple[CardFigures, ...]
 
 
-def usual_models() -> list[Named]:
-    """Return Llama's shapes at 1, 8 and 30 billion parameters, fully trained, and 8 billion with adapters; with the
-    most memory-saving settings."""
+def usual_models() -> list[tuple[str, RunSpec]]:
+    """Return (name, spec) of Llama's shapes at 1, 8 and 30 billion parameters, fully trained, and 8 billion with
+    adapters; with the most memory-saving settings."""
     shapes = (
         ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
         ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
@@ -118,21 +108,20 @@ def usual_models() -> list[Named]:
             )
             training = TrainingSpec(microbatch_size=1, compute="bf16", keep="recompute")
             spec = RunSpec(model=model, training=training)
-            found.append(Named(f"{name}, {context:,} tokens", spec))
+            found.append((f"{name}, {context:,} tokens", spec))
             if name == "8 B":
                 by_layer = msgspec.structs.replace(training, keep="layers")
                 adapter = AdapterSpec(kind="lora", rank=16, base="nf4")
                 adapted = msgspec.structs.replace(spec, adapter=adapter, training=by_layer)
-                found.append(Named(f"8 B with adapters beside nf4, {context:,} tokens", adapted))
+                found.append((f"8 B with adapters beside nf4, {context:,} tokens", adapted))
     return found
 
 
-def cards_table(named: Named, cards: Sequence[Card] = CARDS) -> CardsTable:
-    spec = named.spec
+def cards_table(name: str, spec: RunSpec, cards: Sequence[Card] = CARDS) -> CardsTable:
     memory = StageMemory.on_card(spec, experts_held=spec.model.experts_held)
     workload = replace(Workload.of(spec), memory=memory)
     return CardsTable(
-        model=named.name,
+        model=name,
         parameters=workload.num_parameters,
         context=spec.model.context,
         line_mbit_s=LINES_MBPS,
@@ -165,28 +154,21 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
     """Return the fewest stages, as even as possible; None if some layer does not fit."""
-    begin, fewest = 0, 0
+    fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
         if not held:
             return None
-        begin, fewest = begin + held, fewest + 1
-    even = [workload.num_layers * stage // fewest for stage in range(fewest + 1)]
-    cuts = list(pairwise(even))
-    if all(_fits(workload, *cut, free_bytes) for cut in cuts):
-        return cuts
-    cuts, begin = [], 0
-    while begin < workload.num_layers:  # even stages do not fit: the ends are larger than the middle
-        end = begin + held_from(workload, begin, free_bytes)
-        cuts.append((begin, end))
-        begin = end
-    return cuts
+        fullest.append((begin, begin + held))
+        begin += held
+    even = list(pairwise(workload.num_layers * stage // len(fullest) for stage in range(len(fullest) + 1)))
+    # Even stages may not fit: the ends of the model are larger than its middle.
+    return even if all(_fits(workload, *cut, free_bytes) for cut in even) else fullest
 
 
 def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
     """Return how many layers fit from `begin` on."""
-    ends = range(begin + 1, workload.num_layers + 1)
-    return sum(_fits(workload, begin, end, free_bytes) for end in ends)
+    return sum(_fits(workload, begin, end, free_bytes) for end in range(begin + 1, workload.num_layers + 1))
 
 
 def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
@@ -200,8 +182,8 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
     """Print the tables. Args: path: a run file; None: the usual models. Raises: SpecError: the run file is invalid."""
-    models = usual_models() if path is None else [Named(path.name, load_spec(path))]
-    tables = [cards_table(named) for named in models]
+    models = usual_models() if path is None else [(path.name, load_spec(path))]
+    tables = [cards_table(name, spec) for name, spec in models]
     if as_json:
         say_json(tables)
         return
@@ -237,25 +219,22 @@ def lines_of(table: CardsTable, console: Console) -> None:
         ],
     )
     for figures in table.cards:
-        if figures.cards is None:
-            rows.row(figures.card, str(figures.layers), "none", *["-"] * (3 + len(minutes)), style="dim")
-            continue
-        assert figures.tokens_per_s is not None
-        assert figures.fetch_gb is not None
-        assert figures.fetch_minutes is not None
         rows.row(
             figures.card,
             str(figures.layers),
-            str(figures.cards),
-            f"{figures.tokens_per_s:,.0f}",
+            "none" if figures.cards is None else str(figures.cards),
+            "-" if figures.tokens_per_s is None else f"{figures.tokens_per_s:,.0f}",
             "-" if figures.up_mbit_s is None else f"{figures.up_mbit_s:,.0f}",
             said(figures.fetch_gb),
-            *(said(each) for each in figures.fetch_minutes),
+            *(said(each) for each in figures.fetch_minutes or [None] * len(minutes)),
+            style="dim" if figures.cards is None else "",
         )
 
 
-def said(number: float) -> str:
+def said(number: float | None) -> str:
     """Format with two significant digits, or all digits of the integer part: `0.34`, `4.8`, `26`, `1,230`."""
+    if number is None:
+        return "-"
     if number == 0.0:
         return "0"
     digits = max(0, 1 - math.floor(math.log10(number)))

@@ -1,18 +1,16 @@
 """Plans replicas of experts on nodes, and what failures they survive (`shoal plan --experts FILE.json`)."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
-from shoal.coordinator.experts.allocation import (
-    attainable_min_replicas,
-    busiest_replica_load_ratio,
-    replica_counts,
-)
+from shoal.coordinator.experts.allocation import attainable_min_replicas, busiest_replica_load_ratio, replica_counts
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console
 from shoal.protocol.complaint import complaint
@@ -69,10 +67,10 @@ def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
 
 
 def read_experts(path: Path) -> ExpertsFile:
+    with or_say(f"cannot read {path}"):
+        data = path.read_bytes()
     try:
-        asked = msgspec.json.decode(path.read_bytes(), type=ExpertsFile)
-    except OSError as error:
-        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+        asked = msgspec.json.decode(data, type=ExpertsFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LocalError(f"{path} is no description of experts: {complaint(error, ExpertsFile)}") from error
     if why := _wrong(asked):
@@ -127,17 +125,10 @@ def _placement_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
         table.add_column("fails", justify="right")
     table.add_column("experts", overflow="fold")
     for node, experts in enumerate(report.placement):
-        cells = [str(node), _experts(experts)]
-        if asked.failure_probability is not None:
-            cells.insert(1, f"{asked.failure_probability[node]:.3g}")
-        table.add_row(*cells)
+        fails = [] if asked.failure_probability is None else [f"{asked.failure_probability[node]:.3g}"]
+        held = " ".join(f"{expert}x{count}" if count > 1 else f"{expert}" for expert, count in Counter(experts).items())
+        table.add_row(str(node), *fails, held)
     return table
-
-
-def _experts(experts: tuple[int, ...]) -> str:
-    """Format experts with their counts: `0 3x2 7`."""
-    times = {expert: experts.count(expert) for expert in experts}
-    return " ".join(str(expert) if count == 1 else f"{expert}x{count}" for expert, count in times.items())
 
 
 def _figures_table(asked: ExpertsFile, report: ExpertsReport) -> Table:

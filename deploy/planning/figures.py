@@ -45,14 +45,10 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
-    """Return the command line's goal; else one that suits the run.
+    """Return the command line's goal; else a run's explicit steps; else one that suits it.
 
-    Explicit steps of a run are its goal. Without them, 20 tokens a parameter suit training from scratch; a run with
-    initial weights is past that, so its goal is its own data, for which its steps are chosen.
-
-    Args:
-        parameters: of the model.
-        steps: of the run, if set explicitly.
+    20 tokens a parameter suit training from scratch. A run with initial weights is past that: its goal is its own data,
+    for which its steps are chosen. Args: parameters: of the model; steps: of the run, if set explicitly.
     """
     if wishes.tokens is not None:
         return Goal(tokens=wishes.tokens)

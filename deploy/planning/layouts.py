@@ -48,6 +48,11 @@ class LayoutRequest:
         return self.stages or max(1, min(most, math.ceil(self.topology.num_devices / DEVICES_PER_STAGE)))
 
     @property
+    def chosen_stages(self) -> int | None:
+        """The number of stages, checked; None: the layout chooses. Raises: LocalError: as `num_stages`."""
+        return None if self.stages is None else self.num_stages
+
+    @property
     def work(self) -> int:
         """`seconds` in units of work, which never took longer on the measured machines."""
         from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
@@ -76,12 +81,12 @@ def layout(name: LayoutName, request: LayoutRequest) -> Placement:
 def _ours(request: LayoutRequest) -> Placement:
     from shoal.coordinator.allocate.planner import plan  # numba takes a second to import
 
-    num_stages = None if request.stages is None else request.num_stages
+    stages = request.chosen_stages
     searched, searched_cost = plan(
-        request.topology, request.workload, num_stages=num_stages, seed=request.seed, work=request.work
+        request.topology, request.workload, num_stages=stages, seed=request.seed, work=request.work
     )
     try:
-        placement, cost = plan_at_once(request.topology, request.workload, num_stages=num_stages)
+        placement, cost = plan_at_once(request.topology, request.workload, num_stages=stages)
     except NoLayout:
         return searched
     return placement if _foreseen_s(cost) < _foreseen_s(searched_cost) else searched
@@ -93,16 +98,14 @@ def _foreseen_s(cost: Cost) -> float:
 
 
 def _at_once(request: LayoutRequest) -> Placement:
-    num_stages = None if request.stages is None else request.num_stages
-    return plan_at_once(request.topology, request.workload, num_stages=num_stages)[0]
+    return plan_at_once(request.topology, request.workload, num_stages=request.chosen_stages)[0]
 
 
 def _dtfm(request: LayoutRequest) -> Placement:
     from shoal.coordinator.allocate.dtfm_search import plan_dtfm
 
-    found, _ = plan_dtfm(
-        request.topology, request.constants, num_stages=request.num_stages, seed=request.seed, work=request.work
-    )
+    stages, seed, work = request.num_stages, request.seed, request.work
+    found, _ = plan_dtfm(request.topology, request.constants, num_stages=stages, seed=seed, work=work)
     return _placement(request, found.stages)
 
 
@@ -128,7 +131,7 @@ def _greedy(request: LayoutRequest) -> Placement:
 
 
 def _given(request: LayoutRequest) -> Placement:
-    return _dealt(request, list(range(request.topology.num_devices)))
+    return _dealt(request, range(request.topology.num_devices))
 
 
 def _random(request: LayoutRequest) -> Placement:
@@ -139,7 +142,7 @@ def _random(request: LayoutRequest) -> Placement:
 
 def _mod(request: LayoutRequest) -> Placement:
     K, n = request.num_stages, request.topology.num_devices
-    return _placement(request, [list(range(k, n, K)) for k in range(K)])
+    return _placement(request, [range(k, n, K) for k in range(K)])
 
 
 def _dealt(request: LayoutRequest, devices: Sequence[int]) -> Placement:

@@ -1,13 +1,12 @@
-"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help.
+"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help. Pure.
 
 It puts the device into every place of the plan (`allocate/at_once.py`, `joins`), unchanged and improved, and evaluates
-the step time with the search's objective. The necessary improvement is found by bisection. Equal devices are examined
-once. Pure.
+the step time with the search's objective. The least improvement is found by bisection.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,6 +28,7 @@ LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
 """The largest values to try: a fast data centre's line, the largest cards of 2026."""
+_MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _HALVINGS = 7
 """Bisection steps towards the largest value: from 20 Mbit/s to 10 Gbit/s they give a resolution of 5 %."""
 _GROUPS_MAX = 12
@@ -72,49 +72,134 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
     """Yield an explanation for every kind of device without a place, the largest group first (seconds each)."""
-    objective = ThroughputObjective(topology, workload)
-    goal_s = objective.cost(placement).seconds * (1.0 - GAIN_MIN)
+    goal_s = ThroughputObjective(topology, workload).cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:_GROUPS_MAX]:
-        yield _asked(topology, workload, placement, devices, goal_s)
+        yield _Examined(topology, workload, placement, devices, goal_s).explained()
 
 
-def _asked(
-    topology: Topology, workload: Workload, placement: Placement, devices: tuple[int, ...], goal_s: float
-) -> LeftOut:
-    device = devices[0]
-    best = _best(topology, workload, placement, device, goal_s)
-    needs: list[Need] = []
-    if not best.seconds <= goal_s:
-        for resources in _RESOURCES:
-            if needs and len(resources) > 1:
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """Equal devices that a plan leaves out."""
+
+    topology: Topology
+    workload: Workload
+    placement: Placement
+    devices: tuple[int, ...]
+    goal_s: float
+    """A device helps if it makes a step as short as this."""
+
+    @property
+    def device(self) -> int:
+        return self.devices[0]
+
+    def explained(self) -> LeftOut:
+        topology, device, has = self.topology, self.device, self.has()
+        best = self.best(topology)
+        needs: list[Need] = []
+        if not best.seconds <= self.goal_s:
+            for resources in _RESOURCES:
+                if needs and len(resources) > 1:
+                    break
+                if (need := self.need(resources)) is not None:
+                    needs.append(need)
+        up, down = float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device])
+        return LeftOut(
+            name=topology.regions[device] or topology.names[device],
+            devices=self.devices,
+            tflops=has["speed"],
+            memory_gb=has["memory"],
+            up_mbps=up / MBIT if math.isfinite(up) else None,
+            down_mbps=down / MBIT if math.isfinite(down) else None,
+            step_with_one_s=best.seconds if math.isfinite(best.seconds) else None,
+            why=self.why(best, needs),
+            needs=tuple(needs),
+        )
+
+    def why(self, best: Cost, needs: Sequence[Need]) -> str:
+        now_s = self.goal_s / (1.0 - GAIN_MIN)
+        if not math.isfinite(best.seconds):
+            return f"no place in the plan fits into its {self.has()['memory']:.0f} GB"
+        if best.seconds <= self.goal_s:
+            return f"the search has missed it: with one of them a step takes {best.seconds:,.1f} s, not {now_s:,.1f} s"
+        longer = best.seconds / now_s
+        if longer < 1.0 + GAIN_MIN:
+            return f"one of them makes a step less than {GAIN_MIN:.1%} shorter"
+        said = f"{longer:.1f} times as long" if longer >= 1.5 else f"{longer - 1.0:.1%} longer"
+        return f"{_lacking(needs)}with one of them a step takes {said}"
+
+    def need(self, resources: tuple[Resource, ...]) -> Need | None:
+        """Return the least values of `resources` that help, each at the same fraction of its range; None: none do."""
+        has = self.has()
+
+        def helps(part: float) -> bool:
+            return self.best(self.improved(self.values(resources, part))).seconds <= self.goal_s
+
+        if all(_MOST[resource] <= has[resource] for resource in resources) or not helps(1.0):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2.0
+            low, high = (low, middle) if helps(middle) else (middle, high)
+        values = self.values(resources, high)
+        return Need(line_mbps=values.get("line"), memory_gb=values.get("memory"), tflops=values.get("speed"))
+
+    def best(self, topology: Topology) -> Cost:
+        """Return the cost with the device in its best place, or in the first place that meets the goal."""
+        objective = ThroughputObjective(topology, self.workload)
+        best = Cost.impossible("it has no place")
+        for tried in joins(topology, self.workload, self.placement, self.device):
+            cost = objective.cost(tried)
+            if cost.seconds < best.seconds:
+                best = cost
+            if best.seconds <= self.goal_s:
                 break
-            if (need := _need(topology, workload, placement, device, goal_s, resources)) is not None:
-                needs.append(need)
-    up, down = float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device])
-    return LeftOut(
-        name=topology.regions[device] or topology.names[device],
-        devices=devices,
-        tflops=float(topology.flop_per_s[device]) / 1e12,
-        memory_gb=float(topology.memory_bytes[device]) / 1e9,
-        up_mbps=up / MBIT if math.isfinite(up) else None,
-        down_mbps=down / MBIT if math.isfinite(down) else None,
-        step_with_one_s=best.seconds if math.isfinite(best.seconds) else None,
-        why=_why(topology, device, best, goal_s, needs),
-        needs=tuple(needs),
-    )
+        return best
 
+    def has(self) -> dict[Resource, float]:
+        """Return the device's present values: Mbit/s of the slower direction, GB, TFLOP/s."""
+        topology, device = self.topology, self.device
+        card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
+        if not math.isfinite(card):
+            others = np.arange(topology.num_devices) != device
+            card = float(np.minimum(topology.bytes_per_s[device], topology.bytes_per_s[:, device])[others].max())
+        return {
+            "line": card / MBIT,
+            "memory": float(topology.memory_bytes[device]) / 1e9,
+            "speed": float(topology.flop_per_s[device]) / 1e12,
+        }
 
-def _why(topology: Topology, device: int, best: Cost, goal_s: float, needs: Sequence[Need]) -> str:
-    now_s = goal_s / (1.0 - GAIN_MIN)
-    if not math.isfinite(best.seconds):
-        return f"no place in the plan fits into its {float(topology.memory_bytes[device]) / 1e9:.0f} GB"
-    if best.seconds <= goal_s:
-        return f"the search has missed it: with one of them a step takes {best.seconds:,.1f} s, not {now_s:,.1f} s"
-    longer = best.seconds / now_s
-    if longer < 1.0 + GAIN_MIN:
-        return f"one of them makes a step less than {GAIN_MIN:.1%} shorter"
-    said = f"{longer:.1f} times as long" if longer >= 1.5 else f"{longer - 1.0:.1%} longer"
-    return f"{_lacking(needs)}with one of them a step takes {said}"
+    def values(self, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
+        """Return the values of a need, at this fraction of their ranges, rounded up to two digits as printed."""
+        has = self.has()
+        most = {resource: max(_MOST[resource], has[resource]) for resource in resources}
+        return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}
+
+    def improved(self, values: dict[Resource, float]) -> Topology:
+        """Return the network with these values of the device; the line is its card's, or its paths' without a card."""
+        topology, device = self.topology, self.device
+
+        def at(array: Floats, where: Any, value: float) -> Floats:
+            changed = array.copy()
+            changed[where] = np.maximum(changed[where], value)
+            return changed
+
+        better = topology
+        if "memory" in values:
+            better = replace(better, memory_bytes=at(better.memory_bytes, device, values["memory"] * 1e9))
+        if "speed" in values:
+            better = replace(better, flop_per_s=at(better.flop_per_s, device, values["speed"] * 1e12))
+        if "line" in values:
+            rate = values["line"] * MBIT
+            if math.isfinite(float(topology.up_bytes_per_s[device] + topology.down_bytes_per_s[device])):
+                card = topology.card == topology.card[device]
+                up, down = at(better.up_bytes_per_s, card, rate), at(better.down_bytes_per_s, card, rate)
+                better = replace(better, up_bytes_per_s=up, down_bytes_per_s=down)
+            else:
+                paths = np.zeros_like(topology.bytes_per_s, dtype=np.bool_)
+                paths[device, :] = paths[:, device] = True
+                paths &= topology.bytes_per_s > 0.0
+                better = replace(better, bytes_per_s=at(better.bytes_per_s, paths, rate))
+        return better
 
 
 def _lacking(needs: Sequence[Need]) -> str:
@@ -131,107 +216,6 @@ def _lacking(needs: Sequence[Need]) -> str:
     return f"{' and '.join(lacks)}: " if lacks else ""
 
 
-def _need(
-    topology: Topology,
-    workload: Workload,
-    placement: Placement,
-    device: int,
-    goal_s: float,
-    resources: tuple[Resource, ...],
-) -> Need | None:
-    """Return the least values of `resources` that help, each at the same fraction of its range; None: none do."""
-
-    def helps(part: float) -> bool:
-        better = _improved(topology, device, _values(topology, device, resources, part))
-        return _best(better, workload, placement, device, goal_s).seconds <= goal_s
-
-    if all(value <= has for value, has in _ranges(topology, device, resources, part=1.0)) or not helps(1.0):
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if helps(middle) else (middle, high)
-    values = _values(topology, device, resources, high)
-    return Need(line_mbps=values.get("line"), memory_gb=values.get("memory"), tflops=values.get("speed"))
-
-
-def _best(topology: Topology, workload: Workload, placement: Placement, device: int, goal_s: float) -> Cost:
-    """Return the cost with `device` in its best place, or in the first place that meets the goal."""
-    objective = ThroughputObjective(topology, workload)
-    best = Cost.impossible("it has no place")
-    for tried in joins(topology, workload, placement, device):
-        cost = objective.cost(tried)
-        if cost.seconds < best.seconds:
-            best = cost
-        if best.seconds <= goal_s:
-            break
-    return best
-
-
-# --- better devices ---
-
-
-def _has(topology: Topology, device: int) -> dict[Resource, float]:
-    """Return the device's present values: Mbit/s of the slower direction, GB, TFLOP/s."""
-    card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
-    if not math.isfinite(card):
-        others = np.arange(topology.num_devices) != device
-        card = float(np.minimum(topology.bytes_per_s[device], topology.bytes_per_s[:, device])[others].max())
-    return {
-        "line": card / MBIT,
-        "memory": float(topology.memory_bytes[device]) / 1e9,
-        "speed": float(topology.flop_per_s[device]) / 1e12,
-    }
-
-
-_MOST: Final[dict[Resource, float]] = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
-
-
-def _ranges(
-    topology: Topology, device: int, resources: Sequence[Resource], *, part: float
-) -> Iterator[tuple[float, float]]:
-    has = _has(topology, device)
-    for resource in resources:
-        most = max(_MOST[resource], has[resource])
-        yield has[resource] ** (1.0 - part) * most**part, has[resource]
-
-
-def _values(topology: Topology, device: int, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-    """Return the values of a need, rounded up to two digits as printed."""
-    values = (_rounded_up(value) for value, _ in _ranges(topology, device, resources, part=part))
-    return dict(zip(resources, values, strict=True))
-
-
-def _improved(topology: Topology, device: int, values: dict[Resource, float]) -> Topology:
-    """Return the network with improved values of `device`; the line is its card's, or its paths' without a card."""
-
-    def at(array: Floats, where: Any, value: float) -> Floats:
-        changed = array.copy()
-        changed[where] = np.maximum(changed[where], value)
-        return changed
-
-    better = topology
-    if "memory" in values:
-        better = replace(better, memory_bytes=at(better.memory_bytes, device, values["memory"] * 1e9))
-    if "speed" in values:
-        better = replace(better, flop_per_s=at(better.flop_per_s, device, values["speed"] * 1e12))
-    if "line" in values:
-        rate = values["line"] * MBIT
-        if math.isfinite(float(topology.up_bytes_per_s[device] + topology.down_bytes_per_s[device])):
-            card = topology.card == topology.card[device]
-            better = replace(
-                better,
-                up_bytes_per_s=at(better.up_bytes_per_s, card, rate),
-                down_bytes_per_s=at(better.down_bytes_per_s, card, rate),
-            )
-        else:
-            paths = np.zeros_like(topology.bytes_per_s, dtype=np.bool_)
-            paths[device, :] = paths[:, device] = True
-            paths &= topology.bytes_per_s > 0.0
-            better = replace(better, bytes_per_s=at(better.bytes_per_s, paths, rate))
-    return better
-
-
 def _rounded_up(value: float) -> float:
     """Round up to two digits: 413 -> 420."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -241,16 +225,11 @@ def _rounded_up(value: float) -> float:
 def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]:
     """Return groups of equal devices, without comparing paths."""
     found: dict[object, list[int]] = {}
-    key: Callable[[int], object] = lambda d: (  # noqa: E731
-        topology.regions[d] or topology.names[d],
-        float(topology.flop_per_s[d]),
-        float(topology.memory_bytes[d]),
-        float(topology.up_bytes_per_s[d]),
-        float(topology.down_bytes_per_s[d]),
-        bool(topology.may_feed[d]),
-    )
-    for device in devices:
-        found.setdefault(key(device), []).append(device)
+    for d in devices:
+        place = topology.regions[d] or topology.names[d]
+        speeds = topology.flop_per_s[d], topology.up_bytes_per_s[d], topology.down_bytes_per_s[d]
+        key = place, *map(float, speeds), float(topology.memory_bytes[d]), bool(topology.may_feed[d])
+        found.setdefault(key, []).append(d)
     return sorted((tuple(group) for group in found.values()), key=lambda group: (-len(group), group))
 
 

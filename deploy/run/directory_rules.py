@@ -1,8 +1,7 @@
 """Decides which records a run's directory accepts: a node asks before it keeps, passes on or reads one.
 
-A run's name is the hash of its spec and owner, so a spec proves itself, whichever peer stored it; under the spec's key
-nothing else is accepted, and nobody can crowd it out. The other records are a peer's statements about itself, under its
-own name, with its signature and certificate.
+A run's name is the hash of its spec and owner, so a spec proves itself; under its key nothing else is accepted, and
+nobody can crowd it out. The other records are a peer's statements about itself, signed, under its own name.
 """
 
 from collections.abc import Mapping

@@ -5,6 +5,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -17,9 +18,8 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys
 from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
-_DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
-"""Fields that the host computes from the text."""
 _Goal = tuple[int, str, int | None]
+_GOAL: Final = ("training.steps", "optimizer.schedule", "optimizer.decay_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,10 @@ class GoingOn:
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
     """True if `asked` means the run of which `known` is a revision.
 
-    Args:
-        chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. Another version of
-            shoal, or another number of steps, may have filled in other values, so they are not compared.
+    Args: chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. They do not count:
+    another version of shoal, or another number of steps, may have filled in other values.
     """
-    values = {path: _value_at(known, path) for path in chosen}
+    values = {path: attrgetter(path)(known) for path in chosen}
     try:
         return unchanging_bytes(with_changes(asked, values)) == unchanging_bytes(known)
     except LocalError:
@@ -59,8 +58,9 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
     assert known is not None
     goal = _goal(asked, known, steps)
     reached = min(folder.reached(), known.training.steps)
+    at = max((reached, *(part.at for part in known.continued)))
     if goal == _goal_of(known):
-        spec = _with_min_peers(known, asked, at=reached)
+        spec = continued_spec(known, with_changes(known, {"swarm.min_peers": asked.swarm.min_peers}), at=at)
         if folder.is_finished():
             return GoingOn(spec=known, sentences=tuple(_finished(known, folder)), finished=True)
         return GoingOn(spec=spec, sentences=tuple(_resumed(spec, folder, asked)))
@@ -69,9 +69,9 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
             f"{_called(known, folder)} has reached step {reached}, and {goal[0]} is not more: "
             "give a higher number of steps, or another `seed` or `name` to a new run"
         )
-    at = max((reached, *(part.at for part in known.continued)))
     try:
-        spec = continued_spec(known, _with_goal(asked, goal), at=at)
+        wanted = with_changes(asked, dict(zip(_GOAL, goal, strict=True)))
+        spec = continued_spec(known, wanted, at=at)
     except ValueError as error:
         raise LocalError(f"{_called(known, folder)} cannot continue like this: {error}") from error
     return GoingOn(spec=spec, sentences=tuple(_continued(spec, known, folder, at)))
@@ -104,23 +104,6 @@ def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
     if goal in earlier:
         goal = _goal_of(known)
     return goal if steps is None else (steps, *goal[1:])
-
-
-def _with_goal(spec: RunSpec, goal: _Goal) -> RunSpec:
-    changes = dict(zip(("training.steps", "optimizer.schedule", "optimizer.decay_steps"), goal, strict=True))
-    return with_changes(spec, changes)
-
-
-def _with_min_peers(known: RunSpec, asked: RunSpec, *, at: int) -> RunSpec:
-    wanted = with_changes(known, {"swarm.min_peers": asked.swarm.min_peers})
-    return continued_spec(known, wanted, at=max((at, *(part.at for part in known.continued))))
-
-
-def _value_at(spec: RunSpec, path: str) -> object:
-    value: Any = spec
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 # --- what is said ---
@@ -233,17 +216,14 @@ def ended_in_words(folder: RunFolder) -> str:
 def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
     """Return the fields in which two specs of different runs differ, as a subject with its verb."""
     ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
-    unchanging = {path for path in ours | theirs if path not in chosen}
-    fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path) and path not in _CHANGING)
-    named = ["the text" if path in _DIGESTS else path for path in fields]
-    named = list(dict.fromkeys(named)) or ["something"]
-    more = [f"{len(named) - NAMED_MAX} more"] if named[NAMED_MAX:] else []
-    named = [*named[:NAMED_MAX], *more]
+    unchanging = set(ours | theirs) - {*chosen, *_GOAL, "swarm.min_peers", "continued"}
+    fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path))
+    digests = ("data.digest", "data.tokenizer_digest")  # which the host computes from the text
+    named = list(dict.fromkeys("the text" if path in digests else path for path in fields)) or ["something"]
+    if named[NAMED_MAX:]:
+        named = [*named[:NAMED_MAX], f"{len(named) - NAMED_MAX} more"]
     listed = " and ".join([", ".join(named[:-1]), named[-1]]) if named[1:] else named[0]
     return f"{listed} {'are' if named[1:] else 'is'}"
-
-
-_CHANGING: Final = ("training.steps", "optimizer.schedule", "optimizer.decay_steps", "swarm.min_peers", "continued")
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

@@ -38,8 +38,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Return TOML that `load_spec` reads back as an equal spec. Values are strings, numbers, booleans, lists of them,
-    or small tables; a None is left out.
+    """Return TOML that `load_spec` reads back as an equal spec; a None is left out.
 
     Raises: LocalError: the spec names a path that is not UTF-8, which TOML cannot hold.
     """
@@ -91,14 +90,12 @@ def _dump(tables: Mapping[str, Any], comments: Mapping[str, str]) -> str:
         f"{name} = {_value(value)}" for name, value in tables.items() if name not in sections and value is not None
     ]
     for name, section in sections.items():
-        said = ((field, value) for field, value in section.items() if value is not None and value != {})
         lines += ["", f"[{name}]"]
-        lines += [f"{field} = {_value(value)}" + _comment(comments.get(f"{name}.{field}")) for field, value in said]
+        for field, value in section.items():
+            if value is not None and value != {}:
+                comment = comments.get(f"{name}.{field}")
+                lines.append(f"{field} = {_value(value)}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
-
-
-def _comment(text: str | None) -> str:
-    return f"  # {text}" if text else ""
 
 
 def _value(value: object) -> str:

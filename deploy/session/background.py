@@ -1,11 +1,11 @@
-"""Runs long work (reading a text, a search) in daemon threads, which the end of the process need not wait for."""
+"""Runs work beside a session: tasks that end with a context, and daemon threads that nobody waits for."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _NAME = "background"
@@ -39,3 +39,14 @@ async def in_background(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name=_NAME, daemon=True).start()
     return await done
+
+
+@contextlib.asynccontextmanager
+async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
+    """Cancel `tasks` at the end of the context, and wait for them; their errors are dropped."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

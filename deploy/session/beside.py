@@ -64,11 +64,10 @@ class Showing:
 async def serving(
     address: Address | None, facts: RunFacts, *, title: str, steers: bool = False, folder: Path | None = None
 ) -> AsyncIterator[Showing]:
-    """Serve inside the context.
+    """Serve inside the context. A taken port is no error: the next free one is used, as `Showing.announcement` says.
 
     Args: steers: `Showing.steer` will be called; folder: the peer's, which keeps port and key for its next start.
-    Raises: LocalError: `address` is not this machine's. A taken port is no error: the next free one is used, as
-    `Showing.announcement` says.
+    Raises: LocalError: `address` is not this machine's.
     """
     feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
     if address is None:

@@ -1,8 +1,7 @@
 """Runs one peer process per device of this machine, all in one run under one command.
 
 Each process is a `shoal join` with one device. The machine's network limits are divided evenly among them, signals are
-forwarded to all, and the command ends with the last one. `Claims.machine` tells the coordinator that they share a
-network card.
+forwarded to all, and the command ends with the last one.
 """
 
 import asyncio
@@ -20,9 +19,6 @@ from shoal.deploy.base.children import CLI, Child, Children, last_line
 from shoal.deploy.manners.device import spare_threads
 from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
 from shoal.deploy.terminal.plain import say as show
-
-_SHARED = ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +41,21 @@ class Each:
     def argv(self, index: int, device: str, *, among: int, threads: int) -> list[str]:
         """Return the command line of one peer."""
         host, _, _ = self.listen.rpartition("/")
-        listen = self.listen if index == 0 else f"{host}/0"
-        argv = [
-            *CLI,
-            "join",
-            "-",
-            f"--name={self.name}-{index + 1}",
-            f"--device={device}",
-            f"--listen={listen}",
-            "--yes",
-        ]
+        name, listen = f"{self.name}-{index + 1}", self.listen if index == 0 else f"{host}/0"
+        argv = [*CLI, "join", "-", f"--name={name}", f"--device={device}", f"--listen={listen}", "--yes"]
         if self.state_dir is not None:
             argv.append(f"--state-dir={self.state_dir / f'peer-{index + 1}'}")
-        for name, value in msgspec.to_builtins(share_of(self.limits, among)).items():
+        for limit, value in msgspec.to_builtins(share_of(self.limits, among)).items():
             if value is not None and value != "":
-                argv.append(f"--limit={name}={str(value).lower() if isinstance(value, bool) else value}")
+                argv.append(f"--limit={limit}={str(value).lower() if isinstance(value, bool) else value}")
         return [*argv, f"--threads={threads}", *self.flags]
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide a machine's limits among `among` peers: network rates (Mbit/s) evenly; limits of a device unchanged, since
-    each peer has its own device."""
-    parts = {name: getattr(limits, name) / among for name in _SHARED}
-    return msgspec.structs.replace(
-        limits, **{name: max(MBIT_S_MIN, part) for name, part in parts.items() if part > 0.0}
-    )
+    """Divide a machine's network rates (Mbit/s) evenly among peers. Limits of a device stay: each has its own."""
+    rates = {name: getattr(limits, name) for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")}
+    parts = {name: max(MBIT_S_MIN, rate / among) for name, rate in rates.items() if rate > 0.0}
+    return msgspec.structs.replace(limits, **parts)
 
 
 async def join_with_each(
@@ -102,7 +88,7 @@ async def join_with_each(
         for child in children.all:
             child.send(number)
 
-    for number in _SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, hand_on, number)
     threads = each.threads or max(1, spare_threads() // len(devices))

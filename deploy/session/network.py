@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.deploy.run.directory_rules import record_rules
+from shoal.deploy.session.background import ending
 from shoal.deploy.state.kept_addresses import keep_addresses, load_addresses
 from shoal.deploy.state.known_peers import KnownPeers, keep, whom_to_try
 from shoal.deploy.visitor.visit import sweep
@@ -74,10 +75,8 @@ async def open_network(
         gate = Gate(members, identity.peer_id)
         directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
-        keeping = asyncio.create_task(
-            keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread), name="keep the known peers"
-        )
-        stack.push_async_callback(_cancelled, keeping)
+        keeping = keep(file, transport, LoopClock(), run_blocking=asyncio.to_thread)
+        await stack.enter_async_context(ending(asyncio.create_task(keeping, name="keep the known peers")))
         yield SessionNetwork(identity=identity, gate=gate, transport=transport, directory=directory)
 
 
@@ -91,8 +90,3 @@ def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
         logger.warning("listening at other addresses than last time: %s", error)
         return asked
     return kept
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -1,8 +1,7 @@
 """Keeps the record of a run while a peer takes part: asks members for their commits and writes them down.
 
-The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file,
-TensorBoard's, Weights & Biases) and `Recorded` to the displays. Without a folder nothing is written; then it only feeds
-the dashboard.
+The path of a step: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file, TensorBoard's,
+Weights & Biases) and `Recorded` to the displays. Without a folder it only feeds the dashboard.
 """
 
 import asyncio
@@ -64,8 +63,6 @@ VALIDATIONS_S: Final = 20.0
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
 """The time that `finish` waits for the last steps; the last request may take longer."""
-FLUSH_S: Final = 5.0
-NOTHING: Final = Record()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +78,9 @@ class Keeping:
 
 
 class Recorder:
-    """Keeps one record.
-
-    Args:
-        keeping: the record and its place.
-        spec: of the run.
-    """
+    """Keeps one record. Args: keeping: the record and its place; spec: of the run."""
 
     def __init__(self, keeping: Keeping, spec: RunSpec) -> None:
-        self.before = NOTHING
-        """The record's content when this peer started."""
         self._keeping, self._spec = keeping, spec
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
@@ -112,16 +102,15 @@ class Recorder:
         self._flushed_s = 0.0
         self._lock = asyncio.Lock()
 
-    def open(self) -> None:
-        """Read the existing record and start writing. Raises: LocalError: Weights & Biases does not start."""
-        folder = self._keeping.folder
+    def open(self) -> Record:
+        """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
+        folder, record = self._keeping.folder, Record()
         if folder is None:
-            return
+            return record
         try:
-            self.before = read_record(folder)
+            record = read_record(folder)
         except LocalError as error:
             logger.debug("a new record: %s", error)
-        record = self.before
         self._book = self._new_book(record.reached if record.starts or record.steps else None)
         self._validated = {(line.era, line.step) for line in record.validations}
         self._plans = {(line.term, line.sequence) for line in record.plans}
@@ -138,16 +127,14 @@ class Recorder:
                 facts=config,
             )
         self._begin_events(record)
+        return record
 
     @property
     def is_kept(self) -> bool:
         return self._file is not None
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
-        """Return a summary of the run for the terminal. It reads the file, so call it after `finish`.
-
-        Args: unsaved: a sentence about steps that no disk has.
-        """
+        """Return a summary of the run for the terminal, after `finish`. Args: unsaved: about steps that no disk has."""
         if self._keeping.folder is None:
             return ()
         try:
@@ -207,9 +194,6 @@ class Recorder:
         )
         self._waiting.append(end)
         await self._keep(())
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._close)
 
     # --- what others know ---
 
@@ -385,7 +369,7 @@ class Recorder:
             self._begin_events(read_record(self._keeping.folder))  # the run went back: earlier events are void
             return
         self._events.add(told)
-        if time.monotonic() >= self._flushed_s + FLUSH_S:
+        if time.monotonic() >= self._flushed_s + 5.0:
             self._events.flush()
             self._flushed_s = time.monotonic()
 
@@ -400,7 +384,8 @@ class Recorder:
             self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
             self._events = None
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Write what waits, and close the files. It blocks."""
         if self._file is not None:
             self._file.append(self._waiting)
             self._file.close()
@@ -428,22 +413,20 @@ class Recorder:
 async def recording(
     keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
 ) -> AsyncIterator[tuple[Recorder | None, Output]]:
-    """Keep the record inside the context; yield (the recorder to run, the output to report to).
+    """Keep the record inside the context; yield (the recorder to run, the output to report to). Raises: LocalError.
 
-    Without a folder and a dashboard there is no recorder, and no peer is asked. Raises: LocalError.
+    Without a folder and a dashboard there is no recorder, and no peer is asked.
     """
     beside = showing.beside(output)
     if keeping.folder is None and not showing.is_on:
         yield None, beside
         return
     recorder = Recorder(keeping, spec)
-    await asyncio.to_thread(recorder.open)
-    showing.restore(recorder.before)
-    recorder.before = NOTHING
+    showing.restore(await asyncio.to_thread(recorder.open))
     try:
         yield recorder, recorder.beside(beside)
     finally:
-        await recorder.close()
+        await asyncio.to_thread(recorder.close)
 
 
 def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
@@ -481,15 +464,14 @@ class _People:
 
     def take(self, status: SwarmStatus, now_s: float) -> list[PeerLine]:
         _, gone = self.names.take(status, now_s)
-        lines = [self._line(peer, now_s) for peer in status.peers if self._is_news(peer)]
+        lines = [
+            self._line(peer, now_s) for peer in status.peers if (peer.peer, peer.stage) not in self._stages.items()
+        ]
         self._stages.update((peer.peer, peer.stage) for peer in status.peers)
         for departure in gone:
             self._stages.pop(departure.peer, None)
             lines.append(PeerLine(time=_ms(now_s), peer=departure.peer, name=departure.name, change="left"))
         return lines
-
-    def _is_news(self, peer: PeerStatus) -> bool:
-        return peer.peer not in self._stages or self._stages[peer.peer] != peer.stage
 
     def _line(self, peer: PeerStatus, now_s: float) -> PeerLine:
         return PeerLine(

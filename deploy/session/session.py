@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import logging
 import random
@@ -20,7 +19,7 @@ from blake3 import blake3
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
-from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
+from shoal.deploy.control.host_verbs import HostVerbs
 from shoal.deploy.control.invite_book import DEFAULT_SEATS, InviteBook
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
@@ -47,17 +46,16 @@ from shoal.deploy.record.report import (
     Validated,
 )
 from shoal.deploy.run.run_text import find_corpus
-from shoal.deploy.session.background import in_background
+from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import Showing, serving
-from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
+from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.recorder import Keeping, Recorder, recording
 from shoal.deploy.session.standing_note import StandingNote
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
-from shoal.deploy.session.telling_scores import tell_scores
-from shoal.deploy.session.trimming import TrimsAfterSteps
 from shoal.deploy.ship.import_model import open_copy
+from shoal.deploy.ship.scores import tell_scores
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.spec_record import FIND_S, Found, fetch_spec, seal_spec
@@ -87,6 +85,8 @@ _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
+_COPY = "the model is on this machine: nothing of it has to be downloaded"
+_NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_ANYBODY_S = 11.0
 """The time to look for the run while no address answers: the transport dials them again after ten seconds."""
@@ -122,15 +122,6 @@ class RecordChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitChoice:
-    """The owner's limits: at the start, and as they are set later."""
-
-    at_start: Limits
-    reread: Callable[[], Limits]
-    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of one process's part in a run."""
 
@@ -142,32 +133,23 @@ class Options:
     device: torch.device
     reports: bool
     """True: report to a parent process as JSON; false: to a person."""
-    limits: LimitChoice
+    limits: Limits
+    reread_limits: Callable[[], Limits]
+    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
     dashboard: Address | None = None
     text: TextPaths = TextPaths()
-    initial: InitialWeights | None = None
-    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
-    each peer with a copy of the base model."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, printed when the network is up and before the view opens."""
     records: RecordChoice = RecordChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    spec: RunSpec
-    owner: PeerID
+class _Run(NodeRun):
     record: bytes
-    corpus: Corpus | None
-    """The run's text; None: it is not on this machine."""
     key: InviteKey | None
     """The invite key that this peer passes on; None: the run is open to anyone."""
     invites: InviteBook | None = None
     """All invites given out by the run's host; None on other peers."""
-
-    @property
-    def id(self) -> str:
-        return run_id(self.spec, self.owner)
 
     def key_to_give(self, members: Members) -> InviteKey | None:
         """Return the key with which new peers can join now. Raises: LocalError: there is none."""
@@ -189,22 +171,23 @@ def _seats(spec: RunSpec) -> int:
     return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
-async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
-    """Start the run `spec` (its data digest filled in) or resume it, and take part in it.
+async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
+    """Start or resume the run `spec`, with its data digest filled in, and take part in it.
 
-    Raises: ShoalError: one line for the command line.
+    Args: initial: the initial weights; None: from the seed. Raises: ShoalError: one line for the command line.
     """
     share_heap()  # before there are threads
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    invites = (
-        None if spec.swarm.open else InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
-    )
+    invites = None
+    if not spec.swarm.open:
+        invites = InviteBook(identity, run_id(spec, identity.peer_id), LiveDisk(options.folder))
     run = _Run(
         spec=spec,
         owner=identity.peer_id,
         record=seal_spec(identity, spec),
         corpus=corpus,
+        initial=initial,
         key=invites.default(seats=_seats(spec)) if invites is not None else None,
         invites=invites,
     )
@@ -227,7 +210,8 @@ async def join_run(invite: Invite, options: Options) -> None:
             patience_s = FIND_S if await network.transport.connected() else _FIND_ANYBODY_S
             if reason := await why_refused(network.transport, identity):
                 raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
-            known = _known(options.folder, invite)
+            kept = RunFolder(options.folder, invite.run)
+            known = None if kept.is_finished() else kept.record()
             try:
                 spec, record = await fetch_spec(network.directory, invite, timeout_s=patience_s, known=known)
             except RunNotFound:
@@ -237,38 +221,18 @@ async def join_run(invite: Invite, options: Options) -> None:
                 spec, record = known
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
             view.tell("reading the text")
-            corpus = await in_background(  # a large text takes minutes; Ctrl-C does not wait
-                partial(
-                    find_corpus,
-                    spec,
-                    data=options.text.data,
-                    tokenizer=options.text.tokenizer,
-                    on_progress=view.reached,
-                )
-            )
+            text, initial = options.text, None
+            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=view.reached)
+            corpus = await in_background(reading)  # a large text takes minutes; Ctrl-C does not wait
             if spec.adapter is not None:
-                initial = await in_background(partial(open_copy, spec, options.text.base))
-                options = replace(options, initial=initial, first_said=(*options.first_said, *_of_base(spec, initial)))
+                initial = await in_background(partial(open_copy, spec, text.base))
+            if spec.adapter is not None and spec.initial.digests:
+                options = replace(options, first_said=(*options.first_said, _NO_COPY if initial is None else _COPY))
             view.close()
             network.gate.members.is_open = spec.swarm.open
-            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, key=invite.key)
+            run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, initial=initial, key=invite.key)
             newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
-
-
-def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
-    """Return the sentence that tells the person where the base model comes from."""
-    if not spec.initial.digests:
-        return ()
-    if copy is not None:
-        return ("the model is on this machine: nothing of it has to be downloaded",)
-    return ("the model is not on this machine: this peer downloads its layers of it from other peers, once",)
-
-
-def _known(folder: Path, invite: Invite) -> Found | None:
-    """Return the spec that this peer kept of the run; None if it kept none or the run was already finished."""
-    kept = RunFolder(folder, invite.run)
-    return None if kept.is_finished() else kept.record()
 
 
 async def _go_over(
@@ -294,7 +258,7 @@ def _network(
         folder=options.folder,
         listen=options.ways.listen,
         announce=options.ways.announce,
-        rates=options.limits.at_start.rates,
+        rates=options.limits.rates,
         invited=invite.addresses,
     )
 
@@ -312,40 +276,35 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
         output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
         if showing.announcement:
             output.say(Note(text=showing.announcement))  # not on the page: it contains the page's key
-        async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
+        keeping = Keeping(
+            run=network.transport.run,
+            peer=network.identity.peer_id,
+            peer_name=options.name,
+            folder=options.folder / network.transport.run if options.records.keeps else None,
+            wandb=options.records.wandb,
+        )
+        async with recording(keeping, run.spec, showing, output) as (recorder, recorded):
             return await _train(network, run, options, stop, recorded, showing, recorder)
 
 
-def _keeping(network: SessionNetwork, run: _Run, options: Options) -> Keeping:
-    name = network.transport.run
-    return Keeping(
-        run=name,
-        peer=network.identity.peer_id,
-        peer_name=options.name,
-        folder=options.folder / name if options.records.keeps else None,
-        wandb=options.records.wandb,
-    )
-
-
 def _make_compute(options: Options) -> MeteredCompute:
-    # On a shared CPU, CPU time says what the machine can give; on a GPU the thread's CPU time does not measure the
-    # work.
-    is_cpu, share = options.device.type == "cpu", options.limits.at_start.compute_share
+    # On a shared CPU, CPU time says what the machine can give; on a GPU it does not measure the work.
+    is_cpu, share = options.device.type == "cpu", options.limits.compute_share
     # A probe ends before a control group's quota throttles it; scale its time to the rate that the quota sustains.
     threads, quota = options.threads, processors()
     throttled = max(1.0, share * threads / quota)
+
+    def prepare_thread() -> None:
+        stand_back(options.limits)  # first: torch's threads inherit this thread's priority
+        torch.set_num_threads(threads)
+
     compute = ThreadCompute(
-        initializer=lambda: _prepare_thread(options),
+        initializer=prepare_thread,
         probe_clock=(lambda: throttled * time.thread_time()) if is_cpu else time.perf_counter,
         share=share,
         spent_s=(lambda: time.process_time() / threads) if is_cpu and share < 1.0 else None,
     )
     return MeteredCompute(compute, used_s=(lambda: compute.used_s) if share < 1.0 else None)
-
-
-def _machine(run: str) -> str:
-    """Return a name that is the same for all peers of this machine in one run, and different in every run."""
-    return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
 
 
 def _make_node(
@@ -359,8 +318,9 @@ def _make_node(
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # for jitter and plan seeds; reproducible draws use the spec's seed
         device=device,
-        memory_bytes=memory_claim(options.limits.at_start, options.device),
-        machine=_machine(run.id),
+        memory_bytes=memory_claim(options.limits, options.device),
+        # The same for all peers of this machine in one run, and different in every run.
+        machine=blake3(f"{run.id}/{uuid.getnode():012x}".encode()).hexdigest(length=8),
         run_blocking=asyncio.to_thread,
         run_search=in_background,
     )
@@ -377,14 +337,7 @@ def _make_node(
         on_state=TrimsAfterSteps().stepped,
         say=lambda text: output.say(Note(text=text)),
     )
-    return Node(
-        NodeRun(spec=run.spec, owner=run.owner, record=run.record, corpus=run.corpus, initial=options.initial),
-        ports,
-        identity=network.identity,
-        gate=network.gate,
-        name=options.name,
-        hears=hears,
-    )
+    return Node(run, ports, identity=network.identity, gate=network.gate, name=options.name, hears=hears)
 
 
 async def _train(
@@ -411,70 +364,56 @@ async def _train(
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
-        options.limits.at_start,
+        options.limits,
         node.peer.pausing,
         say=say,
         look=looking_at(options.device),
-        reread=options.limits.reread,
+        reread=options.reread_limits,
         apply_upload=network.transport.limit_upload,
         kept=options.folder / PAUSED,
     )
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    inviting = InviteVerb(network.transport, run.invite(()), lambda: run.key_to_give(network.gate.members))
-    control.on("invite", inviting.answer)
-
-    async def members() -> list[tuple[PeerID, str]]:
-        return [(peer.peer, peer.name) for peer in (await node.status()).peers]
-
-    host = HostVerbs(
-        run.invites,
-        inviting,
-        exclude=node.coordination.exclude,
-        excluded=lambda: node.coordination.excluded,
-        invite_of=network.gate.members.invite_of,
-        members=members,
-        guests=network.gate.members.guests,
+    verbs = HostVerbs(
+        node, network.transport, run.invites, invite=run.invite(()), key=lambda: run.key_to_give(network.gate.members)
     )
-    host.install(control)
+    verbs.install(control)
     try:
         await control.try_start()
-        here = _for_commands(network, run, told)
         hosts = run.owner == node.peer_id
-        with announced(here, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
+        # For commands on this machine local addresses come first: the public one may not work from inside the router.
+        here = [f"{where}/p2p/{node.peer_id}" for where in network.transport.daemon.local_addresses]
+        for_commands = run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
+        with announced(for_commands, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
             output.say(Phase(name="measuring this machine"))
             await node.start()
-            host.apply()
+            verbs.apply()
             freeze_heap()
             trim_heap()  # reading the text and the probe have left free pages
             stop.takes_part = True
             keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
-            if run.owner == node.peer_id:
+            if hosts:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
-            if limits := options.limits.at_start.in_words:
+            if limits := options.limits.in_words:
                 say(f"limits that you have set: {', '.join(limits)}")
             if run.corpus is None:
                 say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
-            noting = StandingNote.begun(node, options.folder)
-            telling = [
-                asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites"),
+            noting = StandingNote(node, options.folder)
+            async with ending(
+                asyncio.create_task(_tell_invites(verbs, node.peer_id, output), name="tell fresh invites"),
                 asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
-            ]
-            try:
-                ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
-            finally:
-                for task in telling:
-                    task.cancel()
-                await asyncio.gather(*telling, return_exceptions=True)
-            noting.end(finished=ended is Ended.DONE)
-        if not isinstance(ended, Ended):
-            say(f"the run's owner has continued it: it goes on to step {ended[0].training.steps}")
-            return ended
-        finished = ended is Ended.DONE
+            ):
+                finished, newer = await _until_done(
+                    node, network.transport, noting.beside(output), stop, meter, recorder, keeper
+                )
+            noting.end(finished=finished)
+        if newer is not None:
+            say(f"the run's owner has continued it: it goes on to step {newer[0].training.steps}")
+            return newer
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
         if recorder is not None and recorder.is_kept:
             output.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
@@ -489,20 +428,6 @@ async def _train(
         await control.close()
 
 
-def _for_commands(network: SessionNetwork, run: _Run, told: Sequence[str]) -> str:
-    """Return an invite for commands on this machine: local addresses first, since the public one may not work from
-    inside the router or may have changed."""
-    here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
-    return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
-
-
-class Ended(enum.Enum):
-    """The reason why a node stopped taking part."""
-
-    DONE = enum.auto()
-    TOLD = enum.auto()
-
-
 async def _until_done(
     node: Node,
     transport: LiveTransport,
@@ -511,46 +436,51 @@ async def _until_done(
     meter: ContributionMeter,
     recorder: Recorder | None,
     keeper: Keeper,
-) -> Ended | Found:
-    """Wait until the run is done, a stop is requested, or the spec has a newer revision."""
-    watching = asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm")
+) -> tuple[bool, Found | None]:
+    """Wait until the run is done, a stop is requested, or the spec has a newer revision.
+
+    Returns: True if the run is done; the newer revision.
+    """
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
     )
-    looking = asyncio.create_task(split.run(), name="look for another swarm")
     recording = asyncio.create_task(_record(node, recorder), name="record the run")
-    trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
-    try:
+    async with ending(
+        asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm"),
+        asyncio.create_task(split.run(), name="look for another swarm"),
+        asyncio.create_task(trim_heap_forever(), name="trim the heap"),
+        recording,
+        done,
+        asked,
+    ):
         await asyncio.wait({done, asked}, return_when=asyncio.FIRST_COMPLETED)
-        if done.done():
-            newer = done.result()
-            if newer is not None:
-                await node.leave(within_s=LEAVE_SOON_S)
-            await _end_record(node, recorder, recording, finished=newer is None)
-            return newer or Ended.DONE
-        output.say(
-            Note(text=f"leaving: finishing work in flight, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
-        )
-        await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
-        await node.leave(within_s=stop.within_s)
-        await _end_record(node, recorder, recording, finished=False)
-        return Ended.TOLD
-    finally:
-        for task in (watching, looking, recording, trimming, done, asked):
-            task.cancel()
-        await asyncio.gather(watching, looking, recording, trimming, done, asked, return_exceptions=True)
+        is_done = done.done()
+        newer = done.result() if is_done else None
+        if newer is not None:
+            await node.leave(within_s=LEAVE_SOON_S)
+        elif not is_done:
+            what = "leaving: finishing work in flight"
+            output.say(Note(text=f"{what}, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)"))
+            await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
+            await node.leave(within_s=stop.within_s)
+        finished = is_done and newer is None
+        recording.cancel()
+        if recorder is not None:
+            await asyncio.gather(recording, return_exceptions=True)
+            await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+        return finished, newer
 
 
-async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> None:
+async def _tell_invites(verbs: HostVerbs, me: PeerID, output: Output) -> None:
     """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)
-        if fresh.is_due(await inviting.others(), time.monotonic()):
+        if fresh.is_due(await verbs.others(), time.monotonic()):
             try:
-                invite, named = await inviting.invite(PEERS_NAMED)
+                invite, named = await verbs.invite(PEERS_NAMED)
             except LocalError as error:
                 logger.info("no fresh invite: %s", error)
                 continue
@@ -561,13 +491,6 @@ async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> Non
 async def _record(node: Node, recorder: Recorder | None) -> None:
     if recorder is not None:
         await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
-
-
-async def _end_record(node: Node, recorder: Recorder | None, recording: asyncio.Task[None], *, finished: bool) -> None:
-    recording.cancel()
-    if recorder is not None:
-        await asyncio.gather(recording, return_exceptions=True)
-        await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
 
 
 def _plan_of(node: Node) -> Plan | None:
@@ -608,8 +531,8 @@ def _before_the_plan(node: Node) -> str:
 
 def _step_done(record: StepRecord, spec: RunSpec, coordinator: PeerID) -> StepDone:
     fields = {name: getattr(record, name) for name in StepDone.__struct_fields__ if hasattr(record, name)}
-    rate = rate_of(spec, record.step)
-    return msgspec.convert(fields | {"coordinator": coordinator, "learning_rate": rate}, StepDone)
+    fields |= {"coordinator": coordinator, "learning_rate": rate_of(spec, record.step)}
+    return msgspec.convert(fields, StepDone)
 
 
 def _obeys(plan: Plan) -> Obeys:
@@ -623,8 +546,3 @@ def _obeys(plan: Plan) -> Obeys:
         era=plan.era,
         restored=plan.restore_version,
     )
-
-
-def _prepare_thread(options: Options) -> None:
-    stand_back(options.limits.at_start)  # first: torch's threads inherit this thread's priority
-    torch.set_num_threads(options.threads)

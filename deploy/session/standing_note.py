@@ -13,22 +13,13 @@ from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 
 
 class StandingNote:
-    """Writes the note when the peer starts, every 20 s while the run moves, and when the peer ends.
+    """Writes the note when the peer starts, every 20 s while the run moves, and when the peer ends."""
 
-    Args: standing: the initial one.
-    """
-
-    def __init__(self, folder: RunFolder, standing: SavedStanding) -> None:
-        self._folder, self._standing = folder, standing
-        self._write_at_s = 0.0
-        self._write()
-
-    @classmethod
-    def begun(cls, node: Node, folder: Path) -> "StandingNote":
-        run_folder = RunFolder(folder, node.run)
-        before = run_folder.standing()
+    def __init__(self, node: Node, folder: Path) -> None:
+        self._folder = RunFolder(folder, node.run)
+        before = self._folder.standing()
         is_host = node.peer_id == node.owner
-        standing = SavedStanding(
+        self._standing = SavedStanding(
             name=node.spec.name,
             role="host" if is_host else "volunteer",
             step=before.step if before is not None else 0,
@@ -37,7 +28,8 @@ class StandingNote:
             used_s=time.time(),
             directory=os.fsencode(os.getcwd()).decode(errors="replace") if is_host else "",
         )
-        return cls(run_folder, standing)
+        self._write_at_s = 0.0
+        self._write()
 
     def beside(self, output: Output) -> Output:
         """Return an output that passes its reports to this note as well."""

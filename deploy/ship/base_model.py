@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
-from shoal.deploy.ship.import_model import FolderBase, FolderWeights, open_copy
+from shoal.deploy.ship.import_model import FolderBase, open_copy
 from shoal.peer.handoff.base_layers import FOLDER
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model import subspace
@@ -23,12 +23,11 @@ _ABOVE_MAX: Final = 4
 
 
 class BaseModel:
-    """The base model of a run's adapters.
+    """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
 
     Args:
         near: folders of snapshots: their peers keep the base's layers in the same folder of the run.
         folder: the user's path of the model; None: search for it.
-    Raises: LocalError: `folder` is not a model of this shape.
     """
 
     def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:
@@ -73,7 +72,7 @@ class BaseModel:
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
-                return FolderBase(FolderWeights(source, self._spec.model), self._spec)
+                return FolderBase(source, self._spec)
             except LocalError:
                 pass  # the host's path happens to exist here
         return open_copy(self._spec, None)

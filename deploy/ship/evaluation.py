@@ -4,7 +4,7 @@ B samples   T tokens
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +18,12 @@ from shoal.peer.data.account import Unusable
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.documents import printable
 from shoal.peer.data.labels import IGNORED
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.plain_text import read_text
 from shoal.peer.data.samples import Samples
 from shoal.protocol.errors import DataError, LocalError
 
 BATCH_TOKENS: Final = 4096
-OnProgress = Callable[[float], None]
-"""Takes the done share, in [0, 1]."""
 
 
 def validation_scores(
@@ -51,8 +50,7 @@ def validation_scores(
 
 
 def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
-    """Return the perplexity of a text file as one document. Every token is predicted from at least half a context, if
-    that much precedes it.
+    """Return the perplexity of a text file as one document. Every token is predicted from half a context, if it can be.
 
     Raises: LocalError: it is not a text.
     """
@@ -105,9 +103,7 @@ def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int],
         begins = [sample.begins_T for sample in made if sample.begins_T is not None]
         targets_BT = torch.stack([sample.targets_T for sample in made])
         total += predictor.loss_sum(
-            torch.stack([sample.tokens_T for sample in made]),
-            targets_BT,
-            torch.stack(begins) if begins else None,
+            torch.stack([sample.tokens_T for sample in made]), targets_BT, torch.stack(begins) if begins else None
         )
         tokens += int((targets_BT != IGNORED).sum())
         tell(min(1.0, (at + batch) / len(chosen)))

@@ -6,9 +6,7 @@ One layer is in memory at a time. The folder is hidden until it is complete.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,14 +15,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.ship.base_model import BaseModel, adapters_for_peft, base_of, whole_layer
-from shoal.deploy.ship.found_snapshot import FoundSnapshot
-from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.deploy.ship.found_snapshot import FoundSnapshot, use_first_sound
+from shoal.deploy.ship.hf_config import config_of
 from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
-from shoal.peer.disk.snapshot import DamagedSnapshot, log_damage
 from shoal.peer.model.frozen import adapter_of
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.errors import LocalError
@@ -37,8 +36,6 @@ _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_positi
 """Fields that an exported config copies from the initial model's: training does not change them."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
-OnBytes = Callable[[int, int], None]
-"""Takes (written bytes of the weights, all of them)."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +60,7 @@ def export(
     base: Path | None = None,
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
-    on_bytes: OnBytes | None = None,
+    on_progress: OnProgress = lambda share: None,
 ) -> Exported:
     """Write the first undamaged one of `snapshots` to the new folder `out`.
 
@@ -79,69 +76,43 @@ def export(
         raise LocalError(f"{out} is there already: name a folder that is not")
     if form == "peft" and snapshots and snapshots[0].spec.adapter is None:
         raise LocalError("this run trains all weights of its model and has no adapters: leave --format peft out")
-    damaged: DamagedSnapshot | None = None
-    for snapshot in snapshots:
-        try:
-            wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
-            if wanted == "peft":
-                norms_of = base_of(snapshot, base) if adapter_of(snapshot.spec).kind == "dora" else None
-                write = partial(_write_adapters, snapshot, norms_of, dtype=DTYPES[dtype], on_bytes=on_bytes)
-            else:
-                source = _Source(snapshot, base_of(snapshot, base))
-                write = partial(_write_weights, source, dtype=DTYPES[dtype], shard_bytes=shard_bytes, on_bytes=on_bytes)
-            return _export(snapshot, out, wanted, dtype, tokenizer, write)
-        except DamagedSnapshot as damage:
-            log_damage(damage)
-            damaged = damaged or damage
-        except OSError as error:
-            raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
-    raise damaged or LocalError("there is nothing to export")
 
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    snapshot: FoundSnapshot
-    base: BaseModel | None
-
-    def read(self, key: str) -> Tensor:
-        """Return a layer, float32 [numel]. Raises: DamagedSnapshot. LocalError: the base is not here."""
-        return whole_layer(self.snapshot.spec, key, self.snapshot.read(key), self.base)
-
-
-def _export(
-    snapshot: FoundSnapshot,
-    out: Path,
-    form: Form,
-    dtype: str,
-    tokenizer: Path | None,
-    write: Callable[[Path], tuple[int, int]],
-) -> Exported:
-    files = _small_files(snapshot.spec, dtype, tokenizer)
-    files |= card_files(snapshot, library="peft" if form == "peft" else "transformers")
-    if form == "peft":
-        del files["config.json"], files["generation_config.json"]
-        files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        for name, data in files.items():
-            (unfinished / name).write_bytes(data)
-        num_bytes, shards = write(unfinished)
-        unfinished.rename(out)
-    finally:
+    def write_one(snapshot: FoundSnapshot) -> Exported:
+        wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
+        needs_base = wanted == "hf" or adapter_of(snapshot.spec).kind == "dora"
+        beside = base_of(snapshot, base) if needs_base else None
+        files = _small_files(snapshot.spec, dtype, tokenizer)
+        files |= card_files(snapshot, library="peft" if wanted == "peft" else "transformers")
+        if wanted == "peft":
+            del files["config.json"], files["generation_config.json"]
+            files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Exported(
-        folder=str(out),
-        run=snapshot.run,
-        era=snapshot.era,
-        version=snapshot.version,
-        parameters=num_bytes // DTYPES[dtype].itemsize,
-        bytes=num_bytes,
-        shards=shards,
-        form=form,
-    )
+        unfinished.mkdir()
+        try:
+            for name, data in files.items():
+                (unfinished / name).write_bytes(data)
+            if wanted == "peft":
+                written = _write_adapters(snapshot, beside, unfinished, DTYPES[dtype], on_progress)
+            else:
+                written = _write_weights(snapshot, beside, unfinished, DTYPES[dtype], on_progress, shard_bytes)
+            unfinished.rename(out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return Exported(
+            folder=str(out),
+            run=snapshot.run,
+            era=snapshot.era,
+            version=snapshot.version,
+            parameters=written[0] // DTYPES[dtype].itemsize,
+            bytes=written[0],
+            shards=written[1],
+            form=wanted,
+        )
+
+    with or_say(f"cannot write {out}"):
+        return use_first_sound(snapshots, write_one)
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
@@ -155,8 +126,20 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
     begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
         "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
-        "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
-        "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
+        "generation_config.json": {
+            "bos_token_id": begin,
+            "eos_token_id": end,
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_p": 0.95,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": spec.model.context,
+            "clean_up_tokenization_spaces": False,
+            "bos_token": begin_text,
+            "eos_token": end_text,
+        },
     }
     if spec.data.tokenizer == BYTES:
         carried = {TEMPLATE_FILE: CHATML.encode()} if spec.data.has_chats else {}
@@ -211,15 +194,14 @@ def _model_name(source: str) -> str:
 
 
 def _write_adapters(
-    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, dtype: torch.dtype, on_progress: OnProgress
 ) -> tuple[int, int]:
     """Write the adapters' file. Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
         views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
         tensors |= {f"base_model.model.{name}": view.to(dtype, copy=True) for name, view in views.items()}
-        if on_bytes is not None:
-            on_bytes(number, len(snapshot.keys))
+        on_progress(number / len(snapshot.keys))
     file = folder / "adapter_model.safetensors"
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(folder / "adapter_config.json", file)  # safetensors makes it readable for its owner only
@@ -227,11 +209,16 @@ def _write_adapters(
 
 
 def _write_weights(
-    source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot,
+    base: BaseModel | None,
+    folder: Path,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+    shard_bytes: int,
 ) -> tuple[int, int]:
     """Write the weights' files. Returns: (bytes of all tensors, files)."""
-    spec, keys = source.snapshot.spec, source.snapshot.keys
-    layouts = [layer_layout(spec.model.whole, key) for key in keys]
+    spec = snapshot.spec
+    layouts = [layer_layout(spec.model.whole, key) for key in snapshot.keys]
     sizes = {
         name: math.prod(shape) * dtype.itemsize
         for layout in layouts
@@ -240,7 +227,7 @@ def _write_weights(
     }
     shards = _cut(sizes, shard_bytes)
     total, done = sum(sizes.values()), 0
-    tensors = _tensors(source, dtype)
+    tensors = _tensors(snapshot, base, dtype)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -249,8 +236,7 @@ def _write_weights(
             found, content[name] = next(tensors)
             assert found == name
             done += sizes[name]
-            if on_bytes is not None:
-                on_bytes(done, total)
+            on_progress(done / total)
         safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # safetensors makes it readable for its owner only
         weight_map |= dict.fromkeys(names, file)
@@ -260,11 +246,12 @@ def _write_weights(
     return total, len(shards)
 
 
-def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by Hugging Face name, in order; each is a copy, so that earlier layers can be freed."""
-    spec = source.snapshot.spec
-    for key in source.snapshot.keys:
-        for name, view in layer_layout(spec.model.whole, key).views(source.read(key)).items():
+    spec = snapshot.spec
+    for key in snapshot.keys:
+        whole_N = whole_layer(spec, key, snapshot.read(key), base)
+        for name, view in layer_layout(spec.model.whole, key).views(whole_N).items():
             if not _is_embedding_again(spec, name):
                 yield name, view.to(dtype, copy=True)
 

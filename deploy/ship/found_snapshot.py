@@ -6,24 +6,20 @@ is assembled from all folders that have some of its layers.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.deploy.base.words import listed
 from shoal.deploy.state.runs import look_for
-from shoal.peer.disk.snapshot import (
-    DamagedSnapshot,
-    StoredSnapshot,
-    log_damage,
-    look_at,
-    read_layers,
-)
+from shoal.peer.disk.snapshot import DamagedSnapshot, StoredSnapshot, log_damage, look_at, read_layers
 from shoal.peer.disk.snapshot_name import MANIFEST, UNFINISHED_PREFIX
 from shoal.peer.model.layout import all_layer_keys, unit_keys
+from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk
@@ -31,6 +27,7 @@ from shoal.protocol.ports import Disk
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +51,30 @@ class FoundSnapshot:
         Raises: DamagedSnapshot: every copy is damaged.
         """
         if key in self.parts:
-            return self._read(key)
-        return torch.cat([self._read(unit) for unit in unit_keys(self.spec.model, key)])
+            return self.state(key).param_N
+        return torch.cat([self.state(unit).param_N for unit in unit_keys(self.spec.model, key)])
 
-    def _read(self, key: str) -> Tensor:
-        for disk, path in self.parts[key][:-1]:
+    def state(self, part: str) -> LayerState:
+        """Return one of `parts` with its moments. Raises: as `read`."""
+        for disk, path in self.parts[part][:-1]:
             try:
-                return read_layers(disk, path, [key])[key].param_N
+                return read_layers(disk, path, [part])[part]
             except DamagedSnapshot as damage:
                 log_damage(damage)
-        disk, path = self.parts[key][-1]
-        return read_layers(disk, path, [key])[key].param_N
+        disk, path = self.parts[part][-1]
+        return read_layers(disk, path, [part])[part]
+
+
+def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnapshot], Made]) -> Made:
+    """Return what `use` makes of the first undamaged snapshot. Raises: LocalError: there are none, or only damaged."""
+    damaged: DamagedSnapshot | None = None
+    for snapshot in snapshots:
+        try:
+            return use(snapshot)
+        except DamagedSnapshot as damage:
+            log_damage(damage)
+            damaged = damaged or damage
+    raise damaged or LocalError("there is no snapshot")
 
 
 def find_snapshots(wanted: str | os.PathLike[str] = "") -> list[FoundSnapshot]:
@@ -96,12 +106,15 @@ def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
             "this is run %s (%s), which was written to last; %s has also %s", newest.spec.name, newest.run, where, told
         )
     of_run = [(disk, snapshot) for _, disk, snapshot in stored if snapshot.run == newest.run]
-    ages = sorted({snapshot.age for _, snapshot in of_run}, reverse=True)
-    whole = [found for age in ages if (found := _whole([part for part in of_run if part[1].age == age])) is not None]
-    if not whole:
-        here = [snapshot.keys for _, snapshot in of_run if snapshot.age == ages[0]]
-        raise LocalError(_what_is_missing(where, newest, here))
-    return whole
+    if whole := whole_versions(of_run):
+        return whole
+    last = max(snapshot.age for _, snapshot in of_run)
+    here = {key for _, snapshot in of_run if snapshot.age == last for key in snapshot.keys}
+    missing = [key for key in _held(newest.spec) if key not in here]
+    raise LocalError(
+        f"no version in {where} has every layer: of run {newest.run} it lacks "
+        f"{listed(missing) or 'some of each version'}; other peers hold those stages, copy their snapshots here"
+    )
 
 
 def _manifests(root: Path) -> Iterator[Path]:
@@ -127,25 +140,19 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
     return None
 
 
-def _whole(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> FoundSnapshot | None:
-    first = parts[0][1]
-    places_of = {
-        key: [(disk, snapshot.path) for disk, snapshot in parts if key in snapshot.keys] for key in _held(first.spec)
-    }
-    if not all(places_of.values()):
-        return None
-    return FoundSnapshot(run=first.run, era=first.era, version=first.version, spec=first.spec, parts=places_of)
+def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSnapshot]:
+    """Return the versions of which these snapshots of one run have every layer, newest first."""
+    whole = []
+    for age in sorted({stored.age for _, stored in parts}, reverse=True):
+        here = [(disk, stored) for disk, stored in parts if stored.age == age]
+        spec = here[0][1].spec
+        places = {key: [(disk, stored.path) for disk, stored in here if key in stored.keys] for key in _held(spec)}
+        if all(places.values()):
+            era, version = age
+            whole.append(FoundSnapshot(run=here[0][1].run, era=era, version=version, spec=spec, parts=places))
+    return whole
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
     """Return the keys under which the peers of a run store its layers."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
-
-
-def _what_is_missing(where: str, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
-    found = {key for keys in here for key in keys}
-    missing = [key for key in _held(newest.spec) if key not in found]
-    return (
-        f"no version in {where} has every layer: of run {newest.run} it lacks "
-        f"{listed(missing) or 'some of each version'}; other peers hold those stages, copy their snapshots here"
-    )

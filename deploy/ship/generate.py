@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from shoal.deploy.ship.model_folder import own_file, read_json
 from shoal.deploy.ship.predictor import Predictor, check_vocabulary
@@ -14,9 +13,6 @@ from shoal.peer.data.chat import ChatTemplate, load_template
 from shoal.peer.data.tokenizer import BYTES, Detokenizer, Tokenizer
 from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import DataError, LocalError
-
-_CONFIGS: Final = ("config.json", "generation_config.json")
-"""Files beside a tokenizer.json that name the end tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +49,19 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
     elif path is not None:
         with contextlib.suppress(DataError):  # a text model needs no template
             end_text = load_template(path).end_of_turn()
-    token = _token_of(end_text, vocabulary)
-    if token is not None:
-        return Manner(template=template, end_tokens=frozenset(ends | {token}))
+    if (token := _token_of(end_text, vocabulary)) is not None:
+        ends, end_text = ends | {token}, ""
     return Manner(template=template, end_tokens=frozenset(ends), end_text=end_text if asks else "")
 
 
 def write(
     predictor: Predictor, prompt: str, num_tokens: int, sampler: Sampler, manner: Manner | None = None
 ) -> Iterator[str]:
-    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes; stop when the model ends the
-    text or its turn.
+    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes, until the model ends it.
 
-    The text may contain terminal control characters. An empty prompt begins a new document.
-
-    Args: manner: None: use `manner_of`.
-    Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model. DataError: the
-    chat template refuses the prompt, or `manner_of` fails.
+    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: use
+    `manner_of`. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
+    DataError: the chat template refuses the prompt, or `manner_of` fails.
     """
     manner = manner or manner_of(predictor, chat=None)
     tokenizer = predictor.tokenizer
@@ -114,8 +106,9 @@ def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    """Return the end tokens that files beside a tokenizer.json name."""
     found: set[int] = set()
-    for name in _CONFIGS:
+    for name in ("config.json", "generation_config.json"):
         if os.path.lexists(folder / name):
             said = read_json(own_file(folder, name)).get("eos_token_id")
             found |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}

@@ -1,7 +1,7 @@
 """Converts between our `ModelSpec` and a Hugging Face `config.json`, for all families of `protocol/decoder.py`.
 
-That module's table lists the switches of each family; `_READ` reads them from a config, `_switches_written` writes
-them. Tensor names and shapes already are Hugging Face's (`protocol/tensors.py`).
+That module lists the switches of each family; `_READ` reads them, `_switches_written` writes them. Tensors have Hugging
+Face's names and shapes already (`protocol/tensors.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,6 @@ from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
 """The largest default context, for models that allow more: activations grow with it."""
-_IGNORED: Final = ("rotary_emb.inv_freq",)
-"""Tensors to ignore: older files contain the rotary frequencies, which follow from the config."""
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {**FAMILIES, **EXPERT_FAMILIES}
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -84,26 +82,6 @@ def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of
     }
 
 
-def generation_config_of(*, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
-    return {
-        "bos_token_id": begin_of_text,
-        "eos_token_id": end_of_text,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
-
-
-def tokenizer_config_of(model: ModelSpec, *, begin_of_text: str | None, end_of_text: str | None) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.context,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": begin_of_text,
-        "eos_token": end_of_text,
-    }
-
-
 def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bool = False) -> ModelSpec:
     """Return the model that a `config.json` describes.
 
@@ -139,11 +117,6 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
 def is_tied(config: Mapping[str, Any]) -> bool:
     """True if head and embedding share one matrix."""
     return bool(_Said(config)("tie_word_embeddings"))
-
-
-def is_ignored(name: str) -> bool:
-    """True if a tensor of the file is not part of the model."""
-    return name.endswith(_IGNORED)
 
 
 class _Said:
@@ -260,20 +233,12 @@ def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
     return None if given is None or float(given) == yarn_factor(factor) else float(given)
 
 
-def _read_window(said: _Said) -> int:
-    return int(said("sliding_window") or 0) if _SLIDING in said.layer_types() else 0
-
-
-def _read_full_layers(said: _Said) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(said.layer_types()) if kind == _FULL)
-
-
 _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "rope": _read_rope,
     "attention_bias": lambda said: "all" if said("attention_bias") else "none",
     "mlp_bias": lambda said: bool(said("mlp_bias")),
-    "window": _read_window,
-    "full_layers": _read_full_layers,
+    "window": lambda said: int(said("sliding_window") or 0) if _SLIDING in said.layer_types() else 0,
+    "full_layers": lambda said: tuple(layer for layer, kind in enumerate(said.layer_types()) if kind == _FULL),
     "window_rope_theta": lambda said: said.rope(_SLIDING)["rope_theta"],
     "score_dim": lambda said: int(said("query_pre_attn_scalar")),
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),

@@ -1,10 +1,8 @@
 """Makes a run with the weights of a Hugging Face folder as initial weights (`shoal import`).
 
 Nothing is copied: the run spec names the folder and has a digest of every layer. The host reads layers from there when
-peers ask, and each peer checks them. So the folder must stay in place until the run has started.
-
-In a run with adapters the model is their base, and the digests are of its layers in the base's stored form. Then peers
-that have such a folder need not download it.
+peers ask, and each peer checks them. So the folder must stay in place until the run has started. In a run with adapters
+the digests are of the layers in the base's stored form; peers that have such a folder need not download it.
 """
 
 import asyncio
@@ -18,21 +16,18 @@ import safetensors
 from torch import Tensor
 
 from shoal.deploy.base.words import listed, printable
-from shoal.deploy.ship.base_card import name_and_licence
-from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
-from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
+from shoal.deploy.ship.hf_config import is_tied, model_of
+from shoal.deploy.ship.model_folder import cached_models, name_and_licence, own_file, read_json, tensor_files
 from shoal.peer.compute.cgroup import free_memory_bytes
+from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError
-from shoal.protocol.spec import AdapterSpec, DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
+from shoal.protocol.spec import AdapterSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
-
-OnLayer = Callable[[int, int], None]
-"""Takes (read layers, all layers)."""
 
 _SMALLEST: Final = "layers.0"
 """The layer that identifies a copy among models of the same shape: smaller than embedding and head."""
@@ -42,8 +37,7 @@ _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 
 
 class FolderWeights:
-    """Implements `InitialWeights` on a folder in Hugging Face's layout. For a tied head both of our layers are read
-    from one matrix.
+    """Implements `InitialWeights` on a folder in Hugging Face's layout. A tied head is read from the embedding.
 
     Raises: LocalError: its tensors are not those of `model`, or are not in safetensors format.
     """
@@ -60,7 +54,8 @@ class FolderWeights:
                 self._file_of[HEAD_MATRIX] = self._file_of[EMBEDDING_MATRIX]
         wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
         missing = sorted(wanted - set(self._file_of))
-        unknown = sorted(name for name in set(self._file_of) - wanted if not is_ignored(name))
+        # Older files contain the rotary frequencies, which follow from the config.
+        unknown = sorted(name for name in set(self._file_of) - wanted if not name.endswith("rotary_emb.inv_freq"))
         if missing:
             raise LocalError(f"{folder} has not every weight of its config: {_some(missing)} missing")
         if unknown:
@@ -94,29 +89,26 @@ class FolderWeights:
             raise LocalError(f"{key} of {self._folder} has weights that are infinite or no numbers")
         return flat_N
 
-    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
-        """The digests of all layers, in their order."""
-        return _digests(self.layer, self._model, on_layer)
+    def digests(self, on_progress: OnProgress = lambda share: None) -> tuple[str, ...]:
+        """Return the digests of all layers, in their order."""
+        keys = all_layer_keys(self._model)
+        found = []
+        for number, key in enumerate(keys, 1):
+            found.append(weights_digest(self.layer(key)))
+            on_progress(number / len(keys))
+        return tuple(found)
 
 
-class FolderBase:
+class FolderBase(FolderWeights):
     """Implements `InitialWeights` for a run with adapters: a folder's layers in the base's stored form."""
 
-    def __init__(self, weights: FolderWeights, spec: RunSpec) -> None:
-        self._weights = weights
+    def __init__(self, folder: Path, spec: RunSpec) -> None:
+        super().__init__(folder, spec.model)
         self._spec = spec
-
-    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        known = [key for key in keys if key in all_layer_keys(self._spec.model)]
-        return {key: await asyncio.to_thread(self.layer, key) for key in known}
 
     def layer(self, key: str) -> Tensor:
         """Return a layer in the form of `stored_base`. Raises: LocalError: as `FolderWeights.layer`."""
-        return stored_base(self._spec, key, self._weights.layer(key))
-
-    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
-        """The digests of all layers, in their order."""
-        return _digests(self.layer, self._spec.model, on_layer)
+        return stored_base(self._spec, key, super().layer(key))
 
 
 def import_model(
@@ -130,7 +122,7 @@ def import_model(
     untie: bool = False,
     adapter: AdapterSpec | None = None,
     steps_of: Callable[[RunSpec], int] | None = None,
-    on_layer: OnLayer | None = None,
+    on_progress: OnProgress = lambda share: None,
 ) -> RunSpec:
     """Return a run spec whose initial weights are those in `folder`.
 
@@ -148,8 +140,12 @@ def import_model(
     folder = folder.expanduser().resolve()
     adapts = adapter is not None or (base is not None and base.adapter is not None)
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
-    weights = FolderWeights(folder, model)
-    begun = base or _for_fine_tuning(folder.name, model)
+    FolderWeights(folder, model)  # refuses the folder before any text is read
+    begun = base or RunSpec(
+        name=(folder.name or "imported")[:64],
+        model=model,
+        training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
+    )
     name, licence = name_and_licence(folder)
     data = msgspec.structs.replace(begun.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
@@ -159,38 +155,24 @@ def import_model(
             data = msgspec.structs.replace(data, format=format)
         swarm = begun.swarm if stages is None else msgspec.structs.replace(begun.swarm, stages=stages)
         spec = msgspec.structs.replace(
-            begun,
-            model=model,
-            data=data,
-            swarm=swarm,
-            initial=InitialSpec(),
-            adapter=adapter or begun.adapter,
+            begun, model=model, data=data, swarm=swarm, initial=InitialSpec(), adapter=adapter or begun.adapter
         )
         steps = spec.training.steps if steps_of is None else steps_of(spec)
         if base is None:
             spec = _with_steps(spec, steps, adapts=adapts)
-        digests = _as_stored(weights, spec).digests(on_layer)
+        digests = weights_in(folder, spec).digests(on_progress)
         initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
         return msgspec.structs.replace(spec, initial=initial)
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
 
 
-def _as_stored(weights: FolderWeights, spec: RunSpec) -> FolderWeights | FolderBase:
-    return weights if spec.adapter is None else FolderBase(weights, spec)
+def weights_in(folder: Path, spec: RunSpec) -> FolderWeights:
+    """Return the folder's weights as the run stores them. Raises: LocalError: as `FolderWeights`."""
+    return FolderWeights(folder, spec.model) if spec.adapter is None else FolderBase(folder, spec)
 
 
-def _digests(layer: Callable[[str], Tensor], model: ModelSpec, on_layer: OnLayer | None) -> tuple[str, ...]:
-    keys = all_layer_keys(model)
-    found = []
-    for number, key in enumerate(keys, 1):
-        found.append(weights_digest(layer(key)))
-        if on_layer is not None:
-            on_layer(number, len(keys))
-    return tuple(found)
-
-
-def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | FolderBase | None:
+def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) -> FolderWeights | None:
     """Return the initial weights of the host's run, every layer checked; None if they come from the seed.
 
     Raises: LocalError: they are missing or changed.
@@ -198,8 +180,8 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
     if not spec.initial.digests:
         return None
     folder = Path(spec.initial.source).expanduser()
-    weights = _as_stored(FolderWeights(folder, spec.model), spec)
-    if weights.digests(on_layer) != spec.initial.digests:
+    weights = weights_in(folder, spec)
+    if weights.digests(on_progress) != spec.initial.digests:
         what = "weights" if spec.adapter is None else f"weights as {spec.adapter.base}, which [adapter] names,"
         raise LocalError(f"the {what} in {folder} have changed since `shoal import`: import them again")
     return weights
@@ -211,15 +193,15 @@ def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
     Args: folder: the copy's; None: search the Hugging Face cache for a model of that shape.
     Raises: LocalError: `folder` is not such a model, or the run has no base.
     """
-    if folder is not None:
-        if spec.adapter is None or not spec.initial.digests:
-            raise LocalError("this run has no base: its weights come from its members, leave --base out")
-        return FolderBase(FolderWeights(folder.expanduser().resolve(), spec.model), spec)
     if spec.adapter is None or not spec.initial.digests:
+        if folder is not None:
+            raise LocalError("this run has no base: its weights come from its members, leave --base out")
         return None
+    if folder is not None:
+        return FolderBase(folder.expanduser().resolve(), spec)
     for found in cached_models():
         try:
-            copy = FolderBase(FolderWeights(found, spec.model), spec)
+            copy = FolderBase(found, spec)
             digest = weights_digest(copy.layer(_SMALLEST))
         except LocalError:
             continue  # another model
@@ -232,15 +214,6 @@ def has_tied_head(folder: Path) -> bool:
     """True if this folder's model has one matrix for embedding and head."""
     folder = folder.expanduser().resolve()
     return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
-
-
-def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
-    return RunSpec(
-        name=(name or "imported")[:64],
-        model=model,
-        data=DataSpec(),
-        training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
-    )
 
 
 def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:

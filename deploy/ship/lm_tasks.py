@@ -1,7 +1,6 @@
-"""Runs lm-eval's tasks on a model: multiple choice, perplexity of documents, and generation.
+"""Runs lm-eval's tasks on a model: lm-eval makes the questions and scores the answers, this module answers them.
 
-lm-eval makes the questions and scores the answers; this module answers them. Data sets come from the hub, or from files
-named by the user's own tasks.
+Data sets come from the hub, or from files named by the user's own tasks.
 """
 
 import importlib.util
@@ -33,13 +32,12 @@ def check_library() -> None:
 def task_scores(
     predictor: Predictor, tasks: Sequence[str], *, include: Path | None, limit: int, shots: int | None
 ) -> list[Score]:
-    """Run tasks on a model.
+    """Run tasks on a model, and return a score for each task and metric.
 
     Args:
         include: a folder with the user's own tasks, in addition to lm-eval's.
         limit: examples per task; 0: all.
         shots: examples before each question; None: the task's default.
-    Returns: a score for each task and metric.
     Raises: LocalError: there is no such task, or it cannot run; the line says why.
     """
     check_library()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.deploy.ship.base_model import base_of, whole_layer
-from shoal.deploy.ship.found_snapshot import FoundSnapshot, has_snapshots, snapshots_in
+from shoal.deploy.ship.found_snapshot import FoundSnapshot, has_snapshots, snapshots_in, use_first_sound
 from shoal.deploy.ship.hf_config import model_of
 from shoal.deploy.ship.import_model import FolderWeights, tokenizer_of
 from shoal.deploy.ship.model_folder import own_file, read_json
@@ -17,7 +17,6 @@ from shoal.deploy.ship.predictor import Origin
 from shoal.deploy.state.runs import look_for
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.tokenizer import Tokenizer, load_tokenizer
-from shoal.peer.disk.snapshot import DamagedSnapshot, log_damage
 from shoal.peer.disk.snapshot_name import MANIFEST
 from shoal.peer.model import llama
 from shoal.peer.model.generate import Sampler, stream
@@ -102,23 +101,14 @@ def _is_model(folder: Path) -> bool:
 
 
 def first_sound(
-    snapshots: Sequence[FoundSnapshot],
-    *,
-    device: torch.device,
-    tokenizer: Path | None = None,
-    base: Path | None = None,
+    snapshots: Sequence[FoundSnapshot], *, device: torch.device, tokenizer: Path | None = None, base: Path | None = None
 ) -> LoadedModel:
     """Load the first undamaged one of `snapshots`. Args and errors as in `load_model`."""
-    damaged: DamagedSnapshot | None = None
-    for snapshot in snapshots:
+
+    def load(snapshot: FoundSnapshot) -> LoadedModel:
         vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)
         spec, beside = snapshot.spec, base_of(snapshot, base)
-        try:
-            flat = {key: whole_layer(spec, key, snapshot.read(key), beside).to(device) for key in snapshot.keys}
-        except DamagedSnapshot as damage:
-            log_damage(damage)
-            damaged = damaged or damage
-            continue
+        flat = {key: whole_layer(spec, key, snapshot.read(key), beside).to(device) for key in snapshot.keys}
         return LoadedModel(
             model=spec.model.whole,
             params_by_key={key: layer_layout(spec.model.whole, key).views(flat_N) for key, flat_N in flat.items()},
@@ -126,7 +116,8 @@ def first_sound(
             name=f"run {snapshot.run}, version {snapshot.version}",
             snapshot=snapshot,
         )
-    raise damaged or LocalError("there is no snapshot")
+
+    return use_first_sound(snapshots, load)
 
 
 def _from_folder(folder: Path, device: torch.device, context: int | None) -> LoadedModel:

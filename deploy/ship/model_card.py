@@ -14,9 +14,8 @@ from shoal.deploy.base.words import printable
 from shoal.deploy.record.found import records_of
 from shoal.deploy.record.reading import read_record
 from shoal.deploy.record.summary import amount
-from shoal.deploy.ship.base_card import CARD
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
-from shoal.deploy.ship.model_folder import own_file, read_bytes
+from shoal.deploy.ship.model_folder import CARD, own_file, read_bytes
 from shoal.deploy.ship.scores import Score, evaluations_of, source_names
 from shoal.peer.data.documents import HUB
 from shoal.peer.model.layout import num_parameters
@@ -75,6 +74,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 def provenance_of(snapshot: FoundSnapshot) -> Provenance:
     """Return what this machine knows about a snapshot's origin."""
     spec, initial = snapshot.spec, snapshot.spec.initial
+    records = [len({line.peer for line in read_record(path).peers}) for path in records_of(snapshot.run)]
     base = None
     if initial.digests:
         base = Base(name=initial.name or Path(initial.source).name, licence=initial.licence, digests=initial.digests)
@@ -90,14 +90,14 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
         base=base,
         sources=_sources(spec),
         tokenizer_digest=spec.data.tokenizer_digest,
-        contributors=_contributors(snapshot.run),
+        # Each record covers only its peer's presence.
+        contributors=max(records, default=0) or None,
         evaluations=tuple(evaluations_of(snapshot.run, snapshot.era, snapshot.version)),
     )
 
 
 def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
-    """Return name -> content of an export's files about the model: the card, its facts, and the base's licence if it is
-    on this machine.
+    """Return name -> content of an export's card, its facts, and the base's licence if it is on this machine.
 
     Args: library: that loads the export, "transformers" or "peft".
     """
@@ -193,12 +193,6 @@ def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
         )
         for one, weight, name, digest in zip(spec.data.each, weights, source_names(spec.data), digests, strict=True)
     )
-
-
-def _contributors(run: str) -> int | None:
-    """Return the largest number in any local record of the run: each covers only its peer's presence."""
-    counts = [len({line.peer for line in read_record(path).peers}) for path in records_of(run)]
-    return max(counts, default=0) or None
 
 
 def _licence_files(spec: RunSpec) -> dict[str, bytes]:

@@ -1,10 +1,11 @@
-"""Decides which files of an untrusted model folder are read, and how much of them.
+"""Decides which files of an untrusted model folder are read, and how much of them. Nothing is unpickled or unpacked.
 
-Nothing is ever unpickled or unpacked. A link out of the folder could reveal a local file in an error message; a device
-or pipe has no end; a header may declare more than fits into memory.
+A link out of the folder could reveal a local file in an error message; a device or pipe has no end; a header may
+declare more than fits into memory.
 """
 
 import os
+import re
 import stat
 import struct
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import printable
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import BASE_CHARS_MAX
 
 CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
 """The most bytes of a config.json, which usually has some kilobytes."""
@@ -23,12 +26,13 @@ FILES_MAX: Final = 4096
 """The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
 CACHED_MODELS_MAX: Final = 64
 _HEADER_LENGTH: Final = struct.Struct("<Q")
+CARD: Final = "README.md"
+_FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
+_CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder.
-
-    A folder in a Hugging Face cache consists of links to files beside it, so those count as inside.
+    """Return the path of a file in the folder. In a Hugging Face cache, links to the files beside it count as inside.
 
     Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """
@@ -49,11 +53,8 @@ def own_file(folder: Path, name: str) -> Path:
 
 def read_bytes(path: Path) -> bytes:
     """Read a small file. Raises: LocalError: it cannot be read, or is larger than a config."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(CONFIG_BYTES_MAX + 1)
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    with or_say(f"cannot read {_shown(path)}"), path.open("rb") as file:
+        raw = file.read(CONFIG_BYTES_MAX + 1)
     if len(raw) > CONFIG_BYTES_MAX:
         raise LocalError(f"{_shown(path)} is too large to be a model's config")
     return raw
@@ -66,6 +67,26 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{_shown(path)} is no model's config: {error}") from error
+
+
+def name_and_licence(folder: Path) -> tuple[str, str]:
+    """Return (name, licence) of a model's folder according to its card; empty where missing."""
+    cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
+    name = f"{cached[1]}/{cached[2]}" if cached else folder.name
+    try:
+        text = read_bytes(own_file(folder, CARD)).decode(errors="replace")
+    except LocalError:  # no card
+        return _named(name), ""
+    head = _FRONT_MATTER.match(text)
+    fields = dict(re.findall(r"^(license|license_name):[ \t]*(.+?)[ \t]*$", head[1], re.MULTILINE)) if head else {}
+    licence = fields.get("license", "").strip("\"'")
+    if licence == "other":
+        licence = fields.get("license_name", "other").strip("\"'")
+    return _named(name), _named(licence)
+
+
+def _named(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())[:BASE_CHARS_MAX]
 
 
 def cached_models() -> list[Path]:
@@ -85,10 +106,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
     Raises: LocalError: there are none, too many, or a broken one.
     """
-    try:
+    with or_say(f"cannot read {_shown(folder)}"):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".safetensors", ".bin")))
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(folder)}: {error.strerror or error}") from error
     files = [name for name in names if name.endswith(".safetensors")]
     if not files:
         advice = ": its weights are pickled, save them as safetensors" if names else ""
@@ -102,12 +121,9 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def _check_header(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            begin = file.read(_HEADER_LENGTH.size + 1)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    with or_say(f"cannot read {_shown(path)}"), path.open("rb") as file:
+        begin = file.read(_HEADER_LENGTH.size + 1)
+        size = os.fstat(file.fileno()).st_size
     length = _HEADER_LENGTH.unpack_from(begin)[0] if len(begin) > _HEADER_LENGTH.size else size
     if begin[_HEADER_LENGTH.size :] != b"{" or length > size - _HEADER_LENGTH.size:
         raise LocalError(f"cannot read {_shown(path)}: it is not in safetensors form")

@@ -33,31 +33,25 @@ class Predictor(Protocol):
     @property
     def name(self) -> str:
         """The model's name for people; of a swarm, with the versions that have answered."""
-        ...
 
     @property
     def spec(self) -> RunSpec | None:
         """The spec of its run; None: a folder, which does not say what it was trained on."""
-        ...
 
     @property
     def origin(self) -> Origin | None:
         """The model's version; None: a folder, or a swarm of which no version or several have answered."""
-        ...
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
         """Return the sum of the losses of all targets that are not IGNORED, in nats. Args: begins_BT: bool, True where
         a document begins; None: attention crosses documents."""
-        ...
 
     def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return (log-likelihood of each target in nats, float32 [B, T]; True if the target is the most likely token,
         bool [B, T]). An IGNORED target has 0 and True."""
-        ...
 
     def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """Yield tokens after the non-empty `prompt`, without end."""
-        ...
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:

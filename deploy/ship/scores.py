@@ -1,13 +1,15 @@
 """Keeps the results of `shoal eval` for each version of a run, for `shoal export` and for people."""
 
+import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.state import places
 from shoal.peer.data.documents import HUB, PYTHON_LIBRARY, printable
-from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec
 
 
@@ -42,12 +44,10 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
     """Append an evaluation to the run's file. Raises: LocalError: it cannot be written."""
     path = _path(run)
     line = Evaluation(run=run, era=era, version=version, time=time.time(), scores=tuple(scores))
-    try:
+    with or_say(f"cannot keep the results in {path}"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
-    except OSError as error:
-        raise LocalError(f"cannot keep the results in {path}: {error.strerror or error}") from error
     return path
 
 
@@ -73,6 +73,18 @@ def evaluations(run: str) -> list[Evaluation]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return found
+
+
+async def tell_scores(run: str, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
+    """Say each new score of a run until cancelled. Evaluations take minutes, so it looks only every few seconds."""
+    known = len(await asyncio.to_thread(evaluations, run))
+    while True:
+        await asyncio.sleep(every_s)
+        found = await asyncio.to_thread(evaluations, run)
+        for evaluation in found[known:]:
+            for score in evaluation.scores:
+                say(f"shoal eval, version {evaluation.version}: {in_words(score)}")
+        known = len(found)
 
 
 def in_words(score: Score) -> str:

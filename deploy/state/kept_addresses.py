@@ -1,7 +1,6 @@
-"""Keeps this peer's ports and dashboard key in its state folder, so that a restart listens where it did before.
+"""Keeps this peer's ports and dashboard key, so that a restart listens where it did before. Options take precedence.
 
 Old invites then still lead to the run, even after everybody was down, and bookmarks of the dashboard stay valid.
-Options of the user take precedence.
 """
 
 import logging
@@ -28,12 +27,11 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
 
     def fill(self, listen: Sequence[str]) -> tuple[str, ...]:
         """Return `listen` (multiaddrs) with the kept port in place of each port 0."""
-        return tuple(self._filled(address) for address in listen)
-
-    def _filled(self, address: str) -> str:
-        match = _ANY_PORT.match(address)
-        port = self.ports.get(match[1], 0) if match else 0
-        return f"{address.removesuffix('0')}{port}" if port else address
+        filled = []
+        for address in listen:
+            port = self.ports.get(match[1], 0) if (match := _ANY_PORT.match(address)) else 0
+            filled.append(f"{address.removesuffix('0')}{port}" if port else address)
+        return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
         """Return a copy with the ports in `listening` where the user `asked` for any port."""
@@ -48,10 +46,10 @@ def load_addresses(folder: Path) -> KeptAddresses:
     try:
         return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=KeptAddresses)
     except FileNotFoundError:
-        return KeptAddresses()
+        pass
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         logger.warning("%s cannot be read and is not used: %s", folder / FILE_NAME, error)
-        return KeptAddresses()
+    return KeptAddresses()
 
 
 def keep_addresses(folder: Path, kept: KeptAddresses) -> None:

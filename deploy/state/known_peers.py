@@ -1,8 +1,7 @@
-"""Keeps on disk the peers that this peer has met in a run, so that a restart finds one even if the invite's addresses
-are dead.
+"""Keeps the peers met in a run on disk, so that a restart finds one even if the invite's addresses are dead.
 
-The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. A peer is its key:
-if an address now belongs to another peer, libp2p's handshake fails, which does no harm.
+The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. If an address now
+belongs to another peer, libp2p's handshake fails, which does no harm.
 """
 
 import asyncio
@@ -64,10 +63,10 @@ class KnownPeers:
         try:
             return msgspec.json.decode(self._disk.read(self._path), type=_File).peers
         except FileNotFoundError:
-            return ()
+            pass
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning("%s cannot be read and is not used: %s", self._disk.where(self._path), error)
-            return ()
+        return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
         """Add the peers `seen` and their addresses. Raises: OSError."""
@@ -77,8 +76,8 @@ class KnownPeers:
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
     """Return addresses from the files of all peers of this user in the run, last seen first."""
-    files = [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/{run}/{FILE_NAME}")]
-    files += [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/*/{run}/{FILE_NAME}")]
+    paths = [*root.glob(f"*/*/{run}/{FILE_NAME}"), *root.glob(f"*/*/*/{run}/{FILE_NAME}")]
+    files = (KnownPeers(LiveDisk(path.parent.parent), run) for path in paths)
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
     return tuple(dict.fromkeys(address for peer in known[:TRIED_MAX] for address in peer.addresses))
 
@@ -103,8 +102,7 @@ def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerI
 
 
 def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, num_peers: int) -> tuple[str, ...]:
-    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others while there
-    is room.
+    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others.
 
     Peers that are reachable from farther away come first. A peer with only a loopback address is left out unless ours
     is one too.

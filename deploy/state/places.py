@@ -1,8 +1,7 @@
 """Locates shoal's files on this machine: one folder per peer, and a note for each run that is up.
 
-Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state needed by a restart (identity,
-highest plan obeyed, snapshots) and not configuration. No other user may read it: an invite lets its reader join, and a
-snapshot contains the weights.
+Everything is under `$XDG_STATE_HOME/shoal`: a restart needs it. No other user may read it: an invite lets its reader
+join, and a snapshot contains the weights.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,25 +30,28 @@ _OTHERS = 0o077
 
 def state_root() -> Path:
     """Return the folder of all state of this user."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "shoal"
+    return own_folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_root() -> Path:
     """Return the folder of reproducible files: prepared text."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+    return own_folder("XDG_CACHE_HOME", ".cache")
 
 
+def own_folder(variable: str, usual: str) -> Path:
+    """Return shoal's folder in the one that an environment variable names, else in `usual` in the user's home."""
+    return Path(os.environ.get(variable) or Path.home() / usual) / "shoal"
+
+
+@dataclass(frozen=True, slots=True)
 class FolderLock:
     """Locks a peer's folder for one process: messages of two peers with one identity would look like replays."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
+    path: Path
+    descriptor: int
 
     def release(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 def claim_folder(path: Path) -> FolderLock:
@@ -80,8 +83,8 @@ def claim_folder(path: Path) -> FolderLock:
 def close_to_others(folder: Path) -> None:
     """Remove other users' permissions on a folder of shoal's and on files that an older shoal left in it.
 
-    The folder itself is closed last: a closed folder needs no second look, and an interrupted pass is repeated. Files
-    of another user (as in a Kubernetes volume) and targets of links stay unchanged.
+    The folder itself is closed last, so that an interrupted pass is repeated. Files of another user (as in a Kubernetes
+    volume) and targets of links stay unchanged.
     """
     if not _is_open(folder):
         return
@@ -170,7 +173,6 @@ class Running(msgspec.Struct, frozen=True):
     folder: str = ""
     """The peer's folder, which contains its control socket."""
     name: str = ""
-    """The peer's name, as shown to others."""
     run_name: str = ""
     hosts: bool = False
     """It is the run's owner."""
@@ -180,15 +182,20 @@ class Running(msgspec.Struct, frozen=True):
 def announced(
     invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "", hosts: bool = False
 ) -> Iterator[None]:
-    """Keep a note inside the context by which `shoal status` without an argument finds the run, and `shoal leave` the
-    peer.
+    """Keep a note inside the context by which `shoal status` finds the run, and `shoal leave` the peer.
 
     If the note cannot be written, that is only logged: the peer's own folder may be on another disk.
     """
-    path = state_root() / "running" / f"{os.getpid()}.json"
+    pid, where = os.getpid(), str(folder.resolve()) if folder else ""
+    path = state_root() / "running" / f"{pid}.json"
+    temporary = path.with_suffix(".new")
     try:
-        _note(path, invite, folder, name=name, run_name=run_name, hosts=hosts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        note = Running(pid, _created_s(pid), time.time(), invite, where, name, run_name, hosts)
+        temporary.write_bytes(msgspec.json.encode(note))
+        temporary.replace(path)
     except OSError as error:
+        _remove(temporary)
         logger.warning("`shoal status` and `leave` will not find this peer by themselves: %s", error)
     try:
         yield
@@ -214,19 +221,6 @@ def all_running() -> list[Running]:
         else:
             _remove(path)
     return sorted(alive, key=lambda note: (note.started_s, note.pid), reverse=True)
-
-
-def _note(path: Path, invite: str, folder: Path | None, *, name: str, run_name: str, hosts: bool) -> None:
-    pid, where = os.getpid(), str(folder.resolve()) if folder else ""
-    note = Running(pid, _created_s(pid), time.time(), invite, where, name, run_name, hosts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    try:
-        temporary.write_bytes(msgspec.json.encode(note))
-        temporary.replace(path)
-    except OSError:
-        _remove(temporary)
-        raise
 
 
 def _remove(path: Path) -> None:

@@ -131,7 +131,7 @@ class RunFolder:
         """Return the version of the newest snapshot here, whole or not; 0 if there is none."""
         return max((name.version for name, _ in self._snapshots()), default=0)
 
-    def kept(self) -> "Kept":
+    def kept(self) -> Kept:
         """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
         from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk

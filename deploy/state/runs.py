@@ -95,7 +95,15 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
     """
     runs = all_runs()
     if not wanted:
-        return _used_last(what, [run for run in runs if has(run.path)])
+        with_it = [run for run in runs if has(run.path)]
+        if not with_it:
+            raise LocalError(f"no run on this machine has a {what}: `shoal runs` lists the runs")
+        newest = with_it[0]
+        if others := [run for run in with_it if run.run != newest.run]:
+            logger.warning(
+                "this is run %s (%s), which was used last; there is also %s", newest.name, newest.run, _listed(others)
+            )
+        return tuple(run.path for run in with_it if run.run == newest.run)
     path, named = Path(wanted).expanduser(), _named(wanted, runs)
     if path.exists() and (not named or has(path)):
         if named:
@@ -112,22 +120,10 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
     return tuple(run.path for run in found)
 
 
-def _used_last(what: str, runs: Sequence[FoundRun]) -> tuple[Path, ...]:
-    if not runs:
-        raise LocalError(f"no run on this machine has a {what}: `shoal runs` lists the runs")
-    newest = runs[0]
-    if others := [run for run in runs if run.run != newest.run]:
-        logger.warning(
-            "this is run %s (%s), which was used last; there is also %s", newest.name, newest.run, _listed(others)
-        )
-    return tuple(run.path for run in runs if run.run == newest.run)
-
-
 def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
     """Return the runs of this id, or else of this name."""
-    return [run for run in runs if wanted and run.run == wanted] or [
-        run for run in runs if wanted and run.name == wanted
-    ]
+    named = [run for run in runs if wanted in (run.run, run.name)] if wanted else []
+    return [run for run in named if run.run == wanted] or named
 
 
 def _listed(runs: Sequence[FoundRun]) -> str:
@@ -263,26 +259,22 @@ def _running() -> set[tuple[str, str]]:
 
 
 def _look_at(folder: RunFolder, up: set[tuple[str, str]]) -> FoundRun:
-    standing, spec = folder.standing(), folder.spec()
+    standing, spec, at = folder.standing(), folder.spec(), folder.peer_folder
     size_bytes, used_s = _size_of(folder.path)
     return FoundRun(
         name=spec.name if spec is not None else standing.name if standing is not None else "",
         run=folder.run,
-        role=standing.role if standing is not None else _role_of(folder.peer_folder),
+        # An earlier version of shoal wrote no `standing.json`.
+        role=standing.role if standing is not None else "host" if at.parent.name == "hosts" else "volunteer",
         step=folder.reached(),
         steps=spec.training.steps if spec is not None else None,
         loss=folder.last_loss(),
         finished=folder.is_finished(),
         size_bytes=size_bytes,
         used_s=standing.used_s if standing is not None else used_s,
-        running=(str(folder.peer_folder.resolve()), folder.run) in up,
-        folder=str(folder.peer_folder),
+        running=(str(at.resolve()), folder.run) in up,
+        folder=str(at),
     )
-
-
-def _role_of(peer_folder: Path) -> str:
-    """Guess the role in a run of an earlier version of shoal, which wrote no `standing.json`."""
-    return "host" if peer_folder.parent.name == "hosts" else "volunteer"
 
 
 def _look_at_demo(folder: Path) -> FoundRun:

@@ -1,11 +1,10 @@
 """Keeps the run spec in the directory: the owner signs it, and every peer of the run stores it there.
 
-Every copy is the owner's own envelope, so any peer can store it again, and the run can be joined after its host has
-left. Each peer uses its own subkey, so overwriting one copy does not touch the others.
+Any peer can store the owner's envelope again, so the run can be joined after its host has left. Each peer uses its own
+subkey, so overwriting one copy does not touch the others.
 
-A continued run has several revisions of its spec under one name, of which the newest holds. Copies of older ones remain
-in the directory until they expire, and on the disks of peers that were away longer; they do no harm. A peer that learns
-of a newer revision restarts under it.
+A continued run has several revisions of its spec under one name, of which the newest holds. Copies of older ones, in
+the directory and on disks, do no harm. A peer that learns of a newer revision restarts under it.
 """
 
 import asyncio
@@ -74,12 +73,10 @@ Found = tuple[RunSpec, bytes]
 
 
 async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
-    """Find the newest spec of the invite's run.
+    """Find the newest spec of the invite's run, with its record.
 
-    Args:
-        known: the spec that this peer kept. It counts only if the directory has a copy too: without one, no peer of the
-            run is in reach.
-    Returns: the spec and its record.
+    Args: known: the spec that this peer kept. It counts only if the directory has a copy too: without one, no peer of
+    the run is in reach.
     Raises: RunNotFound: no copy was found in time; the sentence says whether anything else was found.
     """
     refused = ""
@@ -113,13 +110,9 @@ async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | 
 
 
 class SpecKeeper:
-    """Stores a run's record in the directory periodically, and looks for a newer one.
+    """Stores a run's record in the directory periodically, and looks for a newer one than `found`.
 
-    Without the record nobody can join, so no failure of the directory may end this.
-
-    Args:
-        found: the newest spec and record that this peer knows.
-        owner: of the run.
+    Without the record nobody can join, so no failure of the directory may end this. Args: owner: of the run.
     """
 
     def __init__(self, directory: Directory, endpoint: Endpoint, found: Found, owner: PeerID) -> None:

@@ -160,7 +160,7 @@ def test_a_host_says_of_the_guide_s_run_file_what_the_guide_shows(
         (tmp_path / "notes" / f"{number}.txt").write_text(f"{number:19}\n" * 1000)
     said: list[str] = []
 
-    async def host_run(spec: RunSpec, corpus: Corpus, options: session.Options) -> None:
+    async def host_run(spec: RunSpec, corpus: Corpus, initial: object, options: session.Options) -> None:
         said.extend(options.first_said)
 
     monkeypatch.setattr(session, "host_run", host_run)

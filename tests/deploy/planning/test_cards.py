@@ -51,8 +51,8 @@ def test_a_layer_that_does_not_fit_is_nobodys() -> None:
 
 
 def test_more_memory_holds_no_less_and_the_fetch_takes_as_long_as_its_bits() -> None:
-    for named in usual_models():
-        table = cards_table(named, [Card(f"{gb} GB", gb, 100.0) for gb in (8, 16, 24, 48, 80, 141, 2_000)])
+    for name, spec in usual_models():
+        table = cards_table(name, spec, [Card(f"{gb} GB", gb, 100.0) for gb in (8, 16, 24, 48, 80, 141, 2_000)])
         for less, more in pairwise(table.cards):
             assert less.layers <= more.layers
             if less.cards is not None:
@@ -60,12 +60,12 @@ def test_more_memory_holds_no_less_and_the_fetch_takes_as_long_as_its_bits() -> 
                 assert less.cards >= more.cards
         largest = table.cards[-1]
         assert (largest.cards, largest.up_mbit_s) == (1, None)
-        assert largest.layers == named.spec.model.num_layers
+        assert largest.layers == spec.model.num_layers
         assert largest.fetch_gb is not None
         assert largest.fetch_minutes is not None
         assert largest.fetch_minutes[1] == pytest.approx(largest.fetch_gb * 8e9 / 100e6 / 60.0)
         # 6 N FLOP a token, or 4 N beside a base that is not trained; attention and recomputation come on top.
-        times = 4.0 if named.spec.adapter is not None else 6.0
+        times = 4.0 if spec.adapter is not None else 6.0
         assert largest.tokens_per_s is not None
         assert 0.5 < largest.tokens_per_s * times * table.parameters / (REACHED * 100e12) < 1.1
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_in_a_line(arguments: tuple[str, ...], says: s
 
 def test_its_lines_fit_into_80_columns() -> None:
     file = io.StringIO()
-    lines_of(cards_table(usual_models()[0]), Console(width=80, file=file))
+    lines_of(cards_table(*usual_models()[0]), Console(width=80, file=file))
     assert max(map(len, file.getvalue().splitlines())) <= 80
 
 

@@ -128,7 +128,7 @@ def sitting(folder: Path | None, world: World, *, finished: bool = False, says: 
             output.say(report)
         endpoint: Any = world
         await recorder.finish(endpoint, world.pasts[HOST], PLAN, finished=finished)
-        await recorder.close()
+        recorder.close()
 
     asyncio.run(main())
     return heard

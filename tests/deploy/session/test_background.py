@@ -50,7 +50,7 @@ def test_a_command_that_ends_while_it_works_does_not_take_the_process_apart_unde
     """A compiler that works in the background made SIGSEGV of an exit code."""
     program = f"""
 import asyncio, atexit, sys, time
-from shoal.deploy import ending
+from shoal.deploy.cli import run
 from shoal.deploy.session.background import in_background, is_working
 
 async def begin():
@@ -66,7 +66,7 @@ def app(prog_name):
     sys.exit(3)
 
 atexit.register(print, "taken apart")
-ending.run(app)
+run(app)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")

@@ -10,7 +10,7 @@ import torch
 
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.session import session
-from shoal.deploy.session.session import LimitChoice, Options, Ways
+from shoal.deploy.session.session import Options, Ways
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,8 @@ def test_a_probe_takes_as_long_as_the_quota_and_the_share_take_to_earn_it(
             threads=threads,
             device=torch.device("cpu"),
             reports=False,
-            limits=LimitChoice(at_start=Limits(compute_share=share), reread=Limits),
+            limits=Limits(compute_share=share),
+            reread_limits=Limits,
         )
         compute = session._make_compute(options)
         timed = await compute.run("probe", work, flop=1.0)

@@ -166,12 +166,12 @@ def test_half_precision_is_half_the_size_and_nearly_the_same(tmp_path: Path) -> 
     assert torch.equal(found[name], exact.bfloat16())
 
 
-def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
+def test_progress_ends_with_all_of_it(tmp_path: Path) -> None:
     write(tmp_path / "peer", DENSE)
-    told: list[tuple[int, int]] = []
-    export(find_snapshots(tmp_path / "peer"), tmp_path / "out", on_bytes=lambda *at: told.append(at))
+    told: list[float] = []
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "out", on_progress=told.append)
     assert told == sorted(told)
-    assert told[-1] == (4 * num_parameters(DENSE), 4 * num_parameters(DENSE))
+    assert told[-1] == 1.0
 
 
 def test_nothing_is_overwritten_and_nothing_unfinished_stays(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_swarm_trains_adapters_beside_a_model_that_one_peer_has(
     assert joined.wait(60) == 0, world.logs()
 
     spec = load_spec(tuned)
-    model = FolderBase(FolderWeights(tmp_path / "model", spec.model), spec)
+    model = FolderBase(tmp_path / "model", spec)
     stored = {key: model.layer(key) for key in all_layer_keys(spec.model)}
     corpus = load_corpus(spec.data, context=spec.model.context)
     alone = [step.loss for step in single_process.train(spec, corpus, steps=STEPS, base=stored)]

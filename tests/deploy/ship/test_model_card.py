@@ -9,10 +9,10 @@ import yaml
 
 from record_lines import step
 from shoal.deploy.record.lines import PeerLine, encode_line
-from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model
+from shoal.deploy.ship.model_folder import name_and_licence
 from shoal.deploy.ship.scores import Score, evaluations_of, keep_evaluation, source_names
 from shoal.peer.data.chat import CHATML
 from shoal.peer.disk.snapshot import write_snapshot

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.deploy.session.telling_scores import tell_scores
-from shoal.deploy.ship.scores import Score, keep_evaluation
+from shoal.deploy.ship.scores import Score, keep_evaluation, tell_scores
 
 
 def test_what_is_evaluated_while_a_peer_is_up_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
