@@ -8,28 +8,39 @@ import msgspec
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy.base.words import counted
 from shoal.deploy.planning.figures import Figures
+from shoal.deploy.simulate.modelled import Churn
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.protocol.spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy, its placement, its prediction, and its result."""
+    """A strategy with its layout and prediction and, once it has been simulated, its result."""
 
     strategy: Strategy
-    placement: Placement | None
-    """None: the simulated coordinators decided, or nothing could be placed."""
-    predicted: Cost | None
+    spec: RunSpec
+    churn: tuple[Churn, ...] = ()
+    placement: Placement | None = None
+    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    predicted: Cost | None = None
     """The cost by the throughput objective; None for changing layouts, which it does not model."""
-    result: SimResult | None
-    figures: Figures | None = None
-    """The costs, traffic and duration at the simulated pace; None without a pace."""
     problem: str = ""
     """The reason for a missing result."""
-    same_as: str = ""
-    """The earlier strategy that was the same run; empty: none."""
     planned_s: float = 0.0
     """The real seconds of finding the placement."""
+    result: SimResult | None = None
+    figures: Figures | None = None
+    """The costs, traffic and duration at the simulated pace; None without a pace."""
+    same_as: str = ""
+    """The earlier strategy that was the same run; empty: none."""
+
+    @property
+    def run(self) -> object:
+        """A key: equal keys are the same run; None: unlike any other."""
+        if self.problem:
+            return None
+        return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def result(**changes: Any) -> SimResult:
 
 def outcome(name: str = "ours", **changes: Any) -> Outcome:
     values: dict[str, Any] = {"placement": PLACEMENT, "predicted": COST, "result": result()}
-    return Outcome(strategy=Strategy(name=name, layout="ours"), **values | changes)
+    return Outcome(strategy=Strategy(name=name, layout="ours"), spec=RunSpec(), **values | changes)
 
 
 # --- figures ---
