@@ -110,15 +110,7 @@ def _data(record: Record, title: str) -> _Data:
     return _Data(
         name=title,
         points=[
-            (
-                line.time,
-                line.step,
-                line.loss,
-                line.tokens_per_s,
-                line.staleness,
-                line.learning_rate,
-                line.gradient_norm,
-            )
+            (line.time, line.step, line.loss, line.tokens_per_s, line.staleness, line.learning_rate, line.gradient_norm)
             for line in steps
         ],
         validations=[(made.get(line.step, line.time), line.step, line.loss) for line in record.validations],

@@ -10,14 +10,7 @@ from bisect import bisect_left, insort
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import HISTORY_COMMITS_MAX, HISTORY_PER_REPLY_MAX
-from shoal.protocol.messages import (
-    CommitReport,
-    History,
-    HistoryRequest,
-    PastCommit,
-    PastValidation,
-    ValidationReport,
-)
+from shoal.protocol.messages import CommitReport, History, HistoryRequest, PastCommit, PastValidation, ValidationReport
 from shoal.protocol.ports import Clock
 
 _VALIDATIONS_MAX = 256
