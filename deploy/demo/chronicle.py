@@ -176,7 +176,7 @@ class Chronicle:
             loss_last=record.loss_last,
             val_loss=record.val_loss,
             tokens_per_s=round(record.tokens_per_s(spec.tokens_per_step), 1),
-            staleness_mean=record.staleness_sum / record.num_steps if record.num_steps else 0.0,
+            staleness_mean=record.staleness_sum / len(record.step_times_s) if record.step_times_s else 0.0,
             coordinator_terms=len(record.terms),
             peers=peers,
             rollbacks=record.rollbacks,
