@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from shoal.deploy.doctor import dialling, local
-from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
+from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound
 from shoal.deploy.doctor.knock import why_refused
-from shoal.deploy.doctor.split import view_of
 from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.state.spec_record import fetch_spec
 from shoal.deploy.visitor.visit import visiting
@@ -109,10 +108,10 @@ class LiveProbes:
             since = int(1e6 * time.time())
             endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
             asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
-            views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
+            statuses = await asyncio.gather(*(_status(endpoint, peer) for peer in asked))
             return _with(
                 found,
-                views=tuple(view for view in views if view is not None),
+                statuses=tuple(status for status in statuses if status is not None),
                 record_found=await _has_record(directory, invite),
             )
 
@@ -132,18 +131,15 @@ def _with(found: NetworkFound, **changes: object) -> NetworkFound:
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
     """Ask a peer for its time first, since that answer must be immediate, then whether it can connect to us."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
+    reached = False
     try:
         await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)
-    except RemoteError:
-        return PeerFound(peer=peer)
-    except Unreachable as error:
-        return PeerFound(peer=peer, speaks=True, mute=error.why)
-    try:
+        reached = True
         answered = await asking(timeout_s=_ASK_S)
     except Unreachable as error:
         return PeerFound(peer=peer, speaks=True, mute=error.why)
     except RemoteError as error:
-        return PeerFound(peer=peer, speaks=True, mute=str(error))
+        return PeerFound(peer=peer, speaks=reached, mute=str(error) if reached else "")
     called_back = None
     with contextlib.suppress(Unreachable, RemoteError):
         called_back = (await asking(port=port, timeout_s=12.0)).about.called_back
@@ -158,9 +154,9 @@ async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str]
     )
 
 
-async def _view(endpoint: Endpoint, peer: PeerID) -> SwarmView | None:
+async def _status(endpoint: Endpoint, peer: PeerID) -> SwarmStatus | None:
     try:
-        return view_of(peer, await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_S))
+        return await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_S)
     except ShoalError:
         return None
 

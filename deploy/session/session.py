@@ -514,9 +514,7 @@ async def _until_done(
 ) -> Ended | Found:
     """Wait until the run is done, a stop is requested, or the spec has a newer revision."""
     watching = asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm")
-    split = SplitWatch.of(
-        node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
-    )
+    split = SplitWatch(node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text)))
     looking = asyncio.create_task(split.run(), name="look for another swarm")
     recording = asyncio.create_task(_record(node, recorder), name="record the run")
     trimming = asyncio.create_task(trim_heap_forever(), name="trim the heap")
