@@ -259,23 +259,12 @@ class Chronicle:
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, at_s)
         self._show(shown)
-        self._write_json(
-            DemoStepLine(
-                step=shown.step,
-                era=shown.era,
-                loss=shown.loss,
-                val_loss=shown.validation_loss if news else None,
-                tokens_per_s=round(shown.tokens_per_s, 1),
-                staleness_mean=shown.staleness_mean,
-                duplicates=shown.duplicates,
-                given_up=shown.given_up,
-                dissenting=shown.dissenting,
-                term=shown.term,
-                coordinator=shown.coordinator,
-                peers=shown.peers,
-                seconds=round(at_s - self.started_s, 3),
-            )
-        )
+        line = {name: getattr(shown, name, None) for name in DemoStepLine.__struct_fields__} | {
+            "val_loss": shown.validation_loss if news else None,
+            "tokens_per_s": round(shown.tokens_per_s, 1),
+            "seconds": round(at_s - self.started_s, 3),
+        }
+        self._write_json(DemoStepLine(**line))
         self._presenter.tell_step(shown)
 
     def _recent_tokens_per_s(self, at_s: float) -> float:
