@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy.base.words import counted
 from shoal.deploy.planning.figures import Figures
-from shoal.deploy.simulate.modelled import Churn
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:  # it loads torch, which `shoal plan` does not need
+    from shoal.deploy.simulate.modelled import Churn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,7 +23,7 @@ class Outcome:
 
     strategy: Strategy
     spec: RunSpec
-    churn: tuple[Churn, ...] = ()
+    churn: "tuple[Churn, ...]" = ()
     placement: Placement | None = None
     """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
     predicted: Cost | None = None

@@ -15,7 +15,7 @@ from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of, goal_of
-from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
+from shoal.deploy.planning.layouts import LayoutRequest, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, absent_at_first, run_modelled
 from shoal.deploy.simulate.outcome import Outcome, pace
 from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, WARM_UP_STEPS, SimResult
@@ -157,10 +157,15 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     placement, cost, problem = None, None, ""
     begun_s = time.perf_counter()
     try:
-        if strategy.layout == "live":
-            spec = _live_spec(scenario, strategy, spec, present)
+        if strategy.layout == "live":  # the run begins when all present peers have joined
+            stages = strategy.stages or scenario.stages or AUTO_STAGES
+            swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
+            spec = msgspec.structs.replace(spec, swarm=swarm)
         else:
-            placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
+            found = layout(strategy.layout, _request(scenario, strategy, spec, present, options))
+            placement = Placement(
+                stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds
+            )
             cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
             problem = cost.why
     except ShoalError as error:
@@ -255,17 +260,3 @@ def _request(
         stages=strategy.stages or scenario.stages,
         seed=options.seed,
     )
-
-
-def _placed(name: LayoutName, request: LayoutRequest, present: Sequence[int]) -> Placement:
-    found = layout(name, request)
-    return Placement(
-        stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds
-    )
-
-
-def _live_spec(scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int]) -> RunSpec:
-    """Return the run spec of a self-deciding swarm: it begins when all present peers have joined."""
-    stages = strategy.stages or scenario.stages or AUTO_STAGES
-    swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
-    return msgspec.structs.replace(spec, swarm=swarm)
