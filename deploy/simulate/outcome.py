@@ -124,15 +124,7 @@ def pace(strategy: Strategy, result: SimResult) -> float:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """Return the part of the time in which devices with a stage computed nothing."""
-    shares = time_shares(outcome)
-    if shares is None:
-        return None
-    return max(0.0, 1.0 - sum(share for kind, share in shares.items() if kind != "probe"))
-
-
-def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
-    """Return the share of each kind of job in the steady time of devices with a stage; None without a timeline."""
+    """Return the part of the steady time in which devices with a stage computed nothing; None without a timeline."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -147,7 +139,8 @@ def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
         for kind, started_s, ended_s in result.timeline[device]:
             inside_s = max(0.0, min(ended_s, end_s) - max(started_s, begin_s))
             seconds[kind] = seconds.get(kind, 0.0) + inside_s
-    return {kind: s / (len(devices) * (end_s - begin_s)) for kind, s in seconds.items()}
+    steady_s = len(devices) * (end_s - begin_s)
+    return max(0.0, 1.0 - sum(s / steady_s for kind, s in seconds.items() if kind != "probe"))
 
 
 def bound_by(cost: Cost | None) -> str:
