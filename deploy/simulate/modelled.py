@@ -28,7 +28,7 @@ from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, check_devices, p
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import SimulatedRouting
-from shoal.deploy.simulate.standstill import EndFacts, why_no_step
+from shoal.deploy.simulate.standstill import why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -167,7 +167,7 @@ async def _play(run: ModelledRun) -> SimResult:
             wall_s=0.0,
             num_events=world.num_events,
             cut_off=cut_off,
-            standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
+            standstill=_standstill(run, spec, world, ledger),
             undone=tuple(ledger.undone),
         ),
         trace_hash=world.trace_hash(),
@@ -175,17 +175,17 @@ async def _play(run: ModelledRun) -> SimResult:
     )
 
 
-def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> EndFacts:
-    devices = range(run.topology.num_devices)
-    return EndFacts(
-        topology=run.topology,
-        spec=spec,
-        plan=ledger.plan,
-        devices={peer: device for device, peer in peer_ids(world, devices).items()},
-        present=ledger.present,
+def _standstill(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> str:
+    if len(ledger.steps) >= STEPS_MIN:
+        return ""
+    return why_no_step(
+        run.topology,
+        spec,
+        ledger.plan,
+        {peer: device for device, peer in peer_ids(world, range(run.topology.num_devices)).items()},
+        present=set(ledger.present),
         left_at_s={event.device: event.at_s for event in ledger.events if event.change == "left"},
-        ended_at_s=world.now_s(),
-        last_step_at_s=ledger.steps[-1].committed_at_s if ledger.steps else None,
+        waited_s=world.now_s() - (ledger.steps[-1].committed_at_s if ledger.steps else 0.0),
     )
 
 
