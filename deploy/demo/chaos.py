@@ -196,21 +196,15 @@ class Chaos:
         task.add_done_callback(self._tasks.discard)
 
 
-class ExpertKill:
-    """Kills one holder of the busiest expert. Args: is_time: True once half of the demo is over."""
-
-    def __init__(self, crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
-        self._crew, self._chronicle, self._is_time = crew, chronicle, is_time
-
-    async def run(self) -> None:
-        """Wait for the time and kill. The peer is not replaced."""
-        while True:
-            status = self._chronicle.status if self._is_time() else None
-            found = victim(self._crew, status, now_s=time.monotonic()) if status is not None else None
-            if status is not None and found is not None:
-                break
-            await asyncio.sleep(_LOOK_S)
-        member, expert = found
-        kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
-        self._chronicle.take_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
-        await _kill(self._crew, self._chronicle, member)
+async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
+    """Kill one holder of the busiest expert, which is not replaced. Args: is_time: True once half of the demo is over."""
+    while True:
+        status = chronicle.status if is_time() else None
+        found = victim(crew, status, now_s=time.monotonic()) if status is not None else None
+        if status is not None and found is not None:
+            break
+        await asyncio.sleep(_LOOK_S)
+    member, expert = found
+    kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
+    chronicle.take_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
+    await _kill(crew, chronicle, member)

@@ -20,7 +20,7 @@ from shoal.deploy.base.children import Child, Children, last_line
 from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill
+from shoal.deploy.demo.chaos import Chaos, ChaosOptions, kill_a_holder
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment
 from shoal.deploy.demo.summary import DemoSummary
@@ -161,7 +161,7 @@ class Demo:
             return
         await self._wait_for(lambda: self._chronicle.record.first is not None)
         if options.chaos is None:
-            await ExpertKill(self._crew, self._chronicle, is_time=self._is_half_over).run()
+            await kill_a_holder(self._crew, self._chronicle, is_time=self._is_half_over)
             return
         until_s = None
         if options.seconds_max is not None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.deploy.base.children import Children
-from shoal.deploy.demo.chaos import ExpertKill, victim
+from shoal.deploy.demo.chaos import kill_a_holder, victim
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine
@@ -103,8 +103,7 @@ def test_it_waits_for_its_time_and_comes_once() -> None:
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        kill = ExpertKill(crew, PretendChronicle(), is_time=lambda: loop.time() >= 9.0)
-        await kill.run()
+        await kill_a_holder(crew, PretendChronicle(), is_time=lambda: loop.time() >= 9.0)
         return loop.time()
 
     assert 9.0 < run(main()) < 10.0
