@@ -197,7 +197,7 @@ class Chaos:
 
 
 async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
-    """Kill one holder of the busiest expert, which is not replaced. Args: is_time: True once half of the demo is over."""
+    """Kill one holder of the busiest expert and replace it by nobody. Args: is_time: True once half is over."""
     while True:
         status = chronicle.status if is_time() else None
         found = victim(crew, status, now_s=time.monotonic()) if status is not None else None
