@@ -16,7 +16,7 @@ from string import Template
 import msgspec
 
 from shoal.deploy.base.words import ENDING
-from shoal.deploy.record.lines import PlanLine, StepLine
+from shoal.deploy.record.lines import PlanLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, amount, span, what_was_lost
 from shoal.deploy.record.writing import merged
@@ -68,7 +68,8 @@ def csv_of(record: Record) -> str:
     table = io.StringIO()
     writer = csv.DictWriter(table, _CSV.split(), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for line in sorted((*record.steps, *record.validations), key=lambda line: line.step):
+    lines: list[StepLine | ValidationLine] = [*record.steps, *record.validations]
+    for line in sorted(lines, key=lambda line: line.step):
         if isinstance(line, StepLine):
             writer.writerow(msgspec.structs.asdict(line) | {"staleness_steps": line.staleness})
         else:
