@@ -159,7 +159,7 @@ class ModelledSwarm:
 
     def _over(self, device: int, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._ledger.failed(f"{self._topology.names[device]}: {error!r}")
+            self._ledger.failures.append(f"{self._topology.names[device]}: {error!r}")
             if not isinstance(error, Exception):
                 raise error
 
