@@ -394,7 +394,7 @@ class Feed:
         held = stages[told.stage] if told.stage is not None and told.stage < len(stages) else (0, 0)
         swarm_tokens_per_s = status.tokens_per_s if status else 0.0
         layers = tokens_per_s * (held[1] - held[0]) / facts.num_layers
-        fields = {name: getattr(told, name, None) for name in MineView.__struct_fields__} | {
+        fields = {name: getattr(told, name) for name in MineView.__struct_fields__ if hasattr(told, name)} | {
             "name": self._census.name_of(told.peer),
             "limited_by": limited_by(told, status.peers if status else (), num_stages=len(stages)),
             "tokens_per_s": tokens_per_s,

@@ -259,7 +259,7 @@ class Chronicle:
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, at_s)
         self._show(shown)
-        line = {name: getattr(shown, name, None) for name in DemoStepLine.__struct_fields__} | {
+        line = {name: getattr(shown, name) for name in DemoStepLine.__struct_fields__ if hasattr(shown, name)} | {
             "val_loss": shown.validation_loss if news else None,
             "tokens_per_s": round(shown.tokens_per_s, 1),
             "seconds": round(at_s - self.started_s, 3),
