@@ -82,17 +82,17 @@ def explain(
 def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: Path | None, device: str) -> "Diagnosis":
     """Examine the machine and the way to the invite's run."""
     from shoal.deploy.doctor.diagnosis import diagnose
-    from shoal.deploy.doctor.probes import LiveProbes, examine
+    from shoal.deploy.doctor.probes import examine
     from shoal.deploy.state.known_peers import ways_to
     from shoal.protocol.live.loop import run
     from shoal.protocol.live.transport import dialable
 
     more = tuple(way for way in dialable(ways_to(invite)) if way not in invite.addresses) if invite else ()
     looking = examine(
-        LiveProbes(listen),
-        invite=invite,
+        invite,
         folder=state_dir or places.state_root(),
         wants_cuda=device.startswith("cuda"),
+        listen=listen,
         more=more,
     )
     return diagnose(run(looking))

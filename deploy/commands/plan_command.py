@@ -35,7 +35,7 @@ from shoal.deploy.planning.figures import (
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, LayoutRequest, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.rows import Column, Rows
-from shoal.deploy.simulate.live_row import read_simulated, said_of_live, said_of_none
+from shoal.deploy.simulate.reached import read_simulated, said_of_live, said_of_none
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.progress import sign_of_life

@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -92,10 +92,9 @@ class ContributionMeter:
 
     def measure(self) -> Contribution:
         now, last = self._sample(), self._samples[-1]
-        for peer, (sent, received) in now.traffic.items():
-            sent_before, received_before = last.traffic.get(peer, (0.0, 0.0))
-            self._sent_total += _grown(sent_before, sent)
-            self._received_total += _grown(received_before, received)
+        for _, sent, received in _moved(last, now):
+            self._sent_total += sent
+            self._received_total += received
         self._samples.append(now)
         while len(self._samples) > 2 and self._samples[1].at_s <= now.at_s - WORK_WINDOW_S:
             self._samples.popleft()
@@ -118,7 +117,7 @@ class ContributionMeter:
             microbatches_total=now.microbatches,
             sent_bytes_total=self._sent_total,
             received_bytes_total=self._received_total,
-            links=_busiest(first.traffic, now.traffic, seconds),
+            links=_busiest(_moved(first, now), seconds),
             memory_bytes=self._process.memory_info().rss,
             uptime_s=now.at_s - self._started_s,
             limits=self._what_limits(),
@@ -142,17 +141,14 @@ class ContributionMeter:
         )
 
 
-def _grown(before: float, now: float) -> float:
-    """Return the growth of a counter; a link that was forgotten meanwhile restarts at 0."""
-    return now - before if now >= before else now
+def _moved(before: _Sample, now: _Sample) -> Iterator[tuple[PeerID, float, float]]:
+    """Yield (peer, bytes sent, bytes received) since `before`; a link that was forgotten meanwhile restarts at 0."""
+    for peer, counts in now.traffic.items():
+        earlier = before.traffic.get(peer, (0.0, 0.0))
+        sent, received = (new - old if new >= old else new for old, new in zip(earlier, counts, strict=True))
+        yield peer, sent, received
 
 
-def _busiest(
-    first: dict[PeerID, tuple[float, float]], now: dict[PeerID, tuple[float, float]], seconds: float
-) -> tuple[tuple[PeerID, float, float], ...]:
-    rates = []
-    for peer, (sent, received) in now.items():
-        sent_before, received_before = first.get(peer, (0.0, 0.0))
-        rates.append((peer, _grown(sent_before, sent) / seconds, _grown(received_before, received) / seconds))
-    used = [rate for rate in rates if rate[1] or rate[2]]
-    return tuple(sorted(used, key=lambda rate: (-rate[1] - rate[2], rate[0]))[:LINKS_MAX])
+def _busiest(moved: Iterable[tuple[PeerID, float, float]], seconds: float) -> tuple[tuple[PeerID, float, float], ...]:
+    rates = [(peer, sent / seconds, received / seconds) for peer, sent, received in moved if sent or received]
+    return tuple(sorted(rates, key=lambda rate: (-rate[1] - rate[2], rate[0]))[:LINKS_MAX])

@@ -394,26 +394,16 @@ class Feed:
         held = stages[told.stage] if told.stage is not None and told.stage < len(stages) else (0, 0)
         swarm_tokens_per_s = status.tokens_per_s if status else 0.0
         layers = tokens_per_s * (held[1] - held[0]) / facts.num_layers
-        return MineView(
-            peer=told.peer,
-            name=self._census.name_of(told.peer),
-            limited_by=limited_by(told, status.peers if status else (), num_stages=len(stages)),
-            limits=told.limits,
-            busy=told.busy,
-            sending=told.sending,
-            flop_per_s=told.flop_per_s,
-            tokens_per_s=tokens_per_s,
-            work_share=min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
-            sent_bytes_per_s=sum(sent for _, sent, _ in told.links),
-            received_bytes_per_s=sum(received for _, _, received in told.links),
-            flop_total=told.flop_total,
-            microbatches_total=told.microbatches_total,
-            tokens_total=told.microbatches_total * facts.tokens_per_microbatch,
-            sent_bytes_total=told.sent_bytes_total,
-            received_bytes_total=told.received_bytes_total,
-            memory_bytes=told.memory_bytes,
-            uptime_s=told.uptime_s,
-        )
+        fields = {name: getattr(told, name) for name in MineView.__struct_fields__ if hasattr(told, name)} | {
+            "name": self._census.name_of(told.peer),
+            "limited_by": limited_by(told, status.peers if status else (), num_stages=len(stages)),
+            "tokens_per_s": tokens_per_s,
+            "work_share": min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
+            "sent_bytes_per_s": sum(sent for _, sent, _ in told.links),
+            "received_bytes_per_s": sum(received for _, _, received in told.links),
+            "tokens_total": told.microbatches_total * facts.tokens_per_microbatch,
+        }
+        return MineView(**fields)
 
     def _named(self, change: ChangeView) -> ChangeView:
         coordinator = self._census.name_of(PeerID(change.coordinator)) if change.coordinator else ""

@@ -24,7 +24,8 @@ def render_metrics(view: View) -> str:
 def _run(view: View) -> Iterator[str]:
     labels = {"run": view.run, "name": view.name}
     yield from _family("shoal_run_info", "gauge", "The run that this peer takes part in.", [(labels, 1.0)])
-    plain: Sequence[tuple[str, str, float | None]] = (
+    yield from _plain(
+        "gauge",
         ("shoal_step", "Steps that every stage has committed.", view.step),
         ("shoal_steps", "Steps of the whole run.", view.steps),
         ("shoal_loss", "Training loss of the newest step, nats a token.", view.loss),
@@ -49,8 +50,6 @@ def _run(view: View) -> Iterator[str]:
         ("shoal_left_seconds", "Seconds until the last step, at that rate.", view.left_s),
         ("shoal_status_age_seconds", "Seconds since the coordinator's last message.", view.status_age_s),
     )
-    for name, about, value in plain:
-        yield from _family(name, "gauge", about, [] if value is None else [({}, float(value))])
 
 
 def _stages(view: View) -> Iterator[str]:
@@ -98,7 +97,8 @@ def _mine(view: View) -> Iterator[str]:
     mine = view.mine
     if mine is None:
         return
-    gauges: Sequence[tuple[str, str, float]] = (
+    yield from _plain(
+        "gauge",
         ("shoal_self_busy_ratio", "Share of the time in which the device computes.", mine.busy),
         ("shoal_self_sending_ratio", "Share of the time in which something is being sent.", mine.sending),
         ("shoal_self_flops", "FLOP/s of this peer.", mine.flop_per_s),
@@ -106,21 +106,24 @@ def _mine(view: View) -> Iterator[str]:
         ("shoal_self_work_ratio", "This peer's share of the run's work.", mine.work_share),
         ("shoal_self_memory_bytes", "Resident memory of this process.", mine.memory_bytes),
         ("shoal_self_uptime_seconds", "Seconds since this process takes part.", mine.uptime_s),
-        ("shoal_self_paused", "1 while this peer is paused.", float(mine.limits is not None and mine.limits.paused)),
+        ("shoal_self_paused", "1 while this peer is paused.", mine.limits is not None and mine.limits.paused),
     )
-    for name, about, value in gauges:
-        yield from _family(name, "gauge", about, [({}, value)])
     limiting = [({"by": mine.limited_by.kind}, 1.0)]
     yield from _family("shoal_self_limited", "gauge", "What limits this peer's contribution.", limiting)
-    totals: Sequence[tuple[str, str, float]] = (
+    yield from _plain(
+        "counter",
         ("shoal_self_flop_total", "FLOP computed by this peer.", mine.flop_total),
         ("shoal_self_microbatches_total", "Microbatches computed.", mine.microbatches_total),
         ("shoal_self_tokens_total", "Tokens through this peer's layers.", mine.tokens_total),
         ("shoal_self_sent_bytes_total", "Bytes of frames sent.", mine.sent_bytes_total),
         ("shoal_self_received_bytes_total", "Bytes of frames received.", mine.received_bytes_total),
     )
-    for name, about, value in totals:
-        yield from _family(name, "counter", about, [({}, value)])
+
+
+def _plain(kind: Literal["gauge", "counter"], *metrics: tuple[str, str, float | None]) -> Iterator[str]:
+    """Format (name, about, value) each, without labels."""
+    for name, about, value in metrics:
+        yield from _family(name, kind, about, [] if value is None else [({}, float(value))])
 
 
 def _family(name: str, kind: Literal["gauge", "counter"], about: str, samples: Sequence[Sample]) -> Iterator[str]:

@@ -75,12 +75,7 @@ class Dashboard:
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        *,
-        now_s: Callable[[], float],
-        names: Sequence[str] = (),
-        steering: Steering | None = None,
+        self, feed: Feed, *, now_s: Callable[[], float], names: Sequence[str] = (), steering: Steering | None = None
     ) -> None:
         self._feed, self._now_s = feed, now_s
         self._steering = steering or Steering()

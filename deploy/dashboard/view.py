@@ -63,11 +63,7 @@ def unanswered(age_s: float | None) -> str:
     return "" if age_s is None or age_s <= STALE_S else f"the coordinator has not answered for {duration(age_s)}"
 
 
-class _Shown(msgspec.Struct, frozen=True, kw_only=True):
-    pass
-
-
-class PeerView(_Shown, frozen=True):
+class PeerView(msgspec.Struct, frozen=True):
     """One row of the coordinator's table."""
 
     id: PeerID
@@ -96,7 +92,7 @@ class PeerView(_Shown, frozen=True):
     """(layers with state, layers of its stage) of a learner, which trains with weights while its state downloads."""
 
 
-class GoneView(_Shown, frozen=True):
+class GoneView(msgspec.Struct, frozen=True):
     """A peer that left recently."""
 
     id: PeerID
@@ -105,7 +101,7 @@ class GoneView(_Shown, frozen=True):
     ago_s: float
 
 
-class LinkView(_Shown, frozen=True, array_like=True):
+class LinkView(msgspec.Struct, frozen=True, array_like=True):
     """Traffic from one peer to another, bytes/s."""
 
     source: PeerID
@@ -115,7 +111,7 @@ class LinkView(_Shown, frozen=True, array_like=True):
     """True if an end of the link measured it; else it is estimated from the plan's shares."""
 
 
-class ExpertView(_Shown, frozen=True):
+class ExpertView(msgspec.Struct, frozen=True):
     """One expert of a stage with mixture-of-experts layers."""
 
     stage: int
@@ -129,7 +125,7 @@ class ExpertView(_Shown, frozen=True):
     """Future holders that are fetching the expert."""
 
 
-class ChangeView(_Shown, frozen=True):
+class ChangeView(msgspec.Struct, frozen=True):
     """One line of the run's history."""
 
     at_s: float
@@ -144,14 +140,14 @@ class ChangeView(_Shown, frozen=True):
     """The predicted and the actual speed of a plan's layout, once the plan has a successor."""
 
 
-class LimitedBy(_Shown, frozen=True):
+class LimitedBy(msgspec.Struct, frozen=True):
     """The cause that limits a peer's contribution."""
 
     kind: Literal["pause", "cap", "device", "upload", "state", "place", "swarm", "nothing", "unknown"]
     text: str
 
 
-class MineView(_Shown, frozen=True):
+class MineView(msgspec.Struct, frozen=True):
     """One peer's contribution by its own measurements; rates cover the last ten seconds."""
 
     peer: PeerID
@@ -178,7 +174,7 @@ class MineView(_Shown, frozen=True):
     uptime_s: float
 
 
-class View(_Shown, frozen=True):
+class View(msgspec.Struct, frozen=True):
     """Everything but the curves."""
 
     title: str
@@ -233,7 +229,7 @@ class View(_Shown, frozen=True):
     changes: tuple[ChangeView, ...]
 
 
-class Point(_Shown, frozen=True, array_like=True):
+class Point(msgspec.Struct, frozen=True, array_like=True):
     """One point of the curves."""
 
     at_s: float
@@ -247,7 +243,7 @@ class Point(_Shown, frozen=True, array_like=True):
     """The norm of the whole model's gradient before clipping; None: unknown."""
 
 
-class ValidationPoint(_Shown, frozen=True, array_like=True):
+class ValidationPoint(msgspec.Struct, frozen=True, array_like=True):
     """One validation on the curves."""
 
     at_s: float

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultKind, FaultLine
 from shoal.protocol.identity import PeerID
@@ -114,22 +115,10 @@ def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember
     return (chosen, busiest) if chosen is not None else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPorts:
-    """A demo's interface for fault injection."""
-
-    crew: Crew
-    status: Callable[[], SwarmStatus | None]
-    """Returns the swarm's status if it is fresh, else None."""
-    on_fault: Callable[[FaultLine], None]
-    """Called for each fault and each new peer; fills in the line's time."""
-    on_left_behind: Callable[[str, list[int]], None]
-    """Called with (name, ids of the processes that a killed peer left running)."""
-
-    async def kill(self, member: CrewMember) -> None:
-        left = await self.crew.kill(member)
-        if left:
-            self.on_left_behind(member.name, left)
+async def _kill(crew: Crew, chronicle: Chronicle, member: CrewMember) -> None:
+    left = await crew.kill(member)
+    if left:
+        chronicle.take_left_behind(member.name, left)
 
 
 class Chaos:
@@ -138,10 +127,9 @@ class Chaos:
     Args: until_s: no faults later than this after the first step; None: no limit.
     """
 
-    def __init__(self, ports: FaultPorts, options: ChaosOptions, *, until_s: float | None) -> None:
-        self._ports, self._crew = ports, ports.crew
-        self._options = options
-        self._until_s = until_s
+    def __init__(self, crew: Crew, chronicle: Chronicle, options: ChaosOptions, *, until_s: float | None) -> None:
+        self._crew, self._chronicle = crew, chronicle
+        self._options, self._until_s = options, until_s
         self._rng = random.Random(options.seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()
@@ -169,24 +157,22 @@ class Chaos:
     async def _carry_out(self, act: Act, member: CrewMember, status: SwarmStatus) -> None:
         coordinates = member.peer == status.coordinator
         stage = next((peer.stage for peer in status.peers if peer.peer == member.peer), None)
-        kind: Literal["kill", "kill_coordinator", "suspend"] = act.kind
-        if kind == "kill" and coordinates:
-            kind = "kill_coordinator"
-        self._ports.on_fault(FaultLine(kind=kind, peer=member.name, stage=stage))
+        kind: FaultKind = "kill_coordinator" if act.kind == "kill" and coordinates else act.kind
+        self._chronicle.take_fault(FaultLine(kind=kind, peer=member.name, stage=stage))
         if act.kind == "suspend":
             self._crew.suspend(member)
             self._spawn(self._resume_later(member))
             return
-        self._spawn(self._ports.kill(member))
+        self._spawn(_kill(self._crew, self._chronicle, member))
         await member.child.exited.wait()  # a restarted peer needs its folder
         newcomer = await self._crew.start(member.name if act.comes_back else "")
         await self._crew.let_in(newcomer)
-        self._ports.on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
+        self._chronicle.take_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[CrewMember, SwarmStatus]:
         """Wait until there is a suitable peer that the run can lose, and return it."""
         while True:
-            status = self._ports.status()
+            status = self._chronicle.status
             if status is not None:
                 members = expendable(self._crew, status, now_s=time.monotonic())
                 if act.kind == "kill_coordinator":
@@ -202,7 +188,7 @@ class Chaos:
             await asyncio.sleep(self._options.suspend_s)
         finally:
             self._crew.resume(member)
-        self._ports.on_fault(FaultLine(kind="resume", peer=member.name))
+        self._chronicle.take_fault(FaultLine(kind="resume", peer=member.name))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -210,22 +196,15 @@ class Chaos:
         task.add_done_callback(self._tasks.discard)
 
 
-class ExpertKill:
-    """Kills one holder of the busiest expert. Args: is_time: True once half of the demo is over."""
-
-    def __init__(self, ports: FaultPorts, *, is_time: Callable[[], bool]) -> None:
-        self._ports = ports
-        self._is_time = is_time
-
-    async def run(self) -> None:
-        """Wait for the time and kill. The peer is not replaced."""
-        while True:
-            status = self._ports.status() if self._is_time() else None
-            found = victim(self._ports.crew, status, now_s=time.monotonic()) if status is not None else None
-            if status is not None and found is not None:
-                break
-            await asyncio.sleep(_LOOK_S)
-        member, expert = found
-        kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
-        self._ports.on_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
-        await self._ports.kill(member)
+async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
+    """Kill one holder of the busiest expert and replace it by nobody. Args: is_time: True once half is over."""
+    while True:
+        status = chronicle.status if is_time() else None
+        found = victim(crew, status, now_s=time.monotonic()) if status is not None else None
+        if status is not None and found is not None:
+            break
+        await asyncio.sleep(_LOOK_S)
+    member, expert = found
+    kind: FaultKind = "kill_coordinator" if member.peer == status.coordinator else "kill"
+    chronicle.take_fault(FaultLine(kind=kind, peer=member.name, stage=expert.stage, expert=expert.expert))
+    await _kill(crew, chronicle, member)

@@ -176,7 +176,7 @@ class Chronicle:
             loss_last=record.loss_last,
             val_loss=record.val_loss,
             tokens_per_s=round(record.tokens_per_s(spec.tokens_per_step), 1),
-            staleness_mean=record.staleness_sum / record.num_steps if record.num_steps else 0.0,
+            staleness_mean=record.staleness_sum / len(record.step_times_s) if record.step_times_s else 0.0,
             coordinator_terms=len(record.terms),
             peers=peers,
             rollbacks=record.rollbacks,
@@ -259,23 +259,12 @@ class Chronicle:
         self._validation_told = validation[0] if validation else -1
         self.record.add(shown, at_s)
         self._show(shown)
-        self._write_json(
-            DemoStepLine(
-                step=shown.step,
-                era=shown.era,
-                loss=shown.loss,
-                val_loss=shown.validation_loss if news else None,
-                tokens_per_s=round(shown.tokens_per_s, 1),
-                staleness_mean=shown.staleness_mean,
-                duplicates=shown.duplicates,
-                given_up=shown.given_up,
-                dissenting=shown.dissenting,
-                term=shown.term,
-                coordinator=shown.coordinator,
-                peers=shown.peers,
-                seconds=round(at_s - self.started_s, 3),
-            )
-        )
+        line = {name: getattr(shown, name) for name in DemoStepLine.__struct_fields__ if hasattr(shown, name)} | {
+            "val_loss": shown.validation_loss if news else None,
+            "tokens_per_s": round(shown.tokens_per_s, 1),
+            "seconds": round(at_s - self.started_s, 3),
+        }
+        self._write_json(DemoStepLine(**line))
         self._presenter.tell_step(shown)
 
     def _recent_tokens_per_s(self, at_s: float) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.deploy.base.children import CLI, Child, Children
 from shoal.deploy.control.control_socket import ask
-from shoal.deploy.record.report import Joined, Left, Obeys, Ready
+from shoal.deploy.record.report import Joined, Obeys, Ready
 from shoal.peer.compute.cgroup import processors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import InviteKey, make_invite, parse_invite
@@ -37,7 +37,6 @@ class CrewMember:
     suspended: bool = False
     awake_since_s: float = field(default_factory=time.monotonic)
     """When it was started or resumed, in `time.monotonic()`."""
-    left: Left | None = None
 
     @property
     def name(self) -> str:
@@ -161,7 +160,7 @@ class Crew:
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key
 
-    def take(self, member: CrewMember, report: Ready | Joined | Obeys | Left) -> None:
+    def take(self, member: CrewMember, report: Ready | Joined | Obeys) -> None:
         match report:
             case Ready():
                 self.invite = report.invite
@@ -169,8 +168,6 @@ class Crew:
                 member.peer, member.invite = report.peer, report.invite
             case Obeys():
                 member.obeys = True
-            case Left():
-                member.left = report
 
     def _current_invite(self) -> str:
         """Return an invite that names living members, the oldest first; the host's own while nobody has joined."""

@@ -20,11 +20,11 @@ from shoal.deploy.base.children import Child, Children, last_line
 from shoal.deploy.base.words import number_of_stages
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill, FaultPorts
+from shoal.deploy.demo.chaos import Chaos, ChaosOptions, kill_a_holder
 from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, environment
 from shoal.deploy.demo.summary import DemoSummary
-from shoal.deploy.record.report import Joined, Left, Obeys, Ready, read_report
+from shoal.deploy.record.report import Joined, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.deploy.session.beside import serving
 from shoal.protocol.errors import LocalError
@@ -160,19 +160,13 @@ class Demo:
         if options.chaos is None and not options.kills_holder:
             return
         await self._wait_for(lambda: self._chronicle.record.first is not None)
-        ports = FaultPorts(
-            crew=self._crew,
-            status=lambda: self._chronicle.status,
-            on_fault=self._chronicle.take_fault,
-            on_left_behind=self._chronicle.take_left_behind,
-        )
         if options.chaos is None:
-            await ExpertKill(ports, is_time=self._is_half_over).run()
+            await kill_a_holder(self._crew, self._chronicle, is_time=self._is_half_over)
             return
         until_s = None
         if options.seconds_max is not None:
             until_s = self._started_s + options.seconds_max - time.monotonic() - options.chaos.kill_every_s
-        await Chaos(ports, options.chaos, until_s=until_s).run()
+        await Chaos(self._crew, self._chronicle, options.chaos, until_s=until_s).run()
 
     def _is_half_over(self) -> bool:
         record, seconds_max = self._chronicle.record, self._options.seconds_max
@@ -247,7 +241,7 @@ class Demo:
             return
         report = read_report(line)
         if report is not None:
-            if isinstance(report, Ready | Joined | Obeys | Left):
+            if isinstance(report, Ready | Joined | Obeys):
                 self._crew.take(self._crew.member_of(child), report)
             self._chronicle.take(child.name, report)
             self._changed.set()

@@ -14,7 +14,6 @@ from shoal.deploy.record.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 
 FaultKind = Literal["kill", "kill_coordinator", "suspend", "resume", "start", "return"]
-KILLS: Sequence[FaultKind] = ("kill", "kill_coordinator")
 
 
 class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,10 +160,6 @@ class DemoRecord:
         """The newest validation loss."""
         return self.validations[max(self.validations)] if self.validations else self._val_loss
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.step_times_s)
-
     def tokens_per_s(self, tokens_per_step: int) -> float:
         times = self.step_times_s
         return (len(times) - 1) * tokens_per_step / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
@@ -178,7 +173,7 @@ class DemoRecord:
         return statistics.median(gaps) if gaps else None
 
     def chaos(self) -> ChaosFigures:
-        kills = [(at_s, fault) for at_s, fault in self.faults if fault.kind in KILLS]
+        kills = [(at_s, fault) for at_s, fault in self.faults if fault.kind in ("kill", "kill_coordinator")]
         told = [seconds for at_s, _ in kills if (seconds := recovery_s(self.step_times_s, at_s)) is not None]
         recovered = sorted(round(seconds, 2) for seconds in told if math.isfinite(seconds))
         lost = [seconds for at_s, _ in kills if (seconds := lost_s(self.step_times_s, at_s)) is not None]

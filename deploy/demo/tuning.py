@@ -88,7 +88,9 @@ class Tuning:
     async def _run(self) -> TuneSummary:
         began_s = time.monotonic()
         corpora = await asyncio.to_thread(write_two_corpora, self._folder / "texts")
-        spec = _reading(self._options.spec, corpora.code)
+        spec = self._options.spec
+        data = msgspec.structs.replace(spec.data, source=str(corpora.code), digest="")
+        spec = msgspec.structs.replace(spec, data=data)
         numel = sum(sum(num_elements(spec.model, key)) for key in all_layer_keys(spec.model))
         self._say(f"1  a base of {numel:,} parameters learns Python's library, in {spec.training.steps} steps")
         base = await self._train(spec, self._folder / "base")
@@ -165,11 +167,6 @@ class Tuning:
 
 class _Stopped(Exception):
     pass
-
-
-def _reading(spec: RunSpec, text: Path) -> RunSpec:
-    data = msgspec.structs.replace(spec.data, source=str(text), digest="")
-    return msgspec.structs.replace(spec, data=data)
 
 
 def _wanted(spec: RunSpec) -> str:

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from shoal.deploy.base.words import printable
-from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
+from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound, Problem
 from shoal.deploy.doctor.machine import machine_problems
-from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import split_of
 from shoal.protocol.limits import PROTOCOL_VERSION
 
@@ -188,7 +187,7 @@ def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[
             remedy="try again in half a minute: the host may just have started; if it stays so, its clock is off "
             "(`shoal doctor` there says it)",
         )
-    if (split := split_of(findings.network.views)) is not None:
+    if (split := split_of(findings.network.statuses)) is not None:
         yield split
 
 

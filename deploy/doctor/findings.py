@@ -1,13 +1,17 @@
-"""The doctor's findings: plain values, so that tests can diagnose any combination.
+"""The doctor's findings: plain values, so that tests can diagnose any combination; and `Problem`, what follows of them.
 
-None always means not examined or unknown; nothing is diagnosed from it.
+In a finding None always means not examined or unknown; nothing is diagnosed from it.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
+
+import msgspec
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import Invite
+from shoal.protocol.messages import SwarmStatus
 
 
 class Dial(Enum):
@@ -56,16 +60,6 @@ class PeerFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmView:
-    """One peer's view of its swarm."""
-
-    asked: PeerID
-    coordinator: PeerID
-    term: int
-    members: frozenset[PeerID]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFound:
     online: bool | None = None
     """True if an interface has an address that leads out of this machine."""
@@ -79,7 +73,8 @@ class NetworkFound:
     """True if a relay leads to this machine."""
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
-    views: tuple[SwarmView, ...] = ()
+    statuses: tuple[SwarmStatus, ...] = ()
+    """The answers of several peers of the run, to compare."""
     refused: str = ""
     """Why the run's peers refuse a holder of the invite; empty: they do not, or were not asked."""
     record_found: bool | None = None
@@ -122,3 +117,20 @@ class Findings:
     invite: Invite | None = None
     wants_cuda: bool = False
     """True if the user asked for a GPU by name."""
+
+
+Side = Literal["you", "host", "nobody"]
+"""The side that can fix it: the doctor's user; the run's host or the invite's sender; nobody in particular."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault, in words for a person without background."""
+
+    code: str
+    """A name for scripts, such as `clock`; the README lists them."""
+    side: Side
+    sentence: str
+    """The fault, in one line without a full stop."""
+    remedy: str
+    fatal: bool = True
+    """True if it keeps this machine out; false if things are only slower or may fail later."""

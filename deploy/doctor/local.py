@@ -23,20 +23,20 @@ _TIMEX_STATUS_OFFSET = 40
 """struct timex on 64-bit Linux: modes, offset, freq, maxerror, esterror, status; each but the last in 8 bytes."""
 
 
-def machine(folder: Path, *, root: Path = Path("/")) -> MachineFound:
-    """Examine the machine. Args: root: the folder that contains /sys and /proc."""
+def machine(folder: Path) -> MachineFound:
     free_bytes, error = disk(folder)
     return MachineFound(
-        gpu=gpu(root),
+        gpu=gpu(),
         clock_synchronised=clock_synchronised(),
         folder=str(folder),
         folder_error=error,
         disk_free_bytes=free_bytes,
-        memory_free_bytes=free_memory_bytes(root),
+        memory_free_bytes=free_memory_bytes(),
     )
 
 
 def gpu(root: Path = Path("/")) -> GpuFound:
+    """Examine the GPUs. Args: root: the folder that contains /sys and /proc."""
     present, driver = nvidia(root)
     try:
         import torch

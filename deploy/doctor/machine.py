@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from shoal.deploy.doctor.findings import GpuFound, MachineFound
-from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.findings import GpuFound, MachineFound, Problem
 
 DISK_BYTES_MIN = 64 * 2**20
 """Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""

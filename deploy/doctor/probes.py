@@ -5,16 +5,15 @@ Diagnosis is separate (`diagnosis.py`). No probe takes longer than joining would
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from shoal.deploy.doctor import dialling, local
-from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
+from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
 from shoal.deploy.doctor.knock import why_refused
-from shoal.deploy.doctor.split import view_of
 from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.state.spec_record import fetch_spec
 from shoal.deploy.visitor.visit import visiting
@@ -36,114 +35,103 @@ _NO_RUN = "doctor"
 _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 
-class LiveProbes:
-    """Examines the real machine and network; tests replace a part of it.
+async def examine(
+    invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
+) -> Findings:
+    """Examine machine and network in parallel, since torch's import takes as long as a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.
-        dial: tries a TCP connection to (host, port).
+        more: addresses of further peers of the run, to look for a second swarm.
     """
-
-    def __init__(self, listen: Sequence[str], *, dial: dialling.Dialler = dialling.dial) -> None:
-        self._listen = tuple(listen)
-        self._dial = dial
-
-    def machine(self, folder: Path) -> MachineFound:
-        """Examine the machine; blocks."""
-        return local.machine(folder)
-
-    async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
-        """Examine the network. Args: more: addresses of further peers of the run, to look for a second swarm."""
-        own = local.own_addresses()
-        addresses = await self._dial_all(invite.addresses if invite else ())
-        local_only = all(dialling.is_loopback(address.host) for address in addresses)
-        found = NetworkFound(
-            online=bool(own) or (bool(addresses) and local_only), own_addresses=own, addresses=addresses
-        )
-        if invite is not None and not any(address.dial in _WORTH_ASKING for address in addresses):
-            return found
-        return await self._ask_around(found, invite, more)
-
-    async def _dial_all(self, addresses: Sequence[str]) -> tuple[AddressFound, ...]:
-        async def one(address: str) -> AddressFound:
-            where, peer = split_address(address)
-            host, port = dialling.host_and_port(where)
-            outcome = await self._dial(host, port) if port else Dial.UNTRIED
-            return AddressFound(peer=PeerID(peer), host=host, port=port, dial=outcome)
-
-        return tuple(await asyncio.gather(*map(one, addresses)))
-
-    async def _ask_around(self, found: NetworkFound, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
-        """Start a network daemon, and ask the peers that it reaches."""
-        run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
-        async with contextlib.AsyncExitStack() as stack:
-            folder = await stack.enter_async_context(visiting())
-            identity = Identity.generate()
-            try:
-                members = invite.members_for(identity.peer_id) if invite else Members(run, identity.peer_id)
-                transport = await LiveTransport.start(
-                    identity, members=members, state_dir=folder, listen=self._listen, initial_peers=more
-                )
-            except TransportError as error:
-                return _with(found, daemon_error=str(error))
-            stack.push_async_callback(transport.close)
-            port = next((port for _, port in map(dialling.host_and_port, transport.addresses()) if port), None)
-            guests = dict.fromkeys(address.peer for address in found.addresses if address.dial in _WORTH_ASKING)
-            places = {guest: [at for at in invited if split_address(at)[1] == guest] for guest in guests}
-            peers = await asyncio.gather(*(_peer(transport, guest, places[guest], port or 0) for guest in guests))
-            found = _with(
-                found,
-                port=port,
-                peers=tuple(peers),
-                relayed=any("/p2p-circuit" in address for address in transport.addresses()),
-            )
-            of_the_run = [peer.peer for peer in peers if peer.is_in_run and peer.protocol_version == PROTOCOL_VERSION]
-            if invite is None or not of_the_run:
-                return found
-            gate = Gate(members, identity.peer_id)
-            if reason := await why_refused(transport, identity):
-                return _with(found, refused=reason)
-            directory = await LiveDirectory.start(transport, accept=record_rules(gate))
-            stack.push_async_callback(directory.close)
-            # `why_refused` has used lower sequence numbers.
-            since = int(1e6 * time.time())
-            endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
-            asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
-            views = await asyncio.gather(*(_view(endpoint, peer) for peer in asked))
-            return _with(
-                found,
-                views=tuple(view for view in views if view is not None),
-                record_found=await _has_record(directory, invite),
-            )
-
-
-async def examine(
-    probes: LiveProbes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
-) -> Findings:
-    """Examine machine and network in parallel, since torch's import takes as long as a dead address."""
-    machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
+    machine, network = await asyncio.gather(
+        asyncio.to_thread(local.machine, folder), examine_network(invite, listen=listen, more=more)
+    )
     return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
 
 
-def _with(found: NetworkFound, **changes: object) -> NetworkFound:
-    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+async def examine_network(
+    invite: Invite | None,
+    *,
+    listen: Sequence[str],
+    more: Sequence[str] = (),
+    dial: dialling.Dialler = dialling.dial,
+) -> NetworkFound:
+    """Examine the network as `examine` does. Args: dial: tries a TCP connection to (host, port)."""
+
+    async def dialled(address: str) -> AddressFound:
+        where, peer = split_address(address)
+        host, port = dialling.host_and_port(where)
+        outcome = await dial(host, port) if port else Dial.UNTRIED
+        return AddressFound(peer=PeerID(peer), host=host, port=port, dial=outcome)
+
+    own = local.own_addresses()
+    addresses = tuple(await asyncio.gather(*map(dialled, invite.addresses if invite else ())))
+    local_only = all(dialling.is_loopback(address.host) for address in addresses)
+    found = NetworkFound(online=bool(own) or (bool(addresses) and local_only), own_addresses=own, addresses=addresses)
+    if invite is not None and not any(address.dial in _WORTH_ASKING for address in addresses):
+        return found
+    return await _ask_around(found, invite, listen, more)
+
+
+async def _ask_around(
+    found: NetworkFound, invite: Invite | None, listen: Sequence[str], more: Sequence[str]
+) -> NetworkFound:
+    """Start a network daemon, and ask the peers that it reaches."""
+    run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
+    async with contextlib.AsyncExitStack() as stack:
+        folder = await stack.enter_async_context(visiting())
+        identity = Identity.generate()
+        try:
+            members = invite.members_for(identity.peer_id) if invite else Members(run, identity.peer_id)
+            transport = await LiveTransport.start(
+                identity, members=members, state_dir=folder, listen=listen, initial_peers=more
+            )
+        except TransportError as error:
+            return replace(found, daemon_error=str(error))
+        stack.push_async_callback(transport.close)
+        port = next((port for _, port in map(dialling.host_and_port, transport.addresses()) if port), None)
+        guests = dict.fromkeys(address.peer for address in found.addresses if address.dial in _WORTH_ASKING)
+        places = {guest: [at for at in invited if split_address(at)[1] == guest] for guest in guests}
+        peers = await asyncio.gather(*(_peer(transport, guest, places[guest], port or 0) for guest in guests))
+        found = replace(
+            found,
+            port=port,
+            peers=tuple(peers),
+            relayed=any("/p2p-circuit" in address for address in transport.addresses()),
+        )
+        of_the_run = [peer.peer for peer in peers if peer.is_in_run and peer.protocol_version == PROTOCOL_VERSION]
+        if invite is None or not of_the_run:
+            return found
+        gate = Gate(members, identity.peer_id)
+        if reason := await why_refused(transport, identity):
+            return replace(found, refused=reason)
+        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
+        stack.push_async_callback(directory.close)
+        # `why_refused` has used lower sequence numbers.
+        since = int(1e6 * time.time())
+        endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
+        asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
+        statuses = await asyncio.gather(*(_status(endpoint, peer) for peer in asked))
+        return replace(
+            found,
+            statuses=tuple(status for status in statuses if status is not None),
+            record_found=await _has_record(directory, invite),
+        )
 
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
     """Ask a peer for its time first, since that answer must be immediate, then whether it can connect to us."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
+    reached = False
     try:
         await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)
-    except RemoteError:
-        return PeerFound(peer=peer)
-    except Unreachable as error:
-        return PeerFound(peer=peer, speaks=True, mute=error.why)
-    try:
+        reached = True
         answered = await asking(timeout_s=_ASK_S)
     except Unreachable as error:
         return PeerFound(peer=peer, speaks=True, mute=error.why)
     except RemoteError as error:
-        return PeerFound(peer=peer, speaks=True, mute=str(error))
+        return PeerFound(peer=peer, speaks=reached, mute=str(error) if reached else "")
     called_back = None
     with contextlib.suppress(Unreachable, RemoteError):
         called_back = (await asking(port=port, timeout_s=12.0)).about.called_back
@@ -158,9 +146,9 @@ async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str]
     )
 
 
-async def _view(endpoint: Endpoint, peer: PeerID) -> SwarmView | None:
+async def _status(endpoint: Endpoint, peer: PeerID) -> SwarmStatus | None:
     try:
-        return view_of(peer, await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_S))
+        return await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_S)
     except ShoalError:
         return None
 

@@ -7,26 +7,20 @@ unnoticed; `split_watch.py` looks for it.
 import itertools
 from collections.abc import Sequence
 
-from shoal.deploy.doctor.findings import SwarmView
-from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.findings import Problem
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 
-def view_of(asked: PeerID, status: SwarmStatus) -> SwarmView:
-    return SwarmView(
-        asked=asked,
-        coordinator=status.coordinator,
-        term=status.term,
-        members=frozenset(peer.peer for peer in status.peers),
-    )
+def members_of(status: SwarmStatus) -> set[PeerID]:
+    return {peer.peer for peer in status.peers}
 
 
-def split_of(views: Sequence[SwarmView]) -> Problem | None:
-    """Return a problem if two of these views of one run have no member in common."""
-    told = [view for view in views if view.members]
+def split_of(statuses: Sequence[SwarmStatus]) -> Problem | None:
+    """Return a problem if two of these statuses of one run have no member in common."""
+    told = [status for status in statuses if status.peers]
     for one, other in itertools.combinations(told, 2):
-        if one.coordinator != other.coordinator and not one.members & other.members:
+        if one.coordinator != other.coordinator and not members_of(one) & members_of(other):
             return Problem(
                 code="two-swarms",
                 side="host",
@@ -39,6 +33,6 @@ def split_of(views: Sequence[SwarmView]) -> Problem | None:
     return None
 
 
-def _called(view: SwarmView) -> str:
-    count = len(view.members)
-    return f"{count} peer{'' if count == 1 else 's'} around {view.coordinator[-8:]} (term {view.term})"
+def _called(status: SwarmStatus) -> str:
+    count = len(members_of(status))
+    return f"{count} peer{'' if count == 1 else 's'} around {status.coordinator[-8:]} (term {status.term})"

@@ -8,9 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from shoal.deploy.doctor.findings import SwarmView
-from shoal.deploy.doctor.problem import Problem
-from shoal.deploy.doctor.split import split_of, view_of
+from shoal.deploy.doctor.findings import Problem
+from shoal.deploy.doctor.split import members_of, split_of
 from shoal.deploy.state.known_peers import Neighbourhood
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
@@ -34,75 +33,51 @@ class SplitWatch:
     """Looks for another swarm of the run.
 
     Args:
-        ask: peer -> its swarm's status. Raises: ShoalError.
-        say: called once for each split, and again only after it has ended.
+        endpoint: of a member of the run.
+        say: called with a sentence once for each split, and again only after it has ended.
     """
 
     def __init__(
         self,
-        *,
-        around: Around,
-        own_status: Callable[[], Awaitable[SwarmStatus]],
-        ask: Callable[[PeerID], Awaitable[SwarmStatus]],
-        me: PeerID,
-        say: Callable[[Problem], None],
-    ) -> None:
-        self._around, self._own_status, self._ask = around, own_status, ask
-        self._me, self._say = me, say
-        self._turn = 0
-        self._said = False
-
-    @classmethod
-    def of(
-        cls,
         endpoint: Endpoint,
         around: Around,
         *,
         own_status: Callable[[], Awaitable[SwarmStatus]],
         say: Callable[[str], None],
-    ) -> "SplitWatch":
-        """Return the watch of a member. `say` takes a sentence, which is logged too."""
-
-        def tell(problem: Problem) -> None:
-            logger.warning("%s; %s", problem.sentence, problem.remedy)
-            say(f"{problem.sentence}; {problem.remedy}")
-
-        return cls(
-            around=around,
-            own_status=own_status,
-            ask=lambda peer: endpoint.ask(peer, StatusRequest(), SwarmStatus),
-            me=endpoint.peer_id,
-            say=tell,
-        )
+    ) -> None:
+        self._endpoint, self._around, self._own_status, self._say = endpoint, around, own_status, say
+        self._turn = 0
+        self._said = False
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             problem = await self.look()
             if problem is not None and not self._said:
-                self._say(problem)
+                logger.warning("%s; %s", problem.sentence, problem.remedy)
+                self._say(f"{problem.sentence}; {problem.remedy}")
             self._said = problem is not None
 
     async def look(self) -> Problem | None:
         """Ask some peers outside our swarm, and introduce ourselves to them."""
         try:
-            ours = view_of(self._me, await self._own_status())
+            ours = await self._own_status()
         except ShoalError:
             return None  # between two coordinators nobody answers
-        views = [ours]
-        for peer in await self._strangers(ours):
+        statuses = [ours]
+        for peer in await self._strangers(members_of(ours)):
             try:
                 await self._around.introduce(peer, self._around.known().get(peer, ()))
-                views.append(view_of(peer, await self._ask(peer)))
+                statuses.append(await self._endpoint.ask(peer, StatusRequest(), SwarmStatus))
             except ShoalError as error:
                 logger.debug("no other swarm at %s: %s", peer[-8:], error)
-        return split_of(views)
+        return split_of(statuses)
 
-    async def _strangers(self, ours: SwarmView) -> list[PeerID]:
+    async def _strangers(self, ours: set[PeerID]) -> list[PeerID]:
         """Return peers outside our swarm: connected ones first, then others in turn, a few per look."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
-        strange = [peer for peer in strange if peer not in ours.members and peer != self._me]
+        strange = [peer for peer in strange if peer not in ours and peer != self._endpoint.peer_id]
         near = [peer for peer in strange if peer in connected][:_ASKED_MAX]
         far = [peer for peer in strange if peer not in connected]
         count = min(_ASKED_MAX - len(near), len(far))

@@ -60,10 +60,7 @@ class EventsFile:
 def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
     """Return tag -> value of a line for TensorBoard and Weights & Biases, without unknown values."""
     if isinstance(line, ValidationLine):
-        values: dict[str, float | None] = {
-            "loss/validation": line.loss,
-            "perplexity/validation": line.perplexity,
-        }
+        values: dict[str, float | None] = {"loss/validation": line.loss, "perplexity/validation": line.perplexity}
     else:
         values = {
             "loss/training": line.loss,

@@ -15,7 +15,9 @@ def find_record(wanted: str) -> Path:
 
     Raises: LocalError: there is none, or `wanted` is ambiguous.
     """
-    found = [record for path in look_for("record", wanted, has=_has_one) for record in _below(path)]
+    found = [
+        record for path in look_for("record", wanted, has=lambda path: bool(_below(path))) for record in _below(path)
+    ]
     if not found:
         raise LocalError(f"there is no {RECORD} in {wanted}: `shoal host` keeps one, and `shoal join --record`")
     newest = max(found, key=lambda file: file.stat().st_mtime)  # several peers of one run: take the last written
@@ -29,10 +31,6 @@ def find_record(wanted: str) -> Path:
 def records_of(run: str) -> list[Path]:
     """Return the records of a run on this machine, one per peer that keeps one."""
     return [record for found in all_runs() if found.run == run for record in _below(found.path)]
-
-
-def _has_one(path: Path) -> bool:
-    return bool(_below(path))
 
 
 def _below(path: Path) -> list[Path]:

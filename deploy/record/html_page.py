@@ -3,7 +3,9 @@
 The plots are the dashboard's (`../dashboard/static/`), embedded with uPlot and their style.
 """
 
+import csv
 import html
+import io
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,7 @@ from string import Template
 import msgspec
 
 from shoal.deploy.base.words import ENDING
-from shoal.deploy.record.lines import PlanLine, StartLine, StepLine
+from shoal.deploy.record.lines import PlanLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, amount, span, what_was_lost
 from shoal.deploy.record.writing import merged
@@ -24,6 +26,10 @@ STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 POINTS_MAX = 4000
 """The most points of a plot; neighbours are merged. `shoal report --csv` has every step."""
 CHANGES_MAX = 200
+_CSV = (
+    "step time loss perplexity validation_loss learning_rate gradient_norm tokens tokens_per_s staleness_steps peers "
+    "given_up duplicates era"
+)
 _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
@@ -41,12 +47,12 @@ def render_page(record: Record) -> str:
     title = found.name or "a run of shoal"
     return Template(_text(PAGE / "page.html")).substitute(
         title=html.escape(title),
-        subtitle=html.escape(_subtitle(record)),
-        tiles=_tiles(record),
+        subtitle=html.escape(_subtitle(found)),
+        tiles=_tiles(found),
         curves=_curves(),
         changes=_changes(record),
-        peers=_peers(record),
-        facts=_facts(record),
+        peers=_peers(found),
+        facts=_facts(record, found),
         style=_text(STATIC / "uplot" / "uPlot.min.css") + _text(STATIC / "style.css") + _text(PAGE / "page.css"),
         uplot=_text(STATIC / "uplot" / "uPlot.iife.min.js"),
         script="".join(
@@ -59,32 +65,16 @@ def render_page(record: Record) -> str:
 
 def csv_of(record: Record) -> str:
     """Return CSV: a line for every valid step and validation, ordered by step."""
-    heads = (
-        "step",
-        "time",
-        "loss",
-        "perplexity",
-        "validation_loss",
-        "learning_rate",
-        "gradient_norm",
-        "tokens",
-        "tokens_per_s",
-        "staleness_steps",
-        "peers",
-        "given_up",
-        "duplicates",
-        "era",
-    )
-    rows: list[tuple[int, int, tuple[object, ...]]] = []
-    for line in record.steps:
-        measured = line.loss, line.perplexity, None, line.learning_rate, line.gradient_norm, line.tokens
-        counted = line.tokens_per_s, line.staleness, line.peers, line.given_up, line.duplicates, line.era
-        rows.append((line.step, 0, (line.step, line.time, *measured, *counted)))
-    for told in record.validations:
-        rows.append((told.step, 1, (told.step, told.time, None, None, told.loss, *(None,) * 8, told.era)))
-    rows.sort(key=lambda row: row[:2])
-    cells = (",".join("" if cell is None else str(cell) for cell in row) for _, _, row in rows)
-    return "\n".join([",".join(heads), *cells]) + "\n"
+    table = io.StringIO()
+    writer = csv.DictWriter(table, _CSV.split(), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    lines: list[StepLine | ValidationLine] = [*record.steps, *record.validations]
+    for line in sorted(lines, key=lambda line: line.step):
+        if isinstance(line, StepLine):
+            writer.writerow(msgspec.structs.asdict(line) | {"staleness_steps": line.staleness})
+        else:
+            writer.writerow({"step": line.step, "time": line.time, "validation_loss": line.loss, "era": line.era})
+    return table.getvalue()
 
 
 def _text(path: Path) -> str:
@@ -110,15 +100,7 @@ def _data(record: Record, title: str) -> _Data:
     return _Data(
         name=title,
         points=[
-            (
-                line.time,
-                line.step,
-                line.loss,
-                line.tokens_per_s,
-                line.staleness,
-                line.learning_rate,
-                line.gradient_norm,
-            )
+            (line.time, line.step, line.loss, line.tokens_per_s, line.staleness, line.learning_rate, line.gradient_norm)
             for line in steps
         ],
         validations=[(made.get(line.step, line.time), line.step, line.loss) for line in record.validations],
@@ -126,20 +108,15 @@ def _data(record: Record, title: str) -> _Data:
     )
 
 
-def _subtitle(record: Record) -> str:
-    found, start = Totals(record), _start(record)
+def _subtitle(found: Totals) -> str:
+    start = found.start
     if found.times_s is None:
         return "Nothing was recorded yet."
     model = f"{amount(start.num_parameters)} parameters in {start.num_layers} layers; " if start else ""
     return f"{model}{_date(found.times_s[0])} to {_date(found.times_s[1])}; run {found.run or 'without a name'}"
 
 
-def _start(record: Record) -> StartLine | None:
-    return record.starts[-1] if record.starts else None
-
-
-def _tiles(record: Record) -> str:
-    found = Totals(record)
+def _tiles(found: Totals) -> str:
     of = f"of {found.steps:,}" if found.steps else ""
     tiles = [("Steps", f"{found.step:,}", of)]
     if found.loss is not None:
@@ -159,8 +136,7 @@ def _tiles(record: Record) -> str:
 
 def _changes(record: Record) -> str:
     names = {line.peer[-8:]: line.name for line in record.peers}
-    changes = _real_changes(record.plans)
-    rows = [(line.time, line.reason, "plan") for line in changes]
+    rows = [(line.time, line.reason, "plan") for line in _real_changes(record.plans)]
     rows += [(line.time, f"the record goes on, kept by {line.peer_name}", "note") for line in record.starts[1:]]
     if not rows:
         return '<li class="quiet">Nothing.</li>'
@@ -178,9 +154,9 @@ def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
     return [line for line in told if "hand-over from" not in line.reason and "is under way" not in line.reason]
 
 
-def _peers(record: Record) -> str:
+def _peers(found: Totals) -> str:
     rows = []
-    for share in Totals(record).shares:
+    for share in found.shares:
         stages = sorted({line.stage for line in share.lines if line.stage is not None})
         where = ", ".join(map(str, stages)) or "standing by"
         device = next((line.device for line in share.lines if line.device), "")
@@ -193,8 +169,8 @@ def _peers(record: Record) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _facts(record: Record) -> str:
-    found, start = Totals(record), _start(record)
+def _facts(record: Record, found: Totals) -> str:
+    start = found.start
     rows = [
         ("steps", f"{found.step:,}" + (f" of {found.steps:,}" if found.steps else "")),
         ("tokens trained on", f"{found.tokens:,}"),
@@ -206,14 +182,8 @@ def _facts(record: Record) -> str:
         ("coordinators", f"{len({line.coordinator for line in record.plans})}"),
     ]
     if found.validation is not None:
-        first, last, best = found.validation
-        rows.append(
-            (
-                "validation",
-                f"{first.loss:.4f} at step {first.step:,}, {last.loss:.4f} at step {last.step:,}, "
-                f"best {best.loss:.4f} at step {best.step:,}",
-            )
-        )
+        first, last, best = (f"{line.loss:.4f} at step {line.step:,}" for line in found.validation)
+        rows.append(("validation", f"{first}, {last}, best {best}"))
     if start is not None:
         rows += [("parameters", f"{start.num_parameters:,}"), ("optimizer", start.optimizer), *start.fields.items()]
         rows += [("shoal", start.version), ("record kept by", f"{start.peer_name} ({start.peer})")]

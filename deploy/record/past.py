@@ -6,21 +6,43 @@ a group are gone.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import HISTORY_COMMITS_MAX, HISTORY_PER_REPLY_MAX
-from shoal.protocol.messages import (
-    CommitReport,
-    History,
-    HistoryRequest,
-    PastCommit,
-    PastValidation,
-    ValidationReport,
-)
+from shoal.protocol.messages import CommitReport, History, HistoryRequest, PastCommit, PastValidation, ValidationReport
 from shoal.protocol.ports import Clock
 
 _VALIDATIONS_MAX = 256
+
+Report = TypeVar("Report", CommitReport, ValidationReport)
+
+
+class _Kept(Generic[Report]):
+    """The newest reports by key, each with the time when it came."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: list[tuple[int, ...]] = []
+        """Sorted."""
+        self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
+
+    def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
+        """Keep a report. A repeated one, from another member, counts once."""
+        if key not in self._reports:
+            self._reports[key] = at_s, report
+            insort(self._keys, key)
+            if len(self._keys) > self._most:
+                del self._reports[self._keys.pop(0)]
+
+    def oldest(self, first: tuple[int, ...], now_s: float) -> Iterator[tuple[float, Report]]:
+        """Yield (seconds since it came, report) from the key `first` on, as many as fit into a reply."""
+        begin = bisect_left(self._keys, first)
+        for key in self._keys[begin : begin + HISTORY_PER_REPLY_MAX]:
+            at_s, report = self._reports[key]
+            yield round(now_s - at_s, 3), report
 
 
 class Past:
@@ -28,41 +50,23 @@ class Past:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._commit_keys: list[tuple[int, int, int]] = []
-        """Sorted (era, step, group)."""
-        self._commits: dict[tuple[int, int, int], tuple[float, CommitReport]] = {}
-        self._validation_keys: list[tuple[int, int]] = []
-        self._validations: dict[tuple[int, int], tuple[float, ValidationReport]] = {}
+        self._commits = _Kept[CommitReport](HISTORY_COMMITS_MAX)
+        self._validations = _Kept[ValidationReport](_VALIDATIONS_MAX)
 
     def committed(self, report: CommitReport) -> None:
-        """Remember a commit of a group of this peer. A repeated report, from another member, counts once."""
-        key = report.era, report.step, report.stage
-        if key in self._commits:
-            return
-        self._commits[key] = self._clock.now_s(), report
-        insort(self._commit_keys, key)
-        if len(self._commit_keys) > HISTORY_COMMITS_MAX:
-            del self._commits[self._commit_keys.pop(0)]
+        self._commits.add((report.era, report.step, report.stage), self._clock.now_s(), report)
 
     def validated(self, report: ValidationReport) -> None:
-        key = report.era, report.step
-        if key in self._validations:
-            return
-        self._validations[key] = self._clock.now_s(), report
-        insort(self._validation_keys, key)
-        if len(self._validation_keys) > _VALIDATIONS_MAX:
-            del self._validations[self._validation_keys.pop(0)]
+        self._validations.add((report.era, report.step), self._clock.now_s(), report)
 
     def since(self, request: HistoryRequest) -> History:
         """Return the oldest of the requested commits and validations."""
         now_s = self._clock.now_s()
-        first = bisect_left(self._commit_keys, (*request.commits_from, -1))
-        commits = (self._commits[key] for key in self._commit_keys[first : first + HISTORY_PER_REPLY_MAX])
-        first = bisect_left(self._validation_keys, request.validations_from)
-        validations = (self._validations[key] for key in self._validation_keys[first : first + HISTORY_PER_REPLY_MAX])
+        commits = self._commits.oldest((*request.commits_from, -1), now_s)
+        validations = self._validations.oldest(request.validations_from, now_s)
         return History(
-            commits=tuple(PastCommit(round(now_s - at_s, 3), report) for at_s, report in commits),
-            validations=tuple(PastValidation(round(now_s - at_s, 3), report) for at_s, report in validations),
+            commits=tuple(PastCommit(*each) for each in commits),
+            validations=tuple(PastValidation(*each) for each in validations),
         )
 
     def serve(self, endpoint: Endpoint) -> None:

@@ -17,98 +17,6 @@ NAMES_MAX = 8
 NOTHING = "nothing"
 
 
-class Totals:
-    """Totals over a record's valid lines."""
-
-    def __init__(self, record: Record) -> None:
-        self._steps, self._redone, self._peers = record.steps, record.redone, record.peers
-        self._start = record.starts[-1] if record.starts else None
-        self.loss = _losses(record.steps)
-        """(loss of the first step, mean loss of the last ten)."""
-        self.validation = _validations(record.validations)
-        """(first, last, best) validation."""
-
-    @property
-    def name(self) -> str:
-        return self._start.name if self._start else ""
-
-    @property
-    def run(self) -> str:
-        return self._start.run if self._start else ""
-
-    @property
-    def step(self) -> int:
-        """The number of steps done."""
-        return self._steps[-1].step if self._steps else 0
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the whole run; 0: unknown."""
-        return self._start.steps if self._start else 0
-
-    @property
-    def recorded(self) -> int:
-        """The number of steps with a line."""
-        return sum(line.steps for line in self._steps)
-
-    @property
-    def lost(self) -> int:
-        """The number of steps without a line."""
-        return self.step - (self._steps[0].step - self._steps[0].steps) - self.recorded if self._steps else 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(line.tokens for line in self._steps)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The median tokens/s over the steps."""
-        paces = [line.tokens_per_s for line in self._steps if line.tokens_per_s is not None]
-        return statistics.median(paces) if paces else None
-
-    @property
-    def times_s(self) -> tuple[float, float] | None:
-        """The times of the first and the last step, in seconds since 1970; None: there is no step."""
-        times = [line.time for line in self._steps]
-        return (min(times), max(times)) if times else None
-
-    @property
-    def elapsed_s(self) -> float:
-        return self.times_s[1] - self.times_s[0] if self.times_s is not None else 0.0
-
-    @property
-    def peers_max(self) -> int:
-        return max((line.peers for line in self._steps), default=0)
-
-    @property
-    def shares(self) -> "tuple[Share, ...]":
-        """Each peer's share, in the order of arrival."""
-        return shares(self._steps, self._peers)
-
-    @property
-    def redone(self) -> int:
-        """The number of steps that were repeated after the run went back."""
-        return sum(line.steps for line in self._redone)
-
-    @property
-    def rollbacks(self) -> int:
-        """The number of returns to a snapshot."""
-        lines = sorted((*self._steps, *self._redone), key=lambda line: (line.era, line.step))
-        return sum(
-            after.era > before.era and after.step - after.steps < before.step for before, after in pairwise(lines)
-        )
-
-    @property
-    def given_up(self) -> int:
-        """The number of microbatches missing from steps."""
-        return sum(line.given_up for line in self._steps)
-
-    @property
-    def duplicates(self) -> int:
-        """The number of microbatches computed twice."""
-        return sum(line.duplicates for line in self._steps)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One peer's share of the work, as far as recorded."""
@@ -121,6 +29,49 @@ class Share:
     @property
     def name(self) -> str:
         return self.lines[-1].name
+
+
+class Totals:
+    """Totals over a record's valid lines."""
+
+    def __init__(self, record: Record) -> None:
+        steps = record.steps
+        self.start = start = record.starts[-1] if record.starts else None
+        """The newest start of the peer that keeps the record."""
+        losses = [line.loss for line in steps if line.loss is not None]
+        paces = [line.tokens_per_s for line in steps if line.tokens_per_s is not None]
+        times = [line.time for line in steps]
+        self.name = start.name if start else ""
+        self.run = start.run if start else ""
+        self.step = steps[-1].step if steps else 0
+        """The number of steps done."""
+        self.steps = start.steps if start else 0
+        """The number of steps of the whole run; 0: unknown."""
+        self.recorded = sum(line.steps for line in steps)
+        """The number of steps with a line."""
+        self.lost = self.step - (steps[0].step - steps[0].steps) - self.recorded if steps else 0
+        """The number of steps without a line."""
+        self.loss = (losses[0], statistics.fmean(losses[-_AT_THE_END:])) if losses else None
+        """(loss of the first step, mean loss of the last ten)."""
+        self.validation = _validations(record.validations)
+        """(first, last, best) validation."""
+        self.tokens = sum(line.tokens for line in steps)
+        self.tokens_per_s = statistics.median(paces) if paces else None
+        """The median tokens/s over the steps."""
+        self.times_s = (min(times), max(times)) if times else None
+        """The times of the first and the last step, in seconds since 1970; None: there is no step."""
+        self.elapsed_s = self.times_s[1] - self.times_s[0] if self.times_s is not None else 0.0
+        self.peers_max = max((line.peers for line in steps), default=0)
+        self.shares = shares(steps, record.peers)
+        """Each peer's share, in the order of arrival."""
+        self.redone = sum(line.steps for line in record.redone)
+        """The number of steps that were repeated after the run went back."""
+        self.rollbacks = _rollbacks((*steps, *record.redone))
+        """The number of returns to a snapshot."""
+        self.given_up = sum(line.given_up for line in steps)
+        """The number of microbatches missing from steps."""
+        self.duplicates = sum(line.duplicates for line in steps)
+        """The number of microbatches computed twice."""
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
@@ -151,9 +102,9 @@ def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share,
     return tuple(found)
 
 
-def _losses(steps: Sequence[StepLine]) -> tuple[float, float] | None:
-    losses = [line.loss for line in steps if line.loss is not None]
-    return (losses[0], statistics.fmean(losses[-_AT_THE_END:])) if losses else None
+def _rollbacks(steps: Sequence[StepLine]) -> int:
+    lines = sorted(steps, key=lambda line: (line.era, line.step))
+    return sum(after.era > before.era and after.step - after.steps < before.step for before, after in pairwise(lines))
 
 
 def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, ValidationLine, ValidationLine] | None:

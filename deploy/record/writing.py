@@ -9,16 +9,7 @@ from typing import Final
 
 import msgspec
 
-from shoal.deploy.record.lines import (
-    Line,
-    NoteLine,
-    PeerLine,
-    PlanLine,
-    StepLine,
-    decode_line,
-    encode_line,
-    perplexity,
-)
+from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLine, decode_line, encode_line, perplexity
 from shoal.protocol.identity import PeerID
 
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -41,12 +32,7 @@ class RecordFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        say: Callable[[str], None],
-        now_s: Callable[[], float],
-        bytes_max: int = RECORD_BYTES_MAX,
+        self, path: Path, *, say: Callable[[str], None], now_s: Callable[[], float], bytes_max: int = RECORD_BYTES_MAX
     ) -> None:
         self.path = path
         self._say, self._now_s, self._bytes_max = say, now_s, bytes_max

@@ -441,9 +441,7 @@ async def _until_done(
 
     Returns: True if the run is done; the newer revision.
     """
-    split = SplitWatch.of(
-        node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
-    )
+    split = SplitWatch(node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text)))
     recording = asyncio.create_task(_record(node, recorder), name="record the run")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")

@@ -63,11 +63,12 @@ def summary(verdicts: Sequence[RunVerdict]) -> str:
     injected: Counter[str] = Counter()
     for verdict in verdicts:
         injected.update(verdict.injected)
+    numbers = ", ".join(str(verdict.seed) for verdict in failed)
     microbatches = sum(verdict.microbatches for verdict in verdicts)
     duplicates = sum(verdict.duplicates for verdict in verdicts)
     training_s = sum(verdict.training_s for verdict in verdicts)
     lines = [
-        ("seeds", f"{len(verdicts)}, {len(failed)} failed" + (f": {_numbers(failed)}" if failed else "")),
+        ("seeds", f"{len(verdicts)}, {len(failed)} failed" + (f": {numbers}" if failed else "")),
         ("faults", ", ".join(f"{injected[kind]} {kind}" for kind in FaultKind if injected[kind]) or "none"),
         ("recovery", _recovery([s for verdict in verdicts for s in verdict.recoveries_s])),
         ("goodput", f"{sum(v.steps for v in verdicts) / training_s:.3f} steps/s" if training_s else "-"),
@@ -79,10 +80,6 @@ def summary(verdicts: Sequence[RunVerdict]) -> str:
         ),
     ]
     return "\n".join(f"{label:<12} {text}" for label, text in lines)
-
-
-def _numbers(verdicts: Sequence[RunVerdict]) -> str:
-    return ", ".join(str(verdict.seed) for verdict in verdicts)
 
 
 def _recovery(seconds: Sequence[float]) -> str:

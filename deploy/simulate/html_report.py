@@ -121,25 +121,24 @@ def _kind(heading: str) -> str:
 
 def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
     result, topology = outcome.result, scenario.topology
-    if result is None:
-        empty = Chart(start=0.0, end=1.0, unit=1.0, rows=())
-        return Shown(
-            name=outcome.strategy.name,
-            about=outcome.problem,
-            pace=(),
-            events=(),
-            gantt=empty,
-            maps=(),
-            layout=_layout(outcome, topology),
-        )
-    return Shown(
+    shown = Shown(
         name=outcome.strategy.name,
+        about=outcome.problem,
+        pace=(),
+        events=(),
+        gantt=Chart(start=0.0, end=1.0, unit=1.0, rows=()),
+        maps=(),
+        layout=_layout(outcome, topology),
+    )
+    if result is None:
+        return shown
+    return msgspec.structs.replace(
+        shown,
         about=_about(outcome, result),
         pace=pace(result),
         events=tuple((e.at_s, e.change, e.text) for e in result.events[-_EVENTS_MAX:]),
         gantt=chart_of(result, outcome.placement, topology),
         maps=_maps(outcome, result, topology),
-        layout=_layout(outcome, topology),
     )
 
 

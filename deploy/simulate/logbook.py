@@ -61,9 +61,6 @@ class SimLedger:
     def left(self, device: int, name: str) -> None:
         self._note("left", device, name)
 
-    def failed(self, what: str) -> None:
-        self.failures.append(what)
-
     def obeyed(self, plan: Plan) -> None:
         """Record a plan. Every node reports every plan."""
         if plan.order in self._plans:

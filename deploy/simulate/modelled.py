@@ -24,13 +24,11 @@ from shoal.coordinator.cost.throughput import split
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.extents import with_modelled_base
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
-from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import SimulatedRouting
-from shoal.deploy.simulate.severing import Severing, check_severings
-from shoal.deploy.simulate.slowing import Slowing, check_slowings
-from shoal.deploy.simulate.standstill import EndFacts, why_no_step
+from shoal.deploy.simulate.standstill import why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -38,9 +36,6 @@ from shoal.protocol.sim.network import MatrixNetwork
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
-
-_READ_EVERY_S = 60.0
-"""The virtual seconds between two sums of the devices' work; jobs are then dropped unless a timeline is wanted."""
 
 
 class Churn(NamedTuple):
@@ -62,8 +57,9 @@ class RunLimits:
     """Further steps that the run has after its end, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
-    look_every_s: float = _READ_EVERY_S
-    """The virtual seconds between two calls of `is_enough` and two reads of the devices' work."""
+    look_every_s: float = 60.0
+    """The virtual seconds between two calls of `is_enough`, and between two sums of the devices' work; their jobs are
+    then dropped unless a timeline is wanted."""
     is_enough: Callable[[], str] = lambda: ""
     """A function that returns why to end the run; empty: it goes on."""
 
@@ -80,12 +76,10 @@ class ModelledRun:
     """A placement holds while its devices are up; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
-    hindrances: Sequence[Slowing | Severing] = ()
-    """Slower devices and links, and cut pairs. Those of devices that join later are ignored."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
-    ports: Callable[[Seat], Ports] | None = None
-    """Makes each node's ports; None: the device's own. Benchmarks put the behaviour of other systems here."""
+    make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
+    """Makes the swarm. Tests and benchmarks hinder devices, or put the behaviour of other systems here."""
     chunk_bytes: int | None = None
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
@@ -114,9 +108,6 @@ def run_modelled(run: ModelledRun) -> SimResult:
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
-    slowings, severings = _hindrances(run)
-    check_slowings(run.topology, slowings)
-    check_severings(run.topology, severings)
     begun_s = time.perf_counter()
     with _collecting_rarely():
         result = run_in_virtual_time(_play(run))
@@ -144,14 +135,13 @@ async def _play(run: ModelledRun) -> SimResult:
         keeps_timeline=run.record_timeline,
         on_step=stepped,
     )
-    swarm = ModelledSwarm(
+    swarm = run.make_swarm(
         world,
         t,
         spec,
         allocator,
         ledger,
         chunk_bytes=run.chunk_bytes or chunk_bytes_on(t),
-        ports=run.ports,
         routing=SimulatedRouting(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )
     for device in sorted(set(range(t.num_devices)) - absent_at_first(run.churn)):
@@ -159,13 +149,6 @@ async def _play(run: ModelledRun) -> SimResult:
     for event in sorted(run.churn, key=lambda event: event.at_s):
         happen = {"add": swarm.launch, "remove": swarm.remove, "leave": swarm.leave}[event.kind]
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
-    slowings, severings = _hindrances(run)
-    for slowing in sorted(slowings, key=lambda slowing: slowing.at_s):
-        asyncio.get_running_loop().call_at(slowing.at_s, swarm.slow, slowing)
-    for severing in sorted(severings):
-        asyncio.get_running_loop().call_at(severing.at_s, swarm.sever, severing.one, severing.other)
-        if severing.until_s < math.inf:
-            asyncio.get_running_loop().call_at(severing.until_s, swarm.join, severing.one, severing.other)
     cut_off = await _until_over(run, ledger)
     ledger.read_jobs()
     ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]
@@ -184,7 +167,7 @@ async def _play(run: ModelledRun) -> SimResult:
             wall_s=0.0,
             num_events=world.num_events,
             cut_off=cut_off,
-            standstill="" if len(ledger.steps) >= STEPS_MIN else why_no_step(_seen(run, spec, world, ledger)),
+            standstill=_standstill(run, spec, world, ledger),
             undone=tuple(ledger.undone),
         ),
         trace_hash=world.trace_hash(),
@@ -192,22 +175,17 @@ async def _play(run: ModelledRun) -> SimResult:
     )
 
 
-def _hindrances(run: ModelledRun) -> tuple[list[Slowing], list[Severing]]:
-    slowings = [each for each in run.hindrances if isinstance(each, Slowing)]
-    return slowings, [each for each in run.hindrances if isinstance(each, Severing)]
-
-
-def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> EndFacts:
-    devices = range(run.topology.num_devices)
-    return EndFacts(
-        topology=run.topology,
-        spec=spec,
-        plan=ledger.plan,
-        devices={peer: device for device, peer in peer_ids(world, devices).items()},
-        present=ledger.present,
+def _standstill(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> str:
+    if len(ledger.steps) >= STEPS_MIN:
+        return ""
+    return why_no_step(
+        run.topology,
+        spec,
+        ledger.plan,
+        {peer: device for device, peer in peer_ids(world, range(run.topology.num_devices)).items()},
+        present=set(ledger.present),
         left_at_s={event.device: event.at_s for event in ledger.events if event.change == "left"},
-        ended_at_s=world.now_s(),
-        last_step_at_s=ledger.steps[-1].committed_at_s if ledger.steps else None,
+        waited_s=world.now_s() - (ledger.steps[-1].committed_at_s if ledger.steps else 0.0),
     )
 
 

@@ -1,8 +1,8 @@
 """Run nodes on modelled devices in one world: launch and remove them, and record their actions."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+
+import numpy as np
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
@@ -10,18 +10,12 @@ from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.extents import ModelledBase
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import SimulatedRouting
-from shoal.deploy.simulate.severing import pairs_apart
-from shoal.deploy.simulate.slowing import Slowing, link_bytes_per_s
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.membership import Members
-from shoal.protocol.messages import CommitReport
-from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
-from shoal.protocol.sim.network import LinkSpec
-from shoal.protocol.sim.paths import Cut
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
@@ -31,23 +25,10 @@ Ports = tuple[Transport, Compute, Traffic | None]
 """The ports that a node takes from its peer."""
 
 
-class Seat(NamedTuple):
-    """The place of one node in a modelled swarm, for code that wraps its ports."""
-
-    device: int
-    peer: SimPeer
-    peers: Mapping[int, PeerID]
-    """Device -> peer, also of absent devices."""
-    spec: RunSpec
-
-
 class ModelledSwarm:
     """The nodes of one run; device i of the topology is the peer named after i.
 
-    Args:
-        ports: makes each node's ports in place of its peer's own; a benchmark plays another system's behaviour with
-            them.
-        routing: for runs that place experts.
+    Args: routing: for runs that place experts.
     """
 
     def __init__(
@@ -59,7 +40,6 @@ class ModelledSwarm:
         ledger: SimLedger,
         *,
         chunk_bytes: int,
-        ports: Callable[[Seat], Ports] | None = None,
         routing: SimulatedRouting | None = None,
     ) -> None:
         self._world = world
@@ -68,7 +48,6 @@ class ModelledSwarm:
         self._allocator = allocator
         self._ledger = ledger
         self._chunk_bytes = chunk_bytes
-        self._ports = ports
         self._routing = routing
         self._seals = TrustingSeals()
         self._owner: PeerID | None = None
@@ -79,10 +58,10 @@ class ModelledSwarm:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
         """Device -> the devices to which the network has no path."""
-        for one, other in pairs_apart(topology):
-            self._apart.setdefault(one, set()).add(other)
-            self._apart.setdefault(other, set()).add(one)
-        self._severed: dict[frozenset[int], Cut] = {}
+        passes = topology.bytes_per_s > 0.0
+        for one, other in np.argwhere(~(passes & passes.T)).tolist():
+            if one != other:
+                self._apart.setdefault(one, set()).add(other)
 
     def launch(self, device: int) -> None:
         """Start the next process of `device`; do nothing if one runs."""
@@ -136,42 +115,14 @@ class ModelledSwarm:
         peer.spawn(go(), name="farewell").add_done_callback(gone)
         self._ledger.left(device, self._topology.names[device])
 
-    def slow(self, slowing: Slowing) -> None:
-        """Slow a device or its links, if launched."""
-        t, peer = self._topology, self._peers.get(slowing.device)
-        if peer is not None and not slowing.others:
-            self._world.slow_device(peer, slowing.times)
-        for source, destination in slowing.links():
-            if source in self._peers and destination in self._peers:
-                link = LinkSpec(
-                    latency_s=float(t.latency_s[source, destination]),
-                    rate_bytes_per_s=link_bytes_per_s(t, source, destination) / slowing.times,
-                )
-                self._world.set_link(self._peers[source], self._peers[destination], link)
-
-    def sever(self, one: int, other: int) -> None:
-        """Cut the path between two launched devices."""
-        pair = frozenset((one, other))
-        if pair not in self._severed and len(pair.intersection(self._peers)) == 2:
-            self._severed[pair] = self._world.partition([self._peers[one]], [self._peers[other]])
-
-    def join(self, one: int, other: int) -> None:
-        """Heal the path between two devices."""
-        cut = self._severed.pop(frozenset((one, other)), None)
-        if cut is not None:
-            self._world.heal(cut)
+    def ports_of(self, device: int, peer: SimPeer) -> Ports:
+        """Return the ports of a device's node; benchmarks play another system's behaviour with others."""
+        return peer.transport, peer.compute, None
 
     async def _live(self, device: int, life: int, peer: SimPeer) -> None:
         assert self._owner is not None
-        transport, compute, traffic = self._ports_of(device, peer)
+        transport, compute, traffic = self.ports_of(device, peer)
         t, ledger = self._topology, self._ledger
-
-        def committed(report: CommitReport) -> None:
-            ledger.committed(report)
-
-        def obeyed(plan: SignedPlan) -> None:
-            ledger.obeyed(plan.plan)
-
         # The host has the base of adapters; the others fetch their layers of it over the network.
         has_base = self._spec.adapter is not None and peer.peer_id == self._owner
         run = NodeRun(spec=self._spec, owner=self._owner, initial=ModelledBase(self._spec) if has_base else None)
@@ -189,7 +140,7 @@ class ModelledSwarm:
             identity=peer.identity,
             gate=Gate(Members(run.id, self._owner, is_open=True), peer.peer_id),
             name=t.names[device],
-            hears=NodeListeners(on_plan=obeyed, on_commit=committed),
+            hears=NodeListeners(on_plan=lambda plan: ledger.obeyed(plan.plan), on_commit=ledger.committed),
             arithmetic=ModelledArithmetic(
                 self._spec,
                 has_text=bool(t.may_feed[device]),
@@ -206,15 +157,9 @@ class ModelledSwarm:
         await node.wait_done()
         await node.close()
 
-    def _ports_of(self, device: int, peer: SimPeer) -> Ports:
-        if self._ports is None:
-            return peer.transport, peer.compute, None
-        everybody = peer_ids(self._world, range(self._topology.num_devices))
-        return self._ports(Seat(device, peer, everybody, self._spec))
-
     def _over(self, device: int, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._ledger.failed(f"{self._topology.names[device]}: {error!r}")
+            self._ledger.failures.append(f"{self._topology.names[device]}: {error!r}")
             if not isinstance(error, Exception):
                 raise error
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,26 +11,39 @@ from shoal.deploy.base.words import counted
 from shoal.deploy.planning.figures import Figures
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:  # it loads torch, which `shoal plan` does not need
+    from shoal.deploy.simulate.modelled import Churn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy, its placement, its prediction, and its result."""
+    """A strategy with its layout and prediction and, once it has been simulated, its result."""
 
     strategy: Strategy
-    placement: Placement | None
-    """None: the simulated coordinators decided, or nothing could be placed."""
-    predicted: Cost | None
+    spec: RunSpec
+    churn: "tuple[Churn, ...]" = ()
+    placement: Placement | None = None
+    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    predicted: Cost | None = None
     """The cost by the throughput objective; None for changing layouts, which it does not model."""
-    result: SimResult | None
-    figures: Figures | None = None
-    """The costs, traffic and duration at the simulated pace; None without a pace."""
     problem: str = ""
     """The reason for a missing result."""
-    same_as: str = ""
-    """The earlier strategy that was the same run; empty: none."""
     planned_s: float = 0.0
     """The real seconds of finding the placement."""
+    result: SimResult | None = None
+    figures: Figures | None = None
+    """The costs, traffic and duration at the simulated pace; None without a pace."""
+    same_as: str = ""
+    """The earlier strategy that was the same run; empty: none."""
+
+    @property
+    def run(self) -> object:
+        """A key: equal keys are the same run; None: unlike any other."""
+        if self.problem:
+            return None
+        return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,15 +124,7 @@ def pace(strategy: Strategy, result: SimResult) -> float:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """Return the part of the time in which devices with a stage computed nothing."""
-    shares = time_shares(outcome)
-    if shares is None:
-        return None
-    return max(0.0, 1.0 - sum(share for kind, share in shares.items() if kind != "probe"))
-
-
-def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
-    """Return the share of each kind of job in the steady time of devices with a stage; None without a timeline."""
+    """Return the part of the steady time in which devices with a stage computed nothing; None without a timeline."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -133,7 +139,8 @@ def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
         for kind, started_s, ended_s in result.timeline[device]:
             inside_s = max(0.0, min(ended_s, end_s) - max(started_s, begin_s))
             seconds[kind] = seconds.get(kind, 0.0) + inside_s
-    return {kind: s / (len(devices) * (end_s - begin_s)) for kind, s in seconds.items()}
+    steady_s = len(devices) * (end_s - begin_s)
+    return max(0.0, 1.0 - sum(s / steady_s for kind, s in seconds.items() if kind != "probe"))
 
 
 def bound_by(cost: Cost | None) -> str:

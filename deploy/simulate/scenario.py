@@ -128,16 +128,16 @@ class Scenario:
     spec: RunSpec
     """`training.steps` is the length of each strategy's run."""
     stages: int | None
-    seconds: float | None
+    seconds: float | None = None
     watts: tuple[float | None, ...]
     """[N], the power of each device while it trains, if given."""
     network: ReadNetwork | None
     """The network file, if there is one."""
-    trace: Path | None
-    churn: ChurnSection | None
+    trace: Path | None = None
+    churn: ChurnSection | None = None
     expert_loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal, or none are placed."""
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...] = ()
     """Empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     @property
@@ -245,12 +245,8 @@ def _of_network(path: Path) -> Scenario:
         topology=topology,
         spec=spec,
         stages=file.num_stages,
-        seconds=None,
         watts=file.watts,
         network=network,
-        trace=None,
-        churn=None,
-        strategies=(),
     )
 
 
@@ -287,19 +283,15 @@ def _spec(
     experts: ExpertsSection | None = None,
     adapter: AdapterSpec | None = None,
 ) -> RunSpec:
+    swarm = SwarmSpec() if experts is None else SwarmSpec(expert_slots=experts.slots)
+    if experts is not None and experts.holders != "auto":
+        swarm = msgspec.structs.replace(swarm, expert_replicas=experts.holders)
     return RunSpec(
         name=name[:64],
         model=model,
         training=msgspec.structs.replace(training, validation_interval_steps=0),
         wire=wire,
         optimizer=OptimizerSpec(warmup_steps=0),
-        swarm=_swarm(experts),
+        swarm=swarm,
         adapter=adapter,
     )
-
-
-def _swarm(experts: ExpertsSection | None) -> SwarmSpec:
-    if experts is None:
-        return SwarmSpec()
-    swarm = SwarmSpec(expert_slots=experts.slots)
-    return swarm if experts.holders == "auto" else msgspec.structs.replace(swarm, expert_replicas=experts.holders)

@@ -15,7 +15,7 @@ from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of, goal_of
-from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
+from shoal.deploy.planning.layouts import LayoutRequest, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, absent_at_first, run_modelled
 from shoal.deploy.simulate.outcome import Outcome, pace
 from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, WARM_UP_STEPS, SimResult
@@ -148,28 +148,7 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """A strategy with its layout, before its run."""
-
-    strategy: Strategy
-    spec: RunSpec
-    churn: tuple[Churn, ...]
-    placement: Placement | None
-    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
-    predicted: Cost | None
-    problem: str
-    planned_s: float
-
-    @property
-    def run(self) -> object:
-        """A key: equal keys are the same run; None: unlike any other."""
-        if self.problem:
-            return None
-        return self.placement, self.strategy.layout == "live", self.spec, self.churn
-
-
-def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Prepared:
+def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Outcome:
     """Plan a strategy. A failure becomes its `problem`, so that the other strategies go on."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
@@ -178,15 +157,20 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     placement, cost, problem = None, None, ""
     begun_s = time.perf_counter()
     try:
-        if strategy.layout == "live":
-            spec = _live_spec(scenario, strategy, spec, present)
+        if strategy.layout == "live":  # the run begins when all present peers have joined
+            stages = strategy.stages or scenario.stages or AUTO_STAGES
+            swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
+            spec = msgspec.structs.replace(spec, swarm=swarm)
         else:
-            placement = _placed(strategy.layout, _request(scenario, strategy, spec, present, options), present)
+            found = layout(strategy.layout, _request(scenario, strategy, spec, present, options))
+            placement = Placement(
+                stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds
+            )
             cost = ThroughputObjective(scenario.topology, Workload.of(spec)).cost(placement)
             problem = cost.why
     except ShoalError as error:
         problem = str(error)
-    return Prepared(
+    return Outcome(
         strategy=strategy,
         spec=spec,
         churn=events,
@@ -209,20 +193,12 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 
 
 def play(
-    scenario: Scenario, prepared: Prepared, options: StrategyOptions, *, patience: StrategyPatience | None = None
+    scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Simulate a prepared strategy, within `patience`."""
-    strategy, placement, spec = prepared.strategy, prepared.placement, prepared.spec
-    outcome = Outcome(
-        strategy=strategy,
-        placement=placement,
-        predicted=prepared.predicted,
-        result=None,
-        problem=prepared.problem,
-        planned_s=prepared.planned_s,
-    )
+    """Return the prepared strategy with its result, simulated within `patience`."""
     if prepared.problem:
-        return outcome
+        return prepared
+    strategy, spec = prepared.strategy, prepared.spec
     try:
         limits = RunLimits(steps=spec.training.steps, steps_after=spec.training.s_max + 1, seconds=scenario.seconds)
         if strategy.layout == "live" and options.steps is None and limits.seconds is None:
@@ -237,7 +213,7 @@ def play(
         run = ModelledRun(
             topology=scenario.topology,
             spec=spec,
-            stages=placement,
+            stages=prepared.placement,
             seed=options.seed,
             churn=prepared.churn,
             limits=limits,
@@ -247,8 +223,8 @@ def play(
         )
         result = run_modelled(run)
     except ShoalError as error:
-        return replace(outcome, problem=str(error))
-    return replace(outcome, result=result, figures=_figures(scenario, strategy, result, options.wishes))
+        return replace(prepared, problem=str(error))
+    return replace(prepared, result=result, figures=_figures(scenario, strategy, result, options.wishes))
 
 
 def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: Wishes) -> Figures | None:
@@ -284,17 +260,3 @@ def _request(
         stages=strategy.stages or scenario.stages,
         seed=options.seed,
     )
-
-
-def _placed(name: LayoutName, request: LayoutRequest, present: Sequence[int]) -> Placement:
-    found = layout(name, request)
-    return Placement(
-        stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds
-    )
-
-
-def _live_spec(scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int]) -> RunSpec:
-    """Return the run spec of a self-deciding swarm: it begins when all present peers have joined."""
-    stages = strategy.stages or scenario.stages or AUTO_STAGES
-    swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
-    return msgspec.structs.replace(spec, swarm=swarm)

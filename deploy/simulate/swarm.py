@@ -21,15 +21,13 @@ from shoal.peer.handoff.initial import InitialWeights
 from shoal.peer.model.state import StageState
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
-from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import Envelope
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.membership import Members, delegate
-from shoal.protocol.messages import CommitReport, RoundStart
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.messages import RoundStart
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority, Transport
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer, World
@@ -98,7 +96,7 @@ class SimSwarm:
         self._lives[name] = life = self._lives.get(name, -1) + 1
         self.nodes.pop(name, None)
         self.ended.discard(name)
-        self._on_event(Started(at_s=self._now_s(), name=name, life=life, peer=peer.peer_id))
+        self._tell(Started, name, life, peer=peer.peer_id)
         task = peer.spawn(self._live(name, life, peer), name="life")
         task.add_done_callback(lambda done: self._life_over(name, life, done))
         self._tasks[name] = task
@@ -161,22 +159,24 @@ class SimSwarm:
             await peer.transport.introduce(other.peer_id, other.transport.addresses())
         spec, owner, record = await self._find_run(peer)
 
-        def obeyed(plan: SignedPlan) -> None:
-            self._on_event(Obeyed(at_s=self._now_s(), name=name, life=life, plan=plan))
-
-        def committed(report: CommitReport) -> None:
-            self._on_event(CommitSeen(at_s=self._now_s(), name=name, life=life, report=report))
+        def tell(kind: Callable[..., Event], **facts: object) -> None:
+            self._tell(kind, name, life, **facts)
 
         def holds(stage: int, state: StageState) -> None:
-            self._on_event(_held(name, life, self._now_s(), node.endpoint, stage, state))
-
-        def opened(start: RoundStart) -> None:
-            self._on_event(Opened(at_s=self._now_s(), name=name, life=life, start=start))
+            total = sum(float(t.abs().sum()) for layer in state.layers.values() for t in layer.tensors)
+            tell(
+                Held,
+                era=node.endpoint.era,
+                stage=stage,
+                version=state.version,
+                digest=state.digest(),
+                is_finite=math.isfinite(total),
+            )
 
         text = self.corpus if self._with_text[name] else None
         run = NodeRun(spec=spec, owner=owner, record=record, corpus=text, initial=self._initial.get(name))
         ports = NodePorts(
-            transport=RoundTap(peer.transport, opened),
+            transport=RoundTap(peer.transport, lambda start: tell(Opened, start=start)),
             directory=peer.directory,
             compute=peer.compute,
             clock=peer.clock,
@@ -190,7 +190,12 @@ class SimSwarm:
             identity=peer.identity,
             gate=Gate(self._members_as(peer, run.id), peer.peer_id),
             name=name,
-            hears=NodeListeners(on_step=self._stepped, on_plan=obeyed, on_commit=committed, on_state=holds),
+            hears=NodeListeners(
+                on_step=self._stepped,
+                on_plan=lambda plan: tell(Obeyed, plan=plan),
+                on_commit=lambda report: tell(CommitSeen, report=report),
+                on_state=holds,
+            ),
             allocator=self._allocator,
             traffic=self._traffic,
         )
@@ -237,18 +242,18 @@ class SimSwarm:
             self.launch(name)
         elif error is None:
             self.ended.add(name)
-            self._on_event(FinishSeen(at_s=self._now_s(), name=name, life=life))
+            self._tell(FinishSeen, name, life)
         elif isinstance(error, Exception):
             self.world.failures.append((name, error))
 
     def tell_failures(self) -> None:
         """Report the failures since the last call as events."""
         for name, error in self.world.failures[self._failures_told :]:
-            self._on_event(Failed(at_s=self._now_s(), name=name, life=self._lives.get(name, 0), error=_describe(error)))
+            self._tell(Failed, name, self._lives.get(name, 0), error=_describe(error))
         self._failures_told = len(self.world.failures)
 
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+    def _tell(self, kind: Callable[..., Event], name: str, life: int, **facts: object) -> None:
+        self._on_event(kind(at_s=asyncio.get_running_loop().time(), name=name, life=life, **facts))
 
 
 class RoundTap:
@@ -291,20 +296,6 @@ class RoundTap:
 
 _ENVELOPES = msgspec.msgpack.Decoder(Envelope)
 _ROUNDS = msgspec.msgpack.Decoder(RoundStart)
-
-
-def _held(name: str, life: int, at_s: float, endpoint: Endpoint, stage: int, state: StageState) -> Held:
-    numbers = [float(t.abs().sum()) for layer in state.layers.values() for t in layer.tensors]
-    return Held(
-        at_s=at_s,
-        name=name,
-        life=life,
-        era=endpoint.era,
-        stage=stage,
-        version=state.version,
-        digest=state.digest(),
-        is_finite=math.isfinite(sum(numbers)),
-    )
 
 
 def _describe(error: BaseException) -> str:

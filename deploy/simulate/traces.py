@@ -161,14 +161,20 @@ def _checked(rows: Iterable[tuple[int, list[str]]], width: int) -> _Rows:
         yield number, [field.strip() for field in fields]
 
 
-def _comings_and_goings(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
-    up: set[str] = set()
+def _in_order(rows: _Rows) -> Iterator[tuple[int, float, list[str]]]:
+    """Yield (line, time, other fields)."""
     last_s = 0.0
-    for line, (time, event, node) in rows:
+    for line, (time, *others) in rows:
         at_s = _seconds(line, time)
         if at_s < last_s:
             raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
         last_s = at_s
+        yield line, at_s, others
+
+
+def _comings_and_goings(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
+    up: set[str] = set()
+    for line, at_s, (event, node) in _in_order(rows):
         if event == "add" and node not in up:
             up.add(node)
             yield TraceEvent(at_s, "add", node)
@@ -214,12 +220,7 @@ def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
     up: list[str] = []
     named = 0
-    last_s = 0.0
-    for line, (time, available) in rows:
-        at_s = _seconds(line, time)
-        if at_s < last_s:
-            raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
-        last_s = at_s
+    for line, at_s, (available,) in _in_order(rows):
         if not available.isdecimal() or len(available) > 9 or int(available) > _NODES_MAX:
             raise _BadLine(line, f"{available[:40]!r} is not a number of nodes")
         wanted = int(available)

@@ -11,7 +11,7 @@ from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule
-from shoal.protocol.sim.network import Network, uniform
+from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.wire_format import WireFormat
 
@@ -49,19 +49,14 @@ class Trial:
 
     seed: int
     spec: RunSpec
-    latency_s: float
-    rate_bytes_per_s: float
-    jitter_s: float
+    link: LinkSpec
+    """Between any two peers."""
     device_flop_per_s: float
     speeds: dict[str, float]
     """Peer name -> factor on its speed."""
     schedule: Schedule
     traffic: Traffic | None = None
     """The traffic of `PeerDriver`; None: its own."""
-
-    @property
-    def network(self) -> Network:
-        return uniform(self.latency_s, self.rate_bytes_per_s, jitter_s=self.jitter_s)
 
 
 def draw_trial(seed: int, options: CampaignOptions) -> Trial:
@@ -82,9 +77,11 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
     return Trial(
         seed=seed,
         spec=spec,
-        latency_s=latency_s,
-        rate_bytes_per_s=rng.choice((1e6, 1e7)),
-        jitter_s=latency_s * rng.choice((0.0, 0.2, 1.0)),
+        link=LinkSpec(
+            latency_s=latency_s,
+            rate_bytes_per_s=rng.choice((1e6, 1e7)),
+            jitter_s=latency_s * rng.choice((0.0, 0.2, 1.0)),
+        ),
         device_flop_per_s=8e6,
         speeds={name: rng.choice((0.5, 1.0, 1.0, 1.0, 2.0)) for name in names},
         schedule=schedule,

@@ -1,20 +1,14 @@
 """Asks a run for its status without taking part in it, once or repeatedly (`shoal status`).
 
-The client has a throwaway identity with a certificate from the invite. Any peer answers a `StatusRequest`, if need be
-by asking the coordinator.
+Any peer answers a `StatusRequest`, if need be by asking the coordinator.
 """
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from shoal.deploy.state.known_peers import ways_to
-from shoal.deploy.visitor.visit import introduce, visiting
-from shoal.protocol.access import Gate
-from shoal.protocol.endpoint import Endpoint
+from shoal.deploy.visitor.entrance import connecting
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
-from shoal.protocol.identity import Identity
-from shoal.protocol.invite import Invite, peers_of
-from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.invite import Invite
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 Ask = Callable[[], Awaitable[SwarmStatus]]
@@ -33,15 +27,9 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
     """Yield `ask_swarm` on one connection: each call asks first the peer that answered last."""
-    identity = Identity.generate()
-    async with visiting() as folder:
-        await introduce(invite, identity.peer_id)
-        members = invite.members_for(identity.peer_id)
-        ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, members=members, state_dir=folder, initial_peers=ways)
-        endpoint = Endpoint(identity, transport, run=invite.run, gate=Gate(members, identity.peer_id))
+    async with connecting(invite) as (endpoint, transport, peers):
         connected = await transport.connected()
-        peers = sorted(peers_of(ways), key=lambda peer: peer not in connected)
+        peers.sort(key=lambda peer: peer not in connected)
 
         async def ask() -> SwarmStatus:
             reason = refusal = ""
@@ -62,7 +50,4 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
                 "`shoal doctor` with its invite says why"
             )
 
-        try:
-            yield ask
-        finally:
-            await transport.close()
+        yield ask

@@ -139,7 +139,7 @@ class Simulated:
                 topology=topology,
                 spec=spec_of(batch, s_max=0, gradients="fp32", steps=2),
                 stages=placement,
-                ports=dataclasses.replace(lockstep, pipelines=self._pipelines).ports(topology),
+                make_swarm=dataclasses.replace(lockstep, pipelines=self._pipelines).swarm(),
             )
         )
         first, second = (step.committed_at_s for step in result.steps)

@@ -9,6 +9,7 @@ from baselines.blocking import BlockingDevice, FixedWindow, Lockstep, PairedRout
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import layer_costs
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.frames import wire_bytes
 from shoal.protocol.identity import PeerID
@@ -126,8 +127,8 @@ def test_what_a_microbatch_costs_a_device_that_blocks_is_compute_plus_messages()
     )
     ours = ModelledRun(topology=topology, spec=SPEC, stages=SQUARE)
     step_s = {}
-    for name, ports in (("ours", None), ("sends", Lockstep.of("sends", SQUARE).ports(topology))):
-        result = run_modelled(dataclasses.replace(ours, ports=ports))
+    for name, make_swarm in (("ours", ModelledSwarm), ("sends", Lockstep.of("sends", SQUARE).swarm())):
+        result = run_modelled(dataclasses.replace(ours, make_swarm=make_swarm))
         assert result.failures == ()
         step_s[name] = result.steps[2].committed_at_s - result.steps[1].committed_at_s
     parameters = sum(layer_layout(SPEC.model, f"layers.{layer}").numel for layer in (0, 1))

@@ -22,7 +22,7 @@ from shoal.deploy.commands.invite import qr_code
 from shoal.deploy.commands.running import running_here
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.doctor.diagnosis import Diagnosis
-from shoal.deploy.doctor.problem import Problem
+from shoal.deploy.doctor.findings import Problem
 from shoal.deploy.state import places
 from shoal.deploy.visitor import status_client
 from shoal.protocol.errors import LocalError, RunNotFound

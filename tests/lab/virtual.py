@@ -20,7 +20,7 @@ from figures import Figures, Step, paces, shown_layout
 from limited import LimitedCompute
 from scenario import Event, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
-from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, name_of, peer_ids
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, name_of, peer_ids
 from shoal.deploy.simulate.result import StepCommitted
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LANES_MAX
@@ -59,6 +59,17 @@ class _Ledger(SimLedger):
             self._virtual.planned(before, plan)
 
 
+class _Swarm(ModelledSwarm):
+    """Puts the ports of a scenario's hosts into its nodes."""
+
+    def __init__(self, virtual: "_Virtual", spec: RunSpec) -> None:
+        super().__init__(virtual.world, virtual.topology, spec, None, virtual.ledger, chunk_bytes=_CHUNK_BYTES)
+        self._virtual = virtual
+
+    def ports_of(self, device: int, peer: SimPeer) -> Ports:
+        return self._virtual.ports_of(device, peer)
+
+
 @dataclass(slots=True, eq=False)
 class _Virtual:
     """One scenario under way."""
@@ -88,23 +99,21 @@ class _Virtual:
     def __post_init__(self) -> None:
         spec = _spec(self.scenario.spec)
         self.ledger = _Ledger(self, self.topology.num_devices, steps=spec.training.steps)
-        self.swarm = ModelledSwarm(
-            self.world, self.topology, spec, None, self.ledger, chunk_bytes=_CHUNK_BYTES, ports=self._ports
-        )
+        self.swarm = _Swarm(self, spec)
         self._devices = {peer: i for i, peer in peer_ids(self.world, range(self.topology.num_devices)).items()}
         self._lines = _settable(self.scenario)
 
-    def _ports(self, seat: Seat) -> Ports:
+    def ports_of(self, device: int, peer: SimPeer) -> Ports:
+        peers = peer_ids(self.world, range(self.topology.num_devices))
         carriers = {
-            seat.peers[there]: seat.peers[carrier]
+            peers[there]: peers[carrier]
             for (here, there), carrier in carriers_of(self.scenario).items()
-            if here == seat.device
+            if here == device
         }
-        share = self.scenario.hosts[seat.device].compute_share
-        device = seat.peer.compute
-        device.device_flop_per_s /= share  # the topology's is within the share
-        limited = LimitedCompute(device, share, probe_times=self.probe_times[seat.device])
-        return CarriedTransport(seat.peer.transport, carriers), limited, None
+        share = self.scenario.hosts[device].compute_share
+        peer.compute.device_flop_per_s /= share  # the topology's is within the share
+        limited = LimitedCompute(peer.compute, share, probe_times=self.probe_times[device])
+        return CarriedTransport(peer.transport, carriers), limited, None
 
     def launch(self, device: int) -> None:
         self.started_s[device] = asyncio.get_running_loop().time()

@@ -5,7 +5,8 @@ from typing import Any
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.report import Status
-from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 _USUAL: dict[str, Any] = {
     "run": "r",
@@ -25,6 +26,22 @@ _USUAL: dict[str, Any] = {
 def swarm_status(**says: Any) -> SwarmStatus:
     """Needs `coordinator`, `stages` and `peers`."""
     return SwarmStatus(**(_USUAL | says))
+
+
+def peer_status(peer: PeerID, **says: Any) -> PeerStatus:
+    """Of a member that trains the first stage, unless told otherwise."""
+    usual = {
+        "name": "",
+        "device": "cpu",
+        "stage": 0,
+        "version": 1,
+        "synced": True,
+        "draining": False,
+        "seen_s_ago": 0.0,
+        "forward_s": 0.0,
+        "window": 1,
+    }
+    return PeerStatus(peer=peer, **(usual | says))
 
 
 def view_of(status: SwarmStatus) -> View:

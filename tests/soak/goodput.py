@@ -24,6 +24,7 @@ from shoal.deploy.simulate.trial import Trial
 from shoal.deploy.simulate.witness import RunWitness
 from shoal.peer.replica.flow import AdaptiveTraffic, Control, Window
 from shoal.protocol.sim.chaos import Fault, FaultKind
+from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import FREE
 
@@ -76,9 +77,7 @@ def steps_per_s(peers: int, *, seed: int, kills: int, ahead: int, killing: bool)
     trial = Trial(
         seed=seed,
         spec=tiny_spec(steps=int(kills * EVERY_S * 0.9), peers=peers, stages=STAGES, s_max=1, microbatches=16),
-        latency_s=0.03,
-        rate_bytes_per_s=1e7,
-        jitter_s=0.005,
+        link=LinkSpec(latency_s=0.03, rate_bytes_per_s=1e7, jitter_s=0.005),
         device_flop_per_s=8e6,
         speeds={f"n{number}": 1.0 for number in range(peers)},
         schedule=(),

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from shoal.coordinator.cost.placement import Placement
-from shoal.deploy.simulate.modelled_swarm import Ports, Seat
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, peer_ids
 from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
+from shoal.protocol.sim.world import SimPeer
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.topology import Topology
 
 T = TypeVar("T")
 
@@ -64,22 +64,27 @@ class Lockstep:
                 return pipeline[pipeline.index(device) + 1]
         return None
 
-    def ports(self, topology: Topology) -> Callable[[Seat], Ports]:
-        """What `ModelledRun.ports` takes."""
+    def swarm(self) -> Callable[..., ModelledSwarm]:
+        """What `ModelledRun.make_swarm` takes."""
+        lockstep = self
 
-        def blocked(seat: Seat) -> Ports:
-            devices = {peer: device for device, peer in seat.peers.items()}
-            held_up = BlockingDevice(
-                seat.peer.transport,
-                seat.peer.compute,
-                seat.peer.clock,
-                until=self.until,
-                latency_s=lambda other: float(topology.latency_s[seat.device, devices[other]]),
-            )
-            traffic = self.traffic(seat.device, seat.peers, microbatches=seat.spec.training.microbatches_per_step)
-            return held_up.transport, held_up.compute, traffic
+        class Blocked(ModelledSwarm):
+            def ports_of(self, device: int, peer: SimPeer) -> Ports:
+                t = self._topology
+                peers = peer_ids(self._world, range(t.num_devices))
+                devices = {each: number for number, each in peers.items()}
+                held_up = BlockingDevice(
+                    peer.transport,
+                    peer.compute,
+                    peer.clock,
+                    until=lockstep.until,
+                    latency_s=lambda other: float(t.latency_s[device, devices[other]]),
+                )
+                microbatches = self._spec.training.microbatches_per_step
+                traffic = lockstep.traffic(device, peers, microbatches=microbatches)
+                return held_up.transport, held_up.compute, traffic
 
-        return blocked
+        return Blocked
 
     def traffic(self, device: int, peers: Mapping[int, PeerID], *, microbatches: int) -> "LockstepTraffic | None":
         """Of one device; `peers` says who each is, `microbatches` are those of a step."""

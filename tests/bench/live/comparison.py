@@ -11,10 +11,11 @@ import msgspec
 from live.cases import with_steps
 
 from shoal.deploy.planning.layouts import LayoutName
+from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.reached import WORK_S
 from shoal.deploy.simulate.result import SETTLED_S, SimResult
 from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
-from shoal.deploy.simulate.strategies import Prepared, StrategyOptions, StrategyPatience, play, prepare
+from shoal.deploy.simulate.strategies import StrategyOptions, StrategyPatience, play, prepare
 from shoal.deploy.simulate.strategy import Strategy
 
 PINNED_S = 20.0
@@ -120,7 +121,7 @@ def best_other(
     return pinned(scenario, name, seed, known, patience)
 
 
-def _predicted(prepared: Prepared) -> float:
+def _predicted(prepared: Outcome) -> float:
     return prepared.predicted.parts.get("tokens_per_s", 0.0) if prepared.predicted is not None else 0.0
 
 

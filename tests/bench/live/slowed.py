@@ -6,13 +6,12 @@ The new optimum is the layout of `shoal plan` for the network as it is then, pin
 from dataclasses import replace
 
 import msgspec
+from hindered_swarm import Slowing, after, hindered
 from live.cases import case, with_steps
 from live.comparison import Live, Pinned, figure, over, pinned, told
-from slowed_network import after
 
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
-from shoal.deploy.simulate.slowing import Slowing
 from shoal.protocol.spec import AUTO_STAGES
 
 BEFORE_S = 300.0
@@ -66,7 +65,7 @@ def slowed(name: str, what: str, seed: int, known: dict[str, Pinned]) -> Slowed:
             topology=scenario.topology,
             spec=spec,
             seed=seed,
-            hindrances=slowings,
+            make_swarm=hindered(*slowings),
             limits=RunLimits(steps=STEPS_MAX, steps_after=spec.training.s_max + 1, seconds=seconds),
         )
     )

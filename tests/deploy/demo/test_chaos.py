@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from shoal.deploy.demo.chaos import (
     SETTLED_S,
     Chaos,
     ChaosOptions,
-    FaultPorts,
     expendable,
     schedule,
 )
+from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine
 from shoal.protocol.identity import PeerID
@@ -95,6 +96,20 @@ class PretendCrew(Crew):
     def resume(self, member: CrewMember) -> None:
         member.suspended = False
         self.done.append(f"resume {member.name}")
+
+
+class PretendChronicle(Chronicle):
+    """Knows what `see` returns, and keeps the faults."""
+
+    def __init__(self, see: Callable[[], SwarmStatus | None], faults: list[FaultLine]) -> None:
+        self._see, self._faults = see, faults
+
+    @property
+    def status(self) -> SwarmStatus | None:
+        return self._see()
+
+    def take_fault(self, fault: FaultLine) -> None:
+        self._faults.append(fault)
 
 
 def test_the_schedule_is_the_seeds_and_has_a_bit_of_everything() -> None:
@@ -177,16 +192,8 @@ def play(options: ChaosOptions, crew: PretendCrew, see: Any, until_s: float) -> 
     """One run in virtual time."""
     faults: list[FaultLine] = []
 
-    def note(fault: FaultLine) -> None:
-        faults.append(fault)
-
     async def main() -> None:
-        chaos = Chaos(
-            FaultPorts(crew=crew, status=see, on_fault=note, on_left_behind=lambda name, left: None),
-            options,
-            until_s=until_s,
-        )
-        await chaos.run()
+        await Chaos(crew, PretendChronicle(see, faults), options, until_s=until_s).run()
 
     run(main())
     return faults
@@ -246,13 +253,8 @@ def test_who_is_suspended_goes_on_when_chaos_is_called_off() -> None:
     crew = PretendCrew("abc")
 
     async def main() -> None:
-        ports = FaultPorts(
-            crew=crew,
-            status=lambda: whole(crew),
-            on_fault=lambda fault: None,
-            on_left_behind=lambda name, left: None,
-        )
-        chaos = Chaos(ports, ChaosOptions(seed=0, kill_every_s=2.0, suspend_s=1000.0), until_s=None)
+        chronicle = PretendChronicle(lambda: whole(crew), [])
+        chaos = Chaos(crew, chronicle, ChaosOptions(seed=0, kill_every_s=2.0, suspend_s=1000.0), until_s=None)
         task = asyncio.create_task(chaos.run())
         await asyncio.sleep(6.0)  # three kills, and half-way between two of them the suspension
         assert any(member.suspended for member in crew.members)

@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from shoal.deploy.base.children import Children
-from shoal.deploy.demo.chaos import ExpertKill, FaultPorts, victim
+from shoal.deploy.demo.chaos import kill_a_holder, victim
+from shoal.deploy.demo.chronicle import Chronicle
 from shoal.deploy.demo.crew import Crew, CrewMember
 from shoal.deploy.demo.summary import FaultLine
 from shoal.protocol.identity import PeerID
@@ -86,16 +88,22 @@ def test_it_waits_for_its_time_and_comes_once() -> None:
     crew, faults, left = PretendCrew("abc"), list[FaultLine](), list[tuple[str, list[int]]]()
     seen = itertools.chain([None], itertools.repeat(status(held(1, 1.0, 0, 2))))
 
+    class PretendChronicle(Chronicle):
+        def __init__(self) -> None: ...
+
+        @property
+        def status(self) -> SwarmStatus | None:
+            return next(seen)
+
+        def take_fault(self, fault: FaultLine) -> None:
+            faults.append(fault)
+
+        def take_left_behind(self, name: str, processes: Sequence[int]) -> None:
+            left.append((name, list(processes)))
+
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        ports = FaultPorts(
-            crew=crew,
-            status=lambda: next(seen),
-            on_fault=faults.append,
-            on_left_behind=lambda name, processes: left.append((name, processes)),
-        )
-        kill = ExpertKill(ports, is_time=lambda: loop.time() >= 9.0)
-        await kill.run()
+        await kill_a_holder(crew, PretendChronicle(), is_time=lambda: loop.time() >= 9.0)
         return loop.time()
 
     assert 9.0 < run(main()) < 10.0

@@ -15,11 +15,12 @@ from shoal.deploy.doctor.findings import (
     MachineFound,
     NetworkFound,
     PeerFound,
-    SwarmView,
 )
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.messages import SwarmStatus
+from statuses import peer_status, swarm_status
 
 PEERS = [Identity(bytes([number]) * 32).peer_id for number in range(6)]
 RUN = "0123456789abcdef"
@@ -43,9 +44,9 @@ def peer(number: int = 0, **changes: Any) -> PeerFound:
     return replace(good, **changes)
 
 
-def view(asked: int, *members: int, coordinator: int | None = None) -> SwarmView:
-    head = PEERS[members[0] if coordinator is None else coordinator]
-    return SwarmView(asked=PEERS[asked], coordinator=head, term=3, members=frozenset(PEERS[m] for m in members))
+def status(*members: int) -> SwarmStatus:
+    peers = tuple(peer_status(PEERS[member]) for member in members)
+    return swarm_status(coordinator=PEERS[members[0]], term=3, stages=((0, 1),), peers=peers, elapsed_s=1.0)
 
 
 GPU = GpuFound(present=True, driver="570.1", torch_version="2.13.0", torch_cuda="12.8", usable=1)
@@ -62,7 +63,7 @@ NETWORK = NetworkFound(
     port=40001,
     addresses=(address(Dial.ANSWERS),),
     peers=(peer(),),
-    views=(view(0, 0, 1),),
+    statuses=(status(0, 1),),
     record_found=True,
 )
 WELL = Findings(machine=MACHINE, network=NETWORK, invite=INVITE)
@@ -81,7 +82,7 @@ def gpu(*, wants_cuda: bool = False, **changes: Any) -> Findings:
 
 
 def unreached(*addresses: AddressFound) -> Findings:
-    return network(addresses=addresses, peers=(), views=(), record_found=None)
+    return network(addresses=addresses, peers=(), statuses=(), record_found=None)
 
 
 LAN = "192.168.77.2"
@@ -157,7 +158,7 @@ CASES = [
     ),
     (
         "somebody else",
-        network(peers=(PeerFound(peer=PEERS[0]),), views=(), record_found=None),
+        network(peers=(PeerFound(peer=PEERS[0]),), statuses=(), record_found=None),
         "bootstrap-down",
         "host",
         True,
@@ -165,7 +166,9 @@ CASES = [
     ),
     (
         "suspended",
-        network(peers=(PeerFound(peer=PEERS[0], speaks=True, mute="no answer in 10 s"),), views=(), record_found=None),
+        network(
+            peers=(PeerFound(peer=PEERS[0], speaks=True, mute="no answer in 10 s"),), statuses=(), record_found=None
+        ),
         "mute",
         "host",
         True,
@@ -173,7 +176,7 @@ CASES = [
     ),
     (
         "newer",
-        network(peers=(peer(protocol_version=PROTOCOL_VERSION + 1, shoal="0.9"),), views=(), record_found=None),
+        network(peers=(peer(protocol_version=PROTOCOL_VERSION + 1, shoal="0.9"),), statuses=(), record_found=None),
         "protocol-version",
         "you",
         True,
@@ -181,7 +184,7 @@ CASES = [
     ),
     (
         "older",
-        network(peers=(peer(protocol_version=PROTOCOL_VERSION - 1),), views=(), record_found=None),
+        network(peers=(peer(protocol_version=PROTOCOL_VERSION - 1),), statuses=(), record_found=None),
         "protocol-version",
         "host",
         True,
@@ -189,7 +192,7 @@ CASES = [
     ),
     (
         "other run",
-        network(peers=(peer(is_in_run=False),), views=(), record_found=None),
+        network(peers=(peer(is_in_run=False),), statuses=(), record_found=None),
         "wrong-run",
         "host",
         True,
@@ -197,7 +200,7 @@ CASES = [
     ),
     (
         "not let in",
-        network(refused="you are \x1b[2Jexcluded", views=(), record_found=None),
+        network(refused="you are \x1b[2Jexcluded", statuses=(), record_found=None),
         "not-let-in",
         "host",
         True,
@@ -231,7 +234,7 @@ CASES = [
     ),
     (
         "two swarms",
-        network(views=(view(0, 0, 1), view(2, 2, 3, 4))),
+        network(statuses=(status(0, 1), status(2, 3, 4))),
         "two-swarms",
         "host",
         False,
@@ -303,7 +306,7 @@ def test_a_cause_hides_its_symptoms() -> None:
     dead = unreached(address(Dial.NO_ROUTE))
     offline = replace(dead, network=replace(dead.network, online=False))
     assert [problem.code for problem in diagnose(offline).problems] == ["offline"]
-    other = network(peers=(peer(is_in_run=False, called_back=None),), record_found=False, views=())
+    other = network(peers=(peer(is_in_run=False, called_back=None),), record_found=False, statuses=())
     assert [problem.code for problem in diagnose(other).problems] == ["wrong-run"]
 
 

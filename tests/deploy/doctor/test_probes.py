@@ -11,8 +11,8 @@ import pytest
 
 from shoal.deploy.doctor import dialling
 from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
-from shoal.deploy.doctor.findings import Dial, MachineFound
-from shoal.deploy.doctor.probes import LiveProbes, examine
+from shoal.deploy.doctor.findings import Dial, Findings
+from shoal.deploy.doctor.probes import examine_network
 from shoal.deploy.run.run_file import DEMO_SPEC
 from shoal.deploy.state.spec_record import SpecKeeper, seal_spec
 from shoal.protocol.endpoint import Endpoint
@@ -39,16 +39,9 @@ RUN = run_id(SPEC, OWNER.peer_id)
 KEY = InviteKey.make(OWNER, run=RUN)
 
 
-class NoMachine(LiveProbes):
-    """The network alone: torch's import tells nothing here."""
-
-    def machine(self, folder: Path) -> MachineFound:
-        return MachineFound()
-
-
 async def looked(invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, **options: Any) -> Diagnosis:
-    probes = NoMachine(listen, **options)
-    return diagnose(await examine(probes, invite=invite, folder=Path(), wants_cuda=False))
+    """By the network alone: torch's import tells nothing here."""
+    return diagnose(Findings(network=await examine_network(invite, listen=listen, **options), invite=invite))
 
 
 def beside_a_peer(

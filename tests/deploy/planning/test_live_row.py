@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.deploy import cli
-from shoal.deploy.simulate.live_row import said_of_live
-from shoal.deploy.simulate.reached import Reached
+from shoal.deploy.simulate.reached import Reached, said_of_live
 
 NETWORK = {
     "title": "Two pairs",

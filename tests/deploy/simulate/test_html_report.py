@@ -20,6 +20,7 @@ from shoal.deploy.simulate.result import Ending, Happened, JobSpan, SimResult, S
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.deploy.simulate.table import COLUMNS, LAST, cells, seconds, size
+from shoal.protocol.spec import RunSpec
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;'
 CHROMIUM = Path("/usr/bin/chromium")
@@ -65,7 +66,7 @@ def result(**changes: Any) -> SimResult:
 
 def outcome(name: str = "ours", **changes: Any) -> Outcome:
     values: dict[str, Any] = {"placement": PLACEMENT, "predicted": COST, "result": result()}
-    return Outcome(strategy=Strategy(name=name, layout="ours"), **values | changes)
+    return Outcome(strategy=Strategy(name=name, layout="ours"), spec=RunSpec(), **values | changes)
 
 
 # --- figures ---

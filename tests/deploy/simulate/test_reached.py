@@ -20,6 +20,7 @@ from shoal.deploy.simulate.table import StrategyComparison
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
+from shoal.protocol.spec import RunSpec
 
 TINY = """
 title = "Tiny"
@@ -51,7 +52,7 @@ def committed(*at_s: float, until_s: float, events: tuple[Happened, ...] = ()) -
 
 
 def outcome(name: str, result: SimResult | None) -> Outcome:
-    return Outcome(strategy=KNOWN[name], placement=None, predicted=None, result=result)
+    return Outcome(strategy=KNOWN[name], spec=RunSpec(), result=result)
 
 
 # --- figures of a run ---

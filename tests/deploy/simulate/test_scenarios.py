@@ -14,6 +14,7 @@ from shoal.deploy.simulate.trial import Trial
 from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.sim.chaos import Fault, FaultKind
+from shoal.protocol.sim.network import LinkSpec
 
 pytestmark = pytest.mark.sim
 
@@ -32,9 +33,7 @@ def scenario(
     return Trial(
         seed=seed,
         spec=tiny_spec(steps=steps, peers=peers, stages=stages, microbatches=microbatches, term_s=term_s),
-        latency_s=0.03,
-        rate_bytes_per_s=1e7,
-        jitter_s=0.005,
+        link=LinkSpec(latency_s=0.03, rate_bytes_per_s=1e7, jitter_s=0.005),
         device_flop_per_s=device_flop_per_s,
         speeds={f"n{number}": 1.0 for number in range(peers)},
         schedule=tuple(schedule),

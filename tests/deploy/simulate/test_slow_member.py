@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from hindered_swarm import Slowing, hindered
 
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.deploy.simulate.slowing import Slowing
 from shoal.protocol.spec import AUTO_STAGES, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
 from shoal.protocol.topology import make_topology
 
@@ -31,7 +31,7 @@ def played(devices: int, *slowings: Slowing) -> SimResult:
         memory_bytes=0.85 * workload.resident_bytes(0, workload.num_layers, members=1),
     )
     limits = RunLimits(seconds=END_S)
-    return run_modelled(ModelledRun(topology=topology, spec=SPEC, hindrances=slowings, limits=limits))
+    return run_modelled(ModelledRun(topology=topology, spec=SPEC, make_swarm=hindered(*slowings), limits=limits))
 
 
 def rate(result: SimResult, from_s: float, to_s: float) -> float:

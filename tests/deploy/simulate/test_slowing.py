@@ -5,12 +5,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from slowed_network import after
+from hindered_swarm import Slowing, after, hindered
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.deploy.simulate.slowing import Slowing
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
@@ -33,7 +32,7 @@ def network(num_devices: int, **changes: object) -> Topology:
 
 def played(topology: Topology, placement: Placement, *slowings: Slowing) -> SimResult:
     run = ModelledRun(
-        topology=topology, spec=SPEC, stages=placement, hindrances=slowings, limits=RunLimits(seconds=600.0)
+        topology=topology, spec=SPEC, stages=placement, make_swarm=hindered(*slowings), limits=RunLimits(seconds=600.0)
     )
     return run_modelled(run)
 
@@ -86,4 +85,4 @@ def test_the_network_afterwards_is_told() -> None:
 def test_what_cannot_slow_down_is_refused(slowing: Slowing, why: str) -> None:
     lone = Placement(stages=((0,),), bounds=(0, 4))
     with pytest.raises(LocalError, match=why):
-        run_modelled(replace(ModelledRun(topology=network(2), spec=SPEC, stages=lone), hindrances=(slowing,)))
+        run_modelled(replace(ModelledRun(topology=network(2), spec=SPEC, stages=lone), make_swarm=hindered(slowing)))

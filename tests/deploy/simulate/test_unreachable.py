@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from hindered_swarm import Severing, check_severings, hindered
 
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.deploy.simulate.severing import Severing, check_severings
 from shoal.protocol.errors import LocalError
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
@@ -54,7 +54,7 @@ def play(topology: Topology, stages: int, seconds: float, *severings: Severing, 
     run = ModelledRun(
         topology=topology,
         spec=spec_of(stages),
-        hindrances=severings,
+        make_swarm=hindered(*severings),
         churn=churn,
         limits=RunLimits(seconds=seconds + 8.0),  # a step in flight counts in part only once it is over
     )
