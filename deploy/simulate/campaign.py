@@ -19,7 +19,7 @@ from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import play
 from shoal.protocol.sim.loop import Deadlock, VirtualTimeLoop, run
-from shoal.protocol.sim.network import UniformNetwork
+from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer
 
 TICK_S = 0.25
@@ -58,7 +58,7 @@ async def _watch(trial: Trial, witness: RunWitness, script: Script) -> None:
         trial.spec,
         tiny_corpus(),
         seed=trial.seed,
-        network=UniformNetwork(trial.link),
+        network=Network(trial.link),
         device_flop_per_s=trial.device_flop_per_s,
         traffic=trial.traffic,
         on_event=witness.see,
