@@ -693,7 +693,7 @@ def test_what_holders_have_signed_is_told_to_compare_with_and_nothing_is_kept_fo
             assert (source, version) == (newcomer.name, -1)
             return Witnessed(state, state.proofs(), ((b.name, b"signed"),))
 
-        b.server._witnessed = witnessed
+        b.server._parts.witnessed = witnessed
         request = StateRequest(layers=keys, to_compare=True)
         offer = await newcomer.endpoint.ask(b.name, request, StateOffer)
         assert (offer.version, offer.digests, offer.signatures) == (VERSION, state.proofs(), ((b.name, b"signed"),))
