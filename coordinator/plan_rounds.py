@@ -129,24 +129,19 @@ class PlanRounds:
         return [note, *self._conclude(self._proposer.campaign(base, now_s, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
-        match event.reply:
-            case TermGrant() as reply:
-                agreed = reply.granted
-            case PlanVote() as reply:
-                agreed = reply.accepted
-            case _:
-                return []
-        notes = self._refused(event, now_s) if isinstance(reply, PlanVote) and reply.unfit else []
-        return notes + self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+        reply = event.reply
+        if not isinstance(reply, TermGrant | PlanVote):
+            return []
+        notes = self._refused(event, reply.reason, now_s) if isinstance(reply, PlanVote) and reply.unfit else []
+        return notes + self._conclude(self._proposer.count(event, reply, now_s), now_s)
 
-    def _refused(self, event: Answered, now_s: float) -> list[Command]:
-        assert isinstance(event.reply, PlanVote)
+    def _refused(self, event: Answered, reason: str, now_s: float) -> list[Command]:
         view, plan = self._policy.view, self._proposer.offered(event.asked)
         if plan is None or self._chain.live is None:
             return []
         view.electorate.refused(self._chain.live.plan, plan)
         name = view.roster.name_of(event.peer)
-        text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
+        text = view.refusals.note(event.peer, name, plan.sequence, reason, now_s)
         return [LogReason(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:

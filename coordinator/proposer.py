@@ -208,20 +208,22 @@ class Proposer:
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self.make(base, base.plan.term, layout, now_s), now_s)
 
-    def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
-        """Count a member's answer. Args: term: the highest term that the member has promised."""
+    def count(self, event: Answered, reply: TermGrant | PlanVote, now_s: float) -> Progress:
+        """Count a member's answer."""
         ballot = self._ballot
         if ballot is None or not ballot.is_about(event.asked):
             return [], None
         ballot.waiting.discard(event.peer)
+        term = reply.term  # the highest that the member has promised
         if not self._chain.takes_term(term + 1):
             return [], None  # no peer would believe the next term, which we would have to request
-        if event.accepted is not None and isinstance(event.reply, TermGrant):
-            ballot.learn(event.reply.accepted_term, event.accepted)
-        if agreed and ballot.plan is None:
-            ballot.voted[event.peer] = event.accepted.digest if event.accepted is not None else ""
+        if event.accepted is not None and isinstance(reply, TermGrant):
+            ballot.learn(reply.accepted_term, event.accepted)
+        agreed = reply.granted if isinstance(reply, TermGrant) else reply.accepted
         if agreed:
-            signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
+            if ballot.plan is None:
+                ballot.voted[event.peer] = event.accepted.digest if event.accepted is not None else ""
+            signature = reply.signature if isinstance(reply, PlanVote) else b""
             plan = ballot.plan
             if plan is not None and not self._verify(event.peer, signature, vote_body(ballot.term, plan.digest)):
                 return [], None  # such a vote would make the plan's proof invalid
@@ -235,13 +237,13 @@ class Proposer:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
                 return [], self._given_up(f"{len(ballot.promised)} have promised it to another candidate", outbid=True)
-        if isinstance(event.reply, PlanVote) and event.reply.unfit:
+        if isinstance(reply, PlanVote) and reply.unfit:
             ballot.refused.add(event.peer)
             if ballot.is_hopeless:
-                return [], self._given_up(f"{len(ballot.refused)} have refused the plan: {reason}", outbid=False)
+                return [], self._given_up(f"{len(ballot.refused)} have refused the plan: {reply.reason}", outbid=False)
         if term > ballot.term:
             self._term_max = max(self._term_max, term)
-            return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)
+            return [], self._given_up(f"{event.peer[-8:]} {reply.reason}", outbid=True)
         return [], None
 
     def unanswered(self, event: Unanswered) -> None:

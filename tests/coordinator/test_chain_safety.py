@@ -151,11 +151,9 @@ class Bag:
                 if newer is not None:
                     self.obey(target, newer, source)
                 if isinstance(message, TermGrant):
-                    accepted, agreed = self.plans.get(message.accepted), message.granted
-                else:
-                    agreed = message.accepted
+                    accepted = self.plans.get(message.accepted)
                 event = Answered(peer=source, asked=asked, reply=message, live=newer, accepted=accepted)
-                self.carry_out(target, self.proposers[target].count(event, agreed, message.term, "", self.now_s))
+                self.carry_out(target, self.proposers[target].count(event, message, self.now_s))
 
     def draw(self) -> None:
         self.now_s += 0.1
