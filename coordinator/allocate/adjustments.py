@@ -47,24 +47,35 @@ def loss_alone(snapshot: SwarmSnapshot, peer: MeasuredPeer) -> float:
 
 
 def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: SwarmSnapshot) -> Placement:
-    """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
-    device that costs least goes there, whether it was unplaced or in another stage.
+    """Give a holder on a second machine to each stage that one machine holds alone, where that slows the steps by less
+    than the expected loss. The device that costs least goes there, whether it was unplaced or in another stage.
 
     Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order."""
+    card = objective.topology.card  # peers of one machine share its network card, and fail together
+
+    def machines(stage: Sequence[int]) -> set[int]:
+        return set(card[list(stage)].tolist())
+
     settled: set[int] = set()
     while True:
         stages = placement.stages
-        lone = next((k for k, stage in enumerate(stages) if len(stage) == 1 and k not in settled), None)
+        lone = next((k for k, stage in enumerate(stages) if len(machines(stage)) == 1 and k not in settled), None)
         if lone is None:
             return placement
         settled.add(lone)
         left_out = placement.spares(objective.topology.num_devices)[:TRIED]
-        givers = [device for stage in stages if len(stage) > 2 for device in stage]
-        options = [_with_moved(placement, device, lone) for device in (*left_out, *givers)]
+        givers = [
+            device
+            for stage in stages
+            for device in stage
+            if len(machines([other for other in stage if other != device])) > 1
+        ]
+        others = (device for device in (*left_out, *givers) if card[device] not in machines(stages[lone]))
+        options = [_with_moved(placement, device, lone) for device in others]
         if not options:
             continue
         costs = [objective.cost(option).seconds for option in options]
-        allowed = 1.0 + loss_alone(snapshot, snapshot.peers[stages[lone][0]])
+        allowed = 1.0 + min(loss_alone(snapshot, snapshot.peers[device]) for device in stages[lone])
         if min(costs) <= allowed * objective.cost(placement).seconds:
             placement = options[costs.index(min(costs))]
 

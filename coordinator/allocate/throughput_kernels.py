@@ -40,15 +40,18 @@ FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
 """The rows of `SearchProblem.layers`, sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed
 expert, `JOB_TO` the fixed bytes of the running job."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
-CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 10)
+CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES, TIED_BYTES = range(5, 11)
 """The positions in `SearchProblem.costs`, the demand of one step. A microbatch takes `JOB_PER_FLOP` forwards, at the
 last stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire,
-its total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
-OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
-"""The rows of `PlacementState.loads`, by unit. `REDUCED`: bytes over its card for each byte of its stage's gradient."""
-PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
+its total in memory, and its state. `WORKSPACE_BYTES` are per stage. `TIED_BYTES` are the gradient of a matrix that the
+first and the last stage share; 0: there is none."""
+OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, TIED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(12)
+"""The rows of `PlacementState.loads`, by unit. `REDUCED`: bytes over its card for each byte of its stage's gradient;
+`TIED`: bytes of the matrix that both ends share."""
+PATH_UNIT, TIED_S, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(10)
 """The rows of `PlacementState.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members,
-`STRAIN` the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
+`TIED_S` the seconds of the shared matrix on the worst member's best path, `STRAIN` the mean member's seconds of the
+reduction. `FLOW` and `HOP` are between the stage and the next one."""
 PATHS, STAGES, PAIRS = range(3)
 """The rows of `PlacementState.dirty`: the values of a stage to compute again."""
 
@@ -77,7 +80,7 @@ class SearchProblem(NamedTuple):
     beyond: Any
     """[devices + 1], placed experts that a member of a stage of so many devices holds beyond its slots."""
     costs: Any
-    """[10]"""
+    """[11]"""
 
 
 class PlacementState(NamedTuple):
@@ -93,9 +96,9 @@ class PlacementState(NamedTuple):
     bounds: Any
     """int64 [K + 1], the layers at which the model is cut."""
     loads: Any
-    """[11, N]"""
+    """[12, N]"""
     times: Any
-    """[9, K]"""
+    """[10, K]"""
     dirty: Any
     """bool [3, K]"""
     card_load: Any
@@ -165,7 +168,31 @@ def _scan_paths(P, S, k):
                 work += S.count[neighbour]
             S.loads[rate_row, d] = total if there else np.inf
             S.loads[away_row, d] = 0.0 if not there else (1.0 - near / speed if P.shared_cards else 1.0)
+            S.loads[TIED, d] = 0.0
+    S.times[TIED_S, k] = 0.0
     return work + _scan_mates(P, S, k)
+
+
+@_inner
+def _scan_tied(P, S):
+    """Compute what the shared matrix costs the members of both ends. Returns: work."""
+    K = len(S.count)
+    for k, end in ((0, K - 1), (K - 1, 0)):
+        here = there = 0.0
+        for a in range(S.count[k]):
+            here += P.units[WEIGHT, S.members[k, a]]
+        for c in range(S.count[end]):
+            there += P.units[WEIGHT, S.members[end, c]]
+        S.times[TIED_S, k] = 0.0
+        for a in range(S.count[k]):
+            d = S.members[k, a]
+            S.loads[TIED, d] = P.units[WEIGHT, d] * P.costs[TIED_BYTES] * max(1.0, there / here)
+            best = 0.0
+            for c in range(S.count[end]):
+                e = S.members[end, c]
+                best = max(best, P.q[d, e] * P.costs[CUT_BYTES] / (P.units[WEIGHT, d] * P.units[WEIGHT, e]))
+            S.times[TIED_S, k] = max(S.times[TIED_S, k], P.costs[TIED_BYTES] / best if best > 0.0 else np.inf)
+    return 2 * S.count[0] * S.count[K - 1]
 
 
 @_inner
@@ -226,7 +253,7 @@ def _loads(P, S, k, first, last):
         d = S.members[k, a]
         share = P.costs[MICROBATCHES] * P.units[FLOP, d] / speed
         away = S.loads[AWAY_OUT, d] + S.loads[AWAY_IN, d]
-        S.loads[LOAD, d] = share * P.costs[CUT_BYTES] * away + S.loads[REDUCED, d] * gradient
+        S.loads[LOAD, d] = share * P.costs[CUT_BYTES] * away + S.loads[REDUCED, d] * gradient + S.loads[TIED, d]
 
 
 @_inner
@@ -252,15 +279,16 @@ def _saturate(P, S, k, first, last):
     n = S.count[k]
     job = _job(P, first, last)
     gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
-    reduce_s = S.times[PATH_UNIT, k] * gradient
+    reduce_s = S.times[PATH_UNIT, k] * gradient + S.times[TIED_S, k]
     for a in range(n):
         d = S.members[k, a]
         S.loads[CARD, d] = _card_part(P, S, d)
-        reduce_s = max(reduce_s, S.loads[REDUCED, d] * gradient / S.loads[CARD, d])
+        reduced = S.loads[REDUCED, d] * gradient + S.loads[TIED, d]
+        reduce_s = max(reduce_s, reduced / S.loads[CARD, d])
         per_card = P.costs[CUT_BYTES] * (S.loads[AWAY_OUT, d] + S.loads[AWAY_IN, d])
         if per_card > 0.0 and S.loads[CARD, d] < np.inf:
             S.loads[SLOPE, d] = S.loads[CARD, d] / per_card
-            S.loads[OFFSET, d] = S.loads[REDUCED, d] * gradient / per_card
+            S.loads[OFFSET, d] = reduced / per_card
         else:
             S.loads[SLOPE, d] = np.inf
             S.loads[OFFSET, d] = 0.0
@@ -307,7 +335,7 @@ def _time_stage(P, S, k):
         sum_taken += S.loads[TAKEN, d]
         weighted += S.loads[TAKEN, d] * job * P.units[WEIGHT, d] / P.units[FLOP, d]
         slowest = min(slowest, P.units[FLOP, d] / P.units[WEIGHT, d])
-        strain += S.loads[REDUCED, d] * gradient / S.loads[CARD, d]
+        strain += (S.loads[REDUCED, d] * gradient + S.loads[TIED, d]) / S.loads[CARD, d]
     S.times[STRAIN, k] = strain / S.count[k]
     S.times[FREE, k] = free
     S.times[JOB, k] = weighted / sum_taken if sum_taken > 0.0 else np.inf
@@ -423,6 +451,9 @@ def evaluate(P, S, work):
         if S.dirty[PATHS, k]:
             work[0] += _scan_paths(P, S, k)
             S.dirty[STAGES, k] = True
+    if P.costs[TIED_BYTES] > 0.0 and K > 1 and (S.dirty[PATHS, 0] or S.dirty[PATHS, K - 1]):
+        work[0] += _scan_tied(P, S)
+        S.dirty[STAGES, 0] = S.dirty[STAGES, K - 1] = True
     if P.shared_cards:
         S.card_load[:] = 0.0
         for k in range(K):
@@ -504,13 +535,13 @@ def _reduce_s(P, S, k, flow_s):
     """Return the seconds of the reduction on the card rate that activations leave: all of it if `flow_s` is inf."""
     first, last = S.bounds[k], S.bounds[k + 1]
     gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
-    seconds = S.times[PATH_UNIT, k] * gradient
+    seconds = S.times[PATH_UNIT, k] * gradient + S.times[TIED_S, k]
     sum_taken = 0.0
     for a in range(S.count[k]):
         sum_taken += S.loads[TAKEN, S.members[k, a]]
     for a in range(S.count[k]):
         d = S.members[k, a]
-        reduced = S.loads[REDUCED, d] * gradient
+        reduced = S.loads[REDUCED, d] * gradient + S.loads[TIED, d]
         if reduced > 0.0:
             card = S.loads[CARD, d]
             if flow_s < np.inf:

@@ -237,6 +237,7 @@ class ThroughputEvaluator:
             w.memory.resident_bytes_per_parameter,
             w.state_bytes_per_parameter,
             w.memory.workspace_bytes,
+            w.gradient_bytes_per_parameter * w.reduced.tied_parameters,
         )
         weight = self._weight
         up, down = t.up_bytes_per_s / weight, t.down_bytes_per_s / weight

@@ -52,7 +52,7 @@ Steps = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartOptions:
     """The options of every command that takes part in a run."""
 
     listen: Listen = DEFAULT_LISTEN
@@ -133,7 +133,7 @@ def host(
     name: PeerName = "host",
     device: Device = "auto",
     *,
-    part: Part,
+    part: PartOptions,
 ) -> None:
     """Start or continue a run: print an invite, and take part."""
     spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
@@ -156,7 +156,7 @@ def continue_(
     name: PeerName = "host",
     device: Device = "auto",
     *,
-    part: Part,
+    part: PartOptions,
 ) -> None:
     """Continue a run that was hosted on this machine."""
     folder, spec = find_hosted(run, part.state_dir)
@@ -174,7 +174,7 @@ class _Asked:
 
 
 @contextlib.contextmanager
-def _starting(part: Part) -> Iterator[None]:
+def _starting(part: PartOptions) -> Iterator[None]:
     """Begin to take part; the context is for the imports of torch and of much that needs it."""
     start_logging(part.verbose or part.reports)
     from shoal.deploy.session.heap import importing
@@ -186,7 +186,7 @@ def _starting(part: Part) -> Iterator[None]:
         yield
 
 
-def _host(asked: _Asked, name: str, device: str, part: Part) -> None:
+def _host(asked: _Asked, name: str, device: str, part: PartOptions) -> None:
     records, project = part.records(default=True)
     shown, limits = part.shown(), part.limits()
     with _starting(part):
@@ -301,7 +301,7 @@ def join(
         bool, typer.Option("--yes", "-y", help="Ask no questions; use the default for everything that is not set.")
     ] = False,
     *,
-    part: Part,
+    part: PartOptions,
 ) -> None:
     """Take part in a run."""
     found = given_invite(invite) if invite != "-" or sys.stdin.isatty() else None

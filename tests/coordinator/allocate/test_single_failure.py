@@ -33,12 +33,12 @@ def snapshot_of(num_peers, *, probability, going_back_s):
     return SwarmSnapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None, going_back_s=going_back_s)
 
 
-def objective_of(num_peers, bytes_per_s, has_data=1.0):
+def objective_of(num_peers, bytes_per_s, has_data=1.0, card=None):
     """The first two peers are beside each other, and every other link carries `bytes_per_s`."""
     links = np.full((num_peers, num_peers), bytes_per_s)
     links[0, 1] = links[1, 0] = 1e8
     latency = np.full((num_peers, num_peers), 0.01)
-    topology = make_topology(latency, links, flop_per_s=2e10, memory_bytes=16e9, may_feed=has_data)
+    topology = make_topology(latency, links, flop_per_s=2e10, memory_bytes=16e9, may_feed=has_data, card=card)
     return ThroughputObjective(topology, WORKLOAD)
 
 
@@ -66,6 +66,14 @@ def test_a_stage_of_three_gives_one_away_and_a_stage_of_two_does_not():
     two = Placement(stages=((0,), (1, 2)), bounds=(0, 3, 6))
     often = snapshot_of(3, probability=1.0, going_back_s=1e9)
     assert with_second_holders(objective_of(3, 1e8), two, often) == two
+
+
+@pytest.mark.parametrize("card", [[0, 0, 1, 2], [0, 0, 1, 1]])
+def test_two_peers_of_one_machine_are_one_holder(card):
+    often = snapshot_of(4, probability=1.0, going_back_s=1e9)
+    beside = Placement(stages=((0, 1), (2,)), bounds=(0, 3, 6))
+    placed = with_second_holders(objective_of(4, 1e8, card=card), beside, often)
+    assert [len({card[device] for device in stage}) for stage in placed.stages] == [2, 2]
 
 
 def test_who_has_no_text_does_not_come_to_the_first_stage():

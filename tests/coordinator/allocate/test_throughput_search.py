@@ -15,12 +15,14 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import PlacedExperts
 
 
+@pytest.mark.parametrize("tied_parameters", [0.0, 3e5])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
+def test_the_compiled_cost_is_that_of_the_formula(seed: int, tied_parameters: float) -> None:
     stages, layers = 1 + seed % 4, 6
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
     workload = replace(workload, backward_per_forward=2.0 + seed // 4 % 2)
+    workload = replace(workload, reduced=replace(workload.reduced, tied_parameters=tied_parameters))
     evaluator = ThroughputEvaluator(topology, workload, stages)
     objective = ThroughputObjective(topology, workload)
     possible = 0
