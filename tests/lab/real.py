@@ -114,7 +114,7 @@ class RealSwarm:
     book: StepBook = field(init=False)
     swarm: Children = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    used: "_Used | None" = None
+    used: "MachineTime | None" = None
     key: InviteKey | None = None
     """What lets any number of peers in, where there are more than the host's own invite has seats for."""
     _missing: dict[PeerID, float] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class RealSwarm:
         self.changed.set()
 
 
-class _Used:
+class MachineTime:
     """Processor time of this machine since this was made."""
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ async def play(scenario: Scenario, *, keep: Path | None = None) -> Figures:
             try:
                 await _until_first_step(real)
                 counted = await _sent(real)
-                real.used = _Used()
+                real.used = MachineTime()
                 await _through_events(real)
             except NoSwarm as error:
                 real.problems.append(str(error))

@@ -182,7 +182,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     file: ScenarioFile
     spec: RunSpec
     is_pinned: bool = False
-    """The first layout, of `spec.swarm.stages` stages, stays whatever is measured (`pinned.py`)."""
+    """The layers are divided evenly into `spec.swarm.stages` stages, and nobody ever moves (`pinned.py`)."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
