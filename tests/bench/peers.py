@@ -19,6 +19,7 @@ loss         of the last step, in nats a token. hivemind's: of its members' last
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 import real
@@ -173,6 +175,7 @@ class _Trainers:
         self.children = Children(on_line=self._on_line, on_exit=self._on_exit)
         self._scenario, self._folder = scenario, folder
         self._changed = asyncio.Event()
+        self._closes = False
         write_spec(scenario.spec, folder / "run.toml")
 
     async def start(self, host: str, inside: Sequence[str], words: Sequence[str]) -> None:
@@ -198,6 +201,25 @@ class _Trainers:
         except TimeoutError:
             raise real.NoSwarm(f"{what} after {patience_s:.0f} s") from None
 
+    async def close(self) -> None:
+        """End them by their ids, with all that they started, and remove their sockets."""
+        self._closes = True
+        sockets = await asyncio.to_thread(self._sockets)
+        await self.children.close()
+        for socket in sockets:
+            socket.unlink(missing_ok=True)
+
+    def _sockets(self) -> set[Path]:
+        """The files in the temporary folder on which the trainers, and what they started, listen."""
+        found = set[Path]()
+        for trainer in self.all.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(trainer.child.process.pid)
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        found |= {Path(one.laddr) for one in each.net_connections("unix") if one.laddr}
+        return {path for path in found if path.name.startswith("hivemind-p2p")}
+
     def _on_line(self, child: Child, line: bytes) -> None:
         try:
             said: dict[str, Any] = json.loads(line)
@@ -217,6 +239,8 @@ class _Trainers:
         self._changed.set()
 
     def _on_exit(self, child: Child, status: int) -> None:
+        if self._closes:
+            return
         self.problems.append(f"{child.name} ended with status {status}: {last_line(child.log)}")
         self._changed.set()
 
@@ -237,7 +261,7 @@ async def play_alone(scenario: Scenario, seconds: float, folder: Path) -> Outcom
                 trainers.problems.append(str(error))
             return _outcome("alone", trainers, scenario, seconds, began_s, used)
         finally:
-            await trainers.children.close()
+            await trainers.close()
 
 
 async def play_hivemind(scenario: Scenario, seconds: float, folder: Path, *, joining: bool) -> Outcome:
@@ -269,7 +293,7 @@ async def play_hivemind(scenario: Scenario, seconds: float, folder: Path, *, joi
                 trainers.problems.append(str(error))
             return _outcome("hivemind", trainers, scenario, seconds, began_s, used)
         finally:
-            await trainers.children.close()
+            await trainers.close()
 
 
 def _outcome(
