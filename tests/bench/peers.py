@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 import real
@@ -186,8 +185,9 @@ class _Trainers:
     async def say(self, host: str, line: str = "") -> None:
         stdin = self.all[host].child.process.stdin
         assert stdin is not None
-        stdin.write(f"{line}\n".encode())
-        await stdin.drain()
+        with contextlib.suppress(ConnectionError):  # `_on_exit` says it
+            stdin.write(f"{line}\n".encode())
+            await stdin.drain()
 
     async def until(self, condition: Callable[[_Trainer], object], *hosts: str, what: str, patience_s: float) -> None:
         """Wait until that is so of these hosts. Raises: real.NoSwarm."""
@@ -210,15 +210,14 @@ class _Trainers:
             socket.unlink(missing_ok=True)
 
     def _sockets(self) -> set[Path]:
-        """The files in the temporary folder on which the trainers, and what they started, listen."""
-        found = set[Path]()
+        """The files in the temporary folder on which somebody in a namespace of the trainers' listens."""
+        found = set[str]()
         for trainer in self.all.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(trainer.child.process.pid)
-                for each in (process, *process.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        found |= {Path(one.laddr) for one in each.net_connections("unix") if one.laddr}
-        return {path for path in found if path.name.startswith("hivemind-p2p")}
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{trainer.child.process.pid}")
+                if (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+                    found |= {*(process / "net/unix").read_text().split()}
+        return {Path(word) for word in found if Path(word).name.startswith("hivemind-p2p")}
 
     def _on_line(self, child: Child, line: bytes) -> None:
         try:
@@ -248,9 +247,9 @@ class _Trainers:
 async def play_alone(scenario: Scenario, seconds: float, folder: Path) -> Outcome:
     """On the machine of the run's host."""
     name, trainers = scenario.hosts[0].name, _Trainers(scenario, folder)
-    async with real.world_of(scenario) as (_, groups):
+    async with real.world_of(scenario) as (internet, groups):
         try:
-            await trainers.start(name, groups.inside(name), ["--alone"])
+            await trainers.start(name, [*groups.inside(name), *internet.inside(name)], ["--alone"])
             used, began_s = real.MachineTime(), time.monotonic()
             try:
                 await trainers.until(lambda one: one.is_up, name, what="it is not up", patience_s=scenario.file.waits_s)
