@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo demo-tune test check oracle bench lab soak soak-memory soak-coordination soak-insiders soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup demo demo-tune test check oracle bench lab soak soak-memory soak-coordination soak-insiders soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-peers bench-staleness
 
 COMPILED := .venv/.compiled
 
@@ -52,16 +52,16 @@ oracle: setup
 	$(BIN)/python tests/oracle/oracle.py $(or $(BASE),HEAD) $(ARGS)
 
 bench: setup
-	@set -e; for script in $(filter-out tests/bench/gpu.py tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix tests/bench/,gpu.py live_swarm.py peers.py hivemind_trainer.py),$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
-	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live; what needs a card: make bench-gpu"
+	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live; half an hour, as root: make bench-peers; what needs a card: make bench-gpu"
 
 # What a CUDA card reaches of what it can do: a table, and gpu.json. No card has run it yet. ARGS='--only layers' for a part.
 bench-gpu: setup
 	$(BIN)/python tests/bench/gpu.py $(ARGS)
 
-# Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: most of an hour as root, on a machine that
-# does nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.
+# Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: two hours as root, on a machine that does
+# nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.
 lab: setup
 	$(BIN)/python -m pytest -q tests/lab/internet
 	$(BIN)/python tests/lab/run.py $(ARGS)
@@ -69,6 +69,11 @@ lab: setup
 # What swarms that decide by themselves reach of what is planned for them, an hour. ARGS='scenarios --only six-equal' for less.
 bench-live: setup
 	$(BIN)/python tests/bench/live_swarm.py $(ARGS)
+
+# Beside what volunteers would use instead: shoal, hivemind's Optimizer and one machine alone on the same emulated internet,
+# half an hour as root on a machine that does nothing else. ARGS='--model 1m --cores 0 --seconds 120 --only shoal' for less.
+bench-peers: setup
+	$(BIN)/python tests/bench/peers.py $(ARGS)
 
 # What staleness costs and what makes up for it, many hours on all cores; goes on where it was stopped. ARGS=--short for
 # five minutes, ARGS='--only c-adamw' for a table, ARGS=--list to see what is missing.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,26 @@ def test_without_a_card_it_says_so_in_a_line(
         module.main()
     assert ended.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_what_is_beside_shoal_is_counted_from_the_invitation_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(HERE / "bench" / "peers.py", monkeypatch)
+
+    def outcome(contender: str, *step_at_s: float) -> Any:
+        return module.Outcome(
+            contender=contender,
+            seconds=100.0,
+            tokens_per_step=1000,
+            step_at_s=step_at_s,
+            first_step_s={"a": min(step_at_s, default=None), "b": None},
+            loss=2.5,
+            machine_busy=0.5,
+        )
+
+    ours, theirs = outcome("shoal", 20.0, 30.0, 40.0, 90.0), outcome("hivemind", 50.0, 98.0)
+    assert (ours.tokens_per_s, ours.standstills_s, theirs.standstills_s) == (40.0, [50.0], [])
+    assert outcome("shoal", 10.0, 20.0).standstills_s == [80.0], "until the end"
+    shown = module.table([ours, theirs, outcome("alone")])
+    assert "shoal       a 20.0 s, b -" in shown
+    assert "shoal / hivemind: 2.00" in shown
+    assert "shoal / alone" not in shown, "which has made no step"

@@ -16,6 +16,8 @@ class Step(NamedTuple):
 
     number: int
     at_s: float
+    loss: float | None = None
+    """The mean of its microbatches, in nats a token."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """How many were made; what a way back has undone does not count."""
     steps_per_s: float
     """Over the whole time but its warm-up, standstills included."""
+    tokens_per_s: float = 0.0
+    """From the first plan to the end."""
+    step_at_s: tuple[float, ...] = ()
+    """When each was committed, those included that were undone."""
     parts: tuple[float, ...]
     """Steps/s between one event and the next, the warm-up left out."""
     gap_s_max: float
@@ -132,6 +138,7 @@ def table(sides: Sides) -> str:
         row(f"{host} works", lambda f, host=host: f.works_s.get(host), " s")
     row("steps", lambda f: f.steps)
     row("steps/s", lambda f: f.steps_per_s, compares=True)
+    row("tokens/s", lambda f: f.tokens_per_s or None, compares=True)
     count = max(len(figures.parts) for figures in (real, virtual) if figures is not None)
     for part in range(count if 1 < count <= _PARTS_SHOWN_MAX else 0):
         row(f"  part {part + 1}", lambda f, part=part: f.parts[part], compares=True)

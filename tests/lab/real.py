@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+import pinned
+from cpu_groups import CpuGroups
 from figures import Figures, Step, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
@@ -38,6 +41,7 @@ from shoal.protocol.invite import InviteKey, parse_invite
 from shoal.protocol.live import leftovers
 from shoal.protocol.messages import SwarmStatus
 
+_PINNED_CLI = (sys.executable, pinned.__file__)
 _END_S = 20.0
 _STEP_PATIENCE_S = 8.0
 """How long a step waits for the word of a stage whose members may have died with it."""
@@ -64,6 +68,8 @@ class Peer:
     """In `time.monotonic()`, as the next one."""
     works_s: float | None = None
     """When it said that it had computed something."""
+    stepped_s: float | None = None
+    """When its stage's group, with it, had first committed a step after that."""
     expected: bool = True
     """Whether it should be in the swarm: nothing was done to it that keeps it away."""
     ends: bool = False
@@ -94,9 +100,12 @@ class RealSwarm:
     scenario: Scenario
     internet: Internet
     folder: Path
+    groups: CpuGroups = field(default_factory=lambda: CpuGroups({}))
     problems: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     """In `time.monotonic()`."""
+    planned_s: float | None = None
+    """When the first plan was heard of."""
     joined_s: list[float] = field(default_factory=list)
     false_deaths: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
@@ -105,7 +114,7 @@ class RealSwarm:
     book: StepBook = field(init=False)
     swarm: Children = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    used: "_Used | None" = None
+    used: "MachineTime | None" = None
     key: InviteKey | None = None
     """What lets any number of peers in, where there are more than the host's own invite has seats for."""
     _missing: dict[PeerID, float] = field(default_factory=dict)
@@ -124,7 +133,9 @@ class RealSwarm:
         what = ["host", str(self.folder / "run.toml")] if is_first else ["join", "-"]
         limits = ["--limit", "nice=0", "--limit", f"compute_share={host.compute_share:g}"]
         common = ["--name", host.name, "--state-dir", str(self.folder / host.name), "--threads", "1", "--device", "cpu"]
-        argv = [*self.internet.inside(host.name), *CLI, *what, *common, *limits, "--no-record", "--reports"]
+        inside = [*self.groups.inside(host.name), *self.internet.inside(host.name)]
+        program = _PINNED_CLI if self.scenario.is_pinned else CLI
+        argv = [*inside, *program, *what, *common, *limits, "--no-record", "--reports"]
         log = self.folder / f"{host.name}.log"
         child = await self.swarm.start(host.name, argv, env=environment(), log=log)
         self.peers[host.name] = peer = Peer(host=host, child=child)
@@ -202,9 +213,12 @@ class RealSwarm:
                 peer.peer, peer.invite = report.peer, report.invite
                 self.joined_s.append(now_s)
             case Obeys():
+                self.planned_s = self.planned_s or now_s
                 self.book.obey(report.era, begins=report.restored, num_stages=report.stages)
             case Committed():
                 self.book.commit(report.report, now_s)
+                if peer.works_s is not None and peer.stepped_s is None:
+                    peer.stepped_s = now_s
             case StepDone():
                 self.book.tell(report, now_s)
             case Contribution():
@@ -219,7 +233,7 @@ class RealSwarm:
     def tell_steps(self, now_s: float) -> None:
         for at_s, done in self.book.due(now_s):
             before = [step.at_s for step in self.steps[-1:]]  # two stages' last words may be heard in the other order
-            self.steps.append(Step(done.step, max([at_s, *before])))
+            self.steps.append(Step(done.step, max([at_s, *before]), done.loss))
 
     def _see(self, status: SwarmStatus, now_s: float) -> None:
         before = self.status
@@ -257,7 +271,7 @@ class RealSwarm:
         self.changed.set()
 
 
-class _Used:
+class MachineTime:
     """Processor time of this machine since this was made."""
 
     def __init__(self) -> None:
@@ -283,18 +297,17 @@ def _signal_all(peer: Peer, number: signal.Signals) -> None:
 async def play(scenario: Scenario, *, keep: Path | None = None) -> Figures:
     """Args: keep: the folder to which the peers' logs go; None: they are thrown away.
 
-    Raises: Refused, OSError: no internet can be made here.
+    Raises: Refused, NoQuota, OSError: no internet, or no control group with a quota, can be made here.
     """
     began_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="shoal-lab-"))
     try:
-        internet = Internet(scenario.lines, scenario.line_of, scenario.path, scenario.file.seed)
-        async with internet, _swarm(scenario, internet, folder) as real:
+        async with live_swarm(scenario, folder) as real:
             counted: dict[str, int] = {}
             try:
                 await _until_first_step(real)
                 counted = await _sent(real)
-                real.used = _Used()
+                real.used = MachineTime()
                 await _through_events(real)
             except NoSwarm as error:
                 real.problems.append(str(error))
@@ -315,33 +328,34 @@ def _clear(folder: Path, name: str, keep: Path | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _swarm(scenario: Scenario, internet: Internet, folder: Path) -> AsyncIterator[RealSwarm]:
-    """Its processes are gone afterwards, and their sockets too."""
+async def world_of(scenario: Scenario) -> AsyncIterator[tuple[Internet, CpuGroups]]:
+    """The scenario's internet, and the quotas of its hosts. Raises: as `play`."""
+    cores = {host.name: host.cores for host in scenario.hosts if host.cores is not None}
+    internet = Internet(scenario.lines, scenario.line_of, scenario.path, scenario.file.seed)
+    async with internet, CpuGroups(cores) as groups:
+        yield internet, groups
+
+
+@contextlib.asynccontextmanager
+async def live_swarm(scenario: Scenario, folder: Path) -> AsyncIterator[RealSwarm]:
+    """A swarm whose peers have yet to be started. Its processes are gone afterwards, and their sockets too."""
     write_spec(scenario.spec, folder / "run.toml")
-    real = RealSwarm(scenario, internet, folder)
-    try:
-        yield real
-    finally:
-        await real.swarm.close()
-        for host in scenario.hosts:
-            if (folder / host.name).exists():
-                await leftovers.clear(folder / host.name)
+    async with world_of(scenario) as (internet, groups):
+        real = RealSwarm(scenario, internet, folder, groups)
+        try:
+            yield real
+        finally:
+            await real.swarm.close()
+            for host in scenario.hosts:
+                if (folder / host.name).exists():
+                    await leftovers.clear(folder / host.name)
 
 
 async def _until_first_step(real: RealSwarm) -> None:
-    """Start everybody at once, so that their imports overlap; who joins later waits for its invite.
-
-    Raises: NoSwarm.
-    """
+    """Let everybody in; who joins later waits for its invite. Raises: NoSwarm."""
     scenario = real.scenario
-    for host in scenario.hosts:
-        await real.start(host)
-    first, *others = (real.peers[host.name] for host in scenario.hosts)
-    await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
-
-    if len(others) > DEFAULT_SEATS:
-        made = await asyncio.to_thread(ask, real.folder / first.host.name, "invite-new")
-        real.key = parse_invite(made["invite"]).key
+    await until_host_is_up(real)
+    others = [real.peers[host.name] for host in scenario.hosts[1:]]
 
     async def let_in(peer: Peer) -> None:
         await asyncio.sleep(peer.host.joins_s)
@@ -357,6 +371,19 @@ async def _until_first_step(real: RealSwarm) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_host_is_up(real: RealSwarm) -> None:
+    """Start everybody at once, so that their imports overlap, and wait until there are invites. Raises: NoSwarm."""
+    scenario = real.scenario
+    for host in scenario.hosts:
+        await real.start(host)
+    first, *others = (real.peers[host.name] for host in scenario.hosts)
+    await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
+
+    if len(others) > DEFAULT_SEATS:
+        made = await asyncio.to_thread(ask, real.folder / first.host.name, "invite-new")
+        real.key = parse_invite(made["invite"]).key
 
 
 async def _wait_for(real: RealSwarm, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
@@ -393,6 +420,7 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
     steps, steps_per_s, parts, gap_s = paces(real.scenario, real.steps)
     zero_s = real.steps[0].at_s if real.steps else 0.0
     before = [at_s for at_s in real.joined_s if at_s <= zero_s]
+    planned_s = zero_s if real.planned_s is None else min(real.planned_s, zero_s)
     return Figures(
         world="real",
         first_step_s=zero_s - max(before) if before else None,
@@ -403,6 +431,8 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
         },
         steps=steps,
         steps_per_s=steps_per_s,
+        tokens_per_s=steps * real.scenario.spec.tokens_per_step / (real.scenario.file.seconds + zero_s - planned_s),
+        step_at_s=tuple(step.at_s - zero_s for step in real.steps),
         parts=parts,
         gap_s_max=gap_s,
         false_deaths=tuple(real.false_deaths),

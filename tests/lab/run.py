@@ -17,10 +17,11 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent))
 import real
 import virtual
+from cpu_groups import NoQuota
 from figures import Figures, Sides, table
-from internet.emulator import why_not
+from internet.emulator import Refused, why_not
 from random_events import with_random_events
-from scenario import Scenario, find_scenario, shipped
+from scenario import Scenario, find_scenario, shipped, with_pin, with_seconds
 from shoal.protocol.errors import LocalError
 
 
@@ -33,7 +34,10 @@ def play_real(scenario: Scenario, logs: Path | None) -> Figures:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await real.play(scenario, keep=logs)
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    except (NoQuota, Refused) as error:
+        raise SystemExit(f"{scenario.name}: {error}") from error
 
 
 def play(scenario: Scenario, *, in_life: bool, simulated: bool, logs: Path | None = None) -> Sides:
@@ -52,17 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     only.add_argument("--real-only", action="store_true")
     only.add_argument("--virtual-only", action="store_true")
     parser.add_argument("--random-events", type=int, metavar="SEED", help="in place of the scenario's own events")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="how long then; default: an hour")
+    parser.add_argument("--seconds", type=float, help="in place of the scenario's; of random events: default 3600")
+    parser.add_argument("--pin", type=int, metavar="STAGES", help="keep the first layout, of so many stages")
     parser.add_argument("--json", type=Path, help="append a line for each scenario to this file")
     parser.add_argument("--logs", type=Path, help="keep the real peers' logs in this folder")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.CRITICAL)  # simulated peers' own words, of all of them at once
     try:
         scenarios = [find_scenario(what) for what in options.scenarios or shipped()]
+        if options.pin is not None:
+            scenarios = [with_pin(scenario, options.pin) for scenario in scenarios]
     except LocalError as error:
         parser.error(str(error))
     if (seed := options.random_events) is not None:
-        scenarios = [with_random_events(scenario, seed=seed, seconds=options.seconds) for scenario in scenarios]
+        seconds = options.seconds or 3600.0
+        scenarios = [with_random_events(scenario, seed=seed, seconds=seconds) for scenario in scenarios]
+    elif options.seconds is not None:
+        scenarios = [with_seconds(scenario, options.seconds) for scenario in scenarios]
     if not options.virtual_only and (why := why_not()):
         parser.error(f"{why}: only --virtual-only works here")
     has_failed = False

@@ -65,6 +65,9 @@ class Host(_Section, frozen=True):
     """The NAT opens ports for those who ask by NAT-PMP."""
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Share of one core that the peer may take."""
+    cores: Annotated[float, msgspec.Meta(ge=0.01)] | None = None
+    """Processors that the peer gets by a control group's quota, as a container does (`cpu_groups.py`); None: no quota.
+    In virtual time the device is steady, at the speed that it has within the quota."""
     gflops: Positive | None = None
     """The speed of the simulated device; None: what the real one was seen to do."""
     joins_s: NotNegative = 0.0
@@ -178,6 +181,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     file: ScenarioFile
     spec: RunSpec
+    is_pinned: bool = False
+    """The layers are divided evenly into `spec.swarm.stages` stages, and nobody ever moves (`pinned.py`)."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -227,6 +232,26 @@ def find_scenario(what: str) -> Scenario:
     if what not in shipped():
         raise LocalError(f"{what!r} is no scenario: take a file, or some of {', '.join(shipped())}")
     return load_scenario(SCENARIOS / f"{what}.toml")
+
+
+def with_pin(scenario: Scenario, stages: int) -> Scenario:
+    """The scenario with a layout of so many stages that never changes. Raises: LocalError, in one line."""
+    if any(host.joins_s for host in scenario.hosts):
+        raise LocalError(f"{scenario.name} cannot be pinned: a layout that stays has no place for who joins later")
+    most = min(len(scenario.hosts), scenario.spec.model.num_layers)
+    if not 0 < stages <= most:
+        raise LocalError(f"{scenario.name} can be pinned to 1 to {most} stages, not {stages}")
+    swarm = msgspec.structs.replace(scenario.spec.swarm, stages=stages)
+    spec = msgspec.structs.replace(scenario.spec, swarm=swarm)
+    return msgspec.structs.replace(scenario, name=f"{scenario.name}-pin{stages}", spec=spec, is_pinned=True)
+
+
+def with_seconds(scenario: Scenario, seconds: float) -> Scenario:
+    """The scenario, which is over after so many seconds; what would happen later does not."""
+    events = tuple(event for event in scenario.file.events if event.at_s <= seconds)
+    warm_up_s = min(scenario.file.warm_up_s, seconds / 4)
+    file = msgspec.structs.replace(scenario.file, seconds=seconds, warm_up_s=warm_up_s, events=events)
+    return msgspec.structs.replace(scenario, file=file)
 
 
 def load_scenario(path: Path) -> Scenario:

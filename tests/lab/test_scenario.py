@@ -1,16 +1,18 @@
 """Scenario files are closed and complete, and both worlds are told the same; no process, no namespace."""
 
 import asyncio
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+import virtual
 from carried import CarriedTransport
 from figures import Figures, Sides, Step, kept, paces, rate, table
 from limited import LimitedCompute
 from random_events import QUIET_S, with_random_events
-from scenario import WORDS, find_scenario, load_scenario, shipped
+from scenario import WORDS, find_scenario, load_scenario, shipped, spans, with_pin, with_seconds
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
@@ -19,6 +21,7 @@ from shoal.protocol.sim.world import World
 from tcp import tcp_bytes_per_s
 from virtual import carriers_of, topology_of
 
+FIELD = ("homes-18m-share", "homes-18m-quota", "homes-18m", "homes-1m")
 PLAIN = """
 title = "two"
 seconds = 20
@@ -58,6 +61,7 @@ def test_a_shipped_scenario_can_be_read(name):
             "b shares the line of a",
         ),
         ("warm_up_s = 20", "of 20 s in all"),
+        ('hosts = [{ name = "a", cores = 0 }]', "hosts[0].cores"),
         ("[model]\ndimm = 3", "dimm"),
     ],
 )
@@ -76,6 +80,47 @@ def test_the_readme_shows_a_scenario(tmp_path):
     scenario = load(tmp_path, shown)
     assert [host.joins_s for host in scenario.hosts] == [0, 0, 30]
     assert scenario.spec.swarm.min_peers == 2
+
+
+def test_the_homes_of_the_field_differ_in_nothing_but_their_limits_and_the_model():
+    limits = {name: {(host.compute_share, host.cores) for host in find_scenario(name).hosts} for name in FIELD}
+    assert limits == {
+        "homes-18m-share": {(0.2, None)},
+        "homes-18m-quota": {(1.0, 0.25)},
+        "homes-18m": {(1.0, None)},
+        "homes-1m": {(1.0, None)},
+    }
+    homes = {json.dumps([find_scenario(name).file.paths, find_scenario(name).lines], default=str) for name in FIELD}
+    assert len(homes) == 1
+    tokens = [find_scenario(name).spec.tokens_per_step for name in FIELD]
+    assert tokens == [16_384, 16_384, 16_384, 65_536]
+
+
+def test_a_pinned_scenario_has_so_many_stages_and_everybody_from_the_beginning(tmp_path):
+    scenario = with_pin(find_scenario("homes-1m"), 3)
+    assert (scenario.name, scenario.spec.swarm.stages, scenario.is_pinned) == ("homes-1m-pin3", 3, True)
+    with pytest.raises(LocalError, match="can be pinned to 1 to 6 stages, not 7"):
+        with_pin(find_scenario("homes-1m"), 7)
+    late = load(tmp_path, PLAIN.replace("jitter_ms = 2", "joins_s = 5"))
+    with pytest.raises(LocalError, match="joins later"):
+        with_pin(late, 1)
+
+
+def test_a_pinned_layout_uses_everybody_and_stays():
+    """One device is far slower than its probe says, so that a free swarm moves."""
+    scenario = with_seconds(with_pin(find_scenario("small"), 2), 12.0)
+    names = [host.name for host in scenario.hosts]
+    figures = virtual.play(scenario, dict.fromkeys(names, 1.0), {name: 1.0 + 3.0 * (name == "a") for name in names})
+    assert figures.layouts == 1
+    assert figures.layout.count("|") == 1
+    assert "spare" not in figures.layout
+    assert figures.steps > 2
+
+
+def test_a_shorter_play_leaves_out_what_comes_later():
+    scenario = with_seconds(find_scenario("small"), 6.0)
+    assert (scenario.file.seconds, scenario.file.warm_up_s, scenario.file.events) == (6.0, 1.5, ())
+    assert spans(scenario) == [(1.5, 6.0)]
 
 
 def test_no_scenario_of_that_name():

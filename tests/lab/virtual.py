@@ -2,7 +2,8 @@
 
 What the simulator does not know is left out, and the comparison with real peers shows what it costs: the lengths of
 queues, jitter but for its mean, snapshots. Of lost packets it knows that they make a connection slower (`tcp.py`), of
-NATs which pairs do not meet (`Scenario.nat_pairs`), or meet over a third host.
+NATs which pairs do not meet (`Scenario.nat_pairs`), or meet over a third host. A quota (`Host.cores`) is a steady
+device: it is never fast for a moment and then still, and only its probe is as wrong as the real one's was.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from carried import CarriedTransport
 from figures import Figures, Step, paces, shown_layout
 from limited import LimitedCompute
+from pinned import PinnedAllocator
 from scenario import Event, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, name_of, peer_ids
@@ -63,7 +65,8 @@ class _Swarm(ModelledSwarm):
     """Puts the ports of a scenario's hosts into its nodes."""
 
     def __init__(self, virtual: "_Virtual", spec: RunSpec) -> None:
-        super().__init__(virtual.world, virtual.topology, spec, None, virtual.ledger, chunk_bytes=_CHUNK_BYTES)
+        allocator = PinnedAllocator() if virtual.scenario.is_pinned else None
+        super().__init__(virtual.world, virtual.topology, spec, allocator, virtual.ledger, chunk_bytes=_CHUNK_BYTES)
         self._virtual = virtual
 
     def ports_of(self, device: int, peer: SimPeer) -> Ports:
@@ -81,6 +84,7 @@ class _Virtual:
     """By device: how often faster its probe finds it than it is at work."""
     steps: list[Step] = field(default_factory=list)
     first: asyncio.Event = field(default_factory=asyncio.Event)
+    planned_s: float | None = None
     layouts: list[str] = field(default_factory=list)
     false_deaths: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -126,6 +130,8 @@ class _Virtual:
             self.first.set()
 
     def planned(self, before: Plan | None, plan: Plan) -> None:
+        if self.planned_s is None:
+            self.planned_s = asyncio.get_running_loop().time()
         members = [[self._name(peer) for peer in stage.peers] for stage in plan.stages]
         bounds = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
         shown = shown_layout(bounds, members, [self._name(peer) for peer in plan.spares])
@@ -263,6 +269,7 @@ def _figures(virtual: _Virtual, gflops: dict[str, float]) -> Figures:
     steps, steps_per_s, parts, gap_s = paces(scenario, virtual.steps)
     zero_s = virtual.steps[0].at_s if virtual.steps else 0.0
     before = [at_s for at_s in virtual.started_s.values() if at_s <= zero_s]
+    planned_s = zero_s if virtual.planned_s is None else min(virtual.planned_s, zero_s)
     up_mb = dict.fromkeys(scenario.lines, 0.0)
     for (source, destination), count in virtual.world.sent_bytes.items():
         here, there = (scenario.line_of[scenario.hosts[device].name] for device in (source, destination))
@@ -274,6 +281,8 @@ def _figures(virtual: _Virtual, gflops: dict[str, float]) -> Figures:
         first_step_s=zero_s - max(before) if steps else None,
         steps=steps,
         steps_per_s=steps_per_s,
+        tokens_per_s=steps * scenario.spec.tokens_per_step / (scenario.file.seconds + zero_s - planned_s),
+        step_at_s=tuple(step.at_s - zero_s for step in virtual.steps),
         parts=parts,
         gap_s_max=gap_s,
         false_deaths=tuple(virtual.false_deaths),

@@ -9,8 +9,9 @@ import msgspec
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.deploy import cli, node
+from shoal.deploy import cli
 from shoal.deploy.demo import crew
+from shoal.deploy.node import node
 from shoal.protocol.plan import Member, Plan
 
 
