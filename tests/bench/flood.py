@@ -37,7 +37,8 @@ import psutil
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
-from shoal.protocol.live.transport import LiveTransport, _hivemind_id
+from shoal.protocol.live.redial import hivemind_id
+from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.sim.trust import everybody
 
 ATTACKS = ("peace", "opened", "hello", "idle", "stuck", "all")
@@ -189,7 +190,7 @@ async def dials(transport: LiveTransport, peer: PeerID, seconds: float) -> list[
     while time.monotonic() < ends_s:
         p2p = await transport.daemon.p2p()
         with suppress(Exception):
-            await p2p._client.disconnect(_hivemind_id(peer))
+            await p2p._client.disconnect(hivemind_id(peer))
         begun_s = time.monotonic()
         while time.monotonic() < begun_s + TIMEOUT_S:
             with suppress(Unreachable):
