@@ -20,6 +20,7 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
+from shoal.protocol.sim.dirt import CLEAN, Cores, Dirt
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.sim.paths import Cut
 from shoal.protocol.sim.trust import TrustingSeals
@@ -48,6 +49,7 @@ class ModelledSwarm:
         ports: makes each node's ports in place of its peer's own; a benchmark plays another system's behaviour with
             them.
         routing: for runs that place experts.
+        dirt: device -> its dirt, and the cores that it shares with others, if any.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelledSwarm:
         chunk_bytes: int,
         ports: Callable[[Seat], Ports] | None = None,
         routing: SimulatedRouting | None = None,
+        dirt: Callable[[int], tuple[Dirt, Cores | None]] = lambda device: (CLEAN, None),
     ) -> None:
         self._world = world
         self._topology = topology
@@ -70,6 +73,7 @@ class ModelledSwarm:
         self._chunk_bytes = chunk_bytes
         self._ports = ports
         self._routing = routing
+        self._dirt = dirt
         self._seals = TrustingSeals()
         self._owner: PeerID | None = None
         self._lives: dict[int, int] = {}
@@ -89,6 +93,7 @@ class ModelledSwarm:
         if device in self._peers and self._peers[device].is_alive:
             return
         t, name = self._topology, name_of(device)
+        dirt, cores = self._dirt(device)
         peer = self._world.add_peer(
             name,
             place=device,
@@ -96,6 +101,8 @@ class ModelledSwarm:
             up_bytes_per_s=float(t.up_bytes_per_s[device]),
             down_bytes_per_s=float(t.down_bytes_per_s[device]),
             plug=int(t.card[device]),
+            dirt=dirt,
+            cores=cores,
         )
         if device not in self._peers and (apart := self._apart.get(device, set()).intersection(self._peers)):
             self._world.partition([peer], [self._peers[other] for other in sorted(apart)])
