@@ -95,7 +95,6 @@ class _SimCompute(ABC):
     def close(self) -> None:
         """Cancel waiting jobs and drop the running one's result."""
         self._is_closed = True
-        self.halt()
         for job in self._queue:
             job.done.cancel()
         self._queue.clear()
@@ -159,7 +158,7 @@ class _SimCompute(ABC):
         pace.begin(takes_s, started_s)
 
     def halt(self) -> None:
-        """Stop the running job of a dirty device, which then rests."""
+        """Stop the running job of a dirty device, which then rests: its process is gone, and nobody awaits the job."""
         if self._looks is not None and self._machine.pace is not None:
             self._looks.cancel()
             self._looks = None

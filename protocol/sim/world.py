@@ -134,6 +134,8 @@ class World:
         """
         if name in self.peers and self.peers[name].is_alive:
             raise LocalError(f"a peer named {name!r} is alive in this world")
+        if name in self.peers:
+            self.peers[name].compute.halt()
         is_new = name not in self._machines
         machine = self._machine(name, place)
         if is_new and (dirt.is_on_device or cores is not None):

@@ -61,21 +61,33 @@ def test_devices_of_one_machine_share_its_cores_exactly() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("ends", ["crash", "close"])
-def test_a_device_that_is_gone_leaves_its_core_to_the_others(ends: str) -> None:
+def test_a_device_that_is_gone_leaves_its_core_to_the_others() -> None:
     async def main() -> None:
         world, cores = World(0, uniform(0.05)), Cores(1)
         a, b = (world.add_peer(name, cores=cores) for name in "ab")
         stays = asyncio.create_task(job(a, 2.0))
         b.spawn(job(b, 100.0))
         await asyncio.sleep(1.0)
-        if ends == "crash":
-            world.crash(b)
-        else:
-            b.compute.close()
+        world.crash(b)
         assert (await stays).ended_s == NEAR(2.5)
-        if ends == "crash":
-            assert (await took_s(world.add_peer("b", cores=cores), 3.0)) == NEAR(3.0)
+        assert (await took_s(world.add_peer("b", cores=cores), 3.0)) == NEAR(3.0)
+
+    run(main())
+
+
+def test_a_closed_device_ends_its_job_or_its_next_process_does() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a = world.add_peer("a", dirt=Dirt(throttled=0.5))
+        last = asyncio.create_task(job(a, 2.0))
+        await asyncio.sleep(1.0)
+        a.compute.close()
+        assert (await last).ended_s == NEAR(4.0), "as on a clean device"
+        again = world.add_peer("b", dirt=Dirt(throttled=0.5))
+        again.spawn(job(again, 100.0))
+        await asyncio.sleep(1.0)
+        await again.transport.close()
+        assert await took_s(world.add_peer("b"), 1.0) == NEAR(2.0)
 
     run(main())
 
