@@ -31,6 +31,7 @@ from shoal.deploy.simulate.routing import SimulatedRouting
 from shoal.deploy.simulate.standstill import why_no_step
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import BULK_CHUNK_BYTES
+from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import MatrixNetwork
 from shoal.protocol.sim.world import World
@@ -84,6 +85,8 @@ class ModelledRun:
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
+    dirt: Dirt = CLEAN
+    """The dirt of every device and line."""
     on_progress: Callable[[float], None] = lambda share: None
     """Called at every step with the share of the run that is over, in [0, 1]."""
 
@@ -143,6 +146,7 @@ async def _play(run: ModelledRun) -> SimResult:
         ledger,
         chunk_bytes=run.chunk_bytes or chunk_bytes_on(t),
         routing=SimulatedRouting(spec, run.expert_loads) if spec.swarm.expert_slots else None,
+        dirt=lambda device: (run.dirt, None),
     )
     for device in sorted(set(range(t.num_devices)) - absent_at_first(run.churn)):
         swarm.launch(device)

@@ -1,6 +1,7 @@
 """Run nodes on modelled devices in one world: launch and remove them, and record their actions."""
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.membership import Members
 from shoal.protocol.ports import Compute, Transport
+from shoal.protocol.sim.dirt import CLEAN, Cores, Dirt
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
@@ -28,7 +30,9 @@ Ports = tuple[Transport, Compute, Traffic | None]
 class ModelledSwarm:
     """The nodes of one run; device i of the topology is the peer named after i.
 
-    Args: routing: for runs that place experts.
+    Args:
+        routing: for runs that place experts.
+        dirt: device -> its dirt, and the cores that it shares with others, if any.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ModelledSwarm:
         *,
         chunk_bytes: int,
         routing: SimulatedRouting | None = None,
+        dirt: Callable[[int], tuple[Dirt, Cores | None]] = lambda device: (CLEAN, None),
     ) -> None:
         self._world = world
         self._topology = topology
@@ -49,6 +54,7 @@ class ModelledSwarm:
         self._ledger = ledger
         self._chunk_bytes = chunk_bytes
         self._routing = routing
+        self._dirt = dirt
         self._seals = TrustingSeals()
         self._owner: PeerID | None = None
         self._lives: dict[int, int] = {}
@@ -68,6 +74,7 @@ class ModelledSwarm:
         if device in self._peers and self._peers[device].is_alive:
             return
         t, name = self._topology, name_of(device)
+        dirt, cores = self._dirt(device)
         peer = self._world.add_peer(
             name,
             place=device,
@@ -75,6 +82,8 @@ class ModelledSwarm:
             up_bytes_per_s=float(t.up_bytes_per_s[device]),
             down_bytes_per_s=float(t.down_bytes_per_s[device]),
             plug=int(t.card[device]),
+            dirt=dirt,
+            cores=cores,
         )
         if device not in self._peers and (apart := self._apart.get(device, set()).intersection(self._peers)):
             self._world.partition([peer], [self._peers[other] for other in sorted(apart)])

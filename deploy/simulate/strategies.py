@@ -219,6 +219,7 @@ def play(
             limits=limits,
             record_timeline=options.timeline,
             expert_loads=scenario.expert_loads or None,
+            dirt=scenario.dirt,
             on_progress=options.on_progress,
         )
         result = run_modelled(run)

@@ -1,6 +1,7 @@
 """`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate."""
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import xxhash
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import JobKind, Timed
 from shoal.protocol.sim.clock import Agenda
+from shoal.protocol.sim.dirt import Pace
 from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.trace import Kind, Trace
 
@@ -70,6 +72,8 @@ class SimCompute:
         self._queue: deque[_Queued] = deque()
         self._is_busy = False
         self._is_closed = False
+        self._looks: asyncio.TimerHandle | None = None
+        """When the running job of a dirty device is looked at again."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Raises: any error of `work`. LocalError: the device is closed."""
@@ -107,17 +111,54 @@ class SimCompute:
                 continue
             started_s = self._agenda.now_s()
             takes_s = (self.overhead_s + job.flop / self.device_flop_per_s) * self._machine.slowdown
-            ended_s = started_s + takes_s
-            label = str(getattr(job.work, "label", None) or getattr(job.work, "__qualname__", ""))
-            self.timeline.append(SimJob(job.kind, started_s, ended_s, label))
             digest = xxhash.xxh3_64_intdigest(job.kind.encode())
             self._trace.add(started_s, Kind.JOB_STARTED, self._number, -1, int(job.flop), digest)
             self._is_busy = True
+            if self._machine.pace is not None:
+                self._begin(self._machine.pace, job, value, takes_s)
+                continue
+            self._note(job, started_s, started_s + takes_s)
             # In the peer's context, not the agenda's: a frozen peer starts no further job.
-            self._agenda.loop.call_at(ended_s, self._end, job, value, started_s)
+            self._agenda.loop.call_at(started_s + takes_s, self._end, job, value, started_s)
 
-    def _end(self, job: _Queued, value: object, started_s: float) -> None:
+    def _begin(self, pace: Pace, job: _Queued, value: object, takes_s: float) -> None:
+        """Start a job on a dirty device. It is on the timeline when it has ended, since nobody knows before when."""
+        context, started_s = contextvars.copy_context(), self._agenda.now_s()
+        takes_s *= pace.factor()
+
+        def look_again() -> None:
+            if self._looks is not None:
+                self._looks.cancel()
+            self._looks = self._agenda.at(self._agenda.now_s() + pace.lasts_s(), look)
+
+        def look() -> None:
+            pace.advance(self._agenda.now_s())
+            if not pace.is_done:
+                look_again()
+                return
+            self.halt()
+            self._note(job, started_s, self._agenda.now_s())
+            says_s = started_s + takes_s if job.kind == "probe" and not pace.probe_waits else None
+            self._agenda.loop.call_soon(self._end, job, value, started_s, says_s, context=context)
+
+        pace.on_change = look_again
+        pace.begin(takes_s, started_s)
+
+    def halt(self) -> None:
+        """Stop the running job of a dirty device, which then rests: its process is gone, and nobody awaits the job."""
+        if self._looks is not None and self._machine.pace is not None:
+            self._looks.cancel()
+            self._looks = None
+            self._machine.pace.end(self._agenda.now_s())
+
+    def _note(self, job: _Queued, started_s: float, ended_s: float) -> None:
+        label = str(getattr(job.work, "label", None) or getattr(job.work, "__qualname__", ""))
+        self.timeline.append(SimJob(job.kind, started_s, ended_s, label))
+
+    def _end(self, job: _Queued, value: object, started_s: float, says_s: float | None = None) -> None:
+        """Hand out the result. `says_s`: the end that the job reports; None: now."""
         self._is_busy = False
         if not job.done.done():
-            job.done.set_result(Timed(value=value, started_s=started_s, ended_s=self._agenda.now_s()))
+            ended_s = self._agenda.now_s() if says_s is None else says_s
+            job.done.set_result(Timed(value=value, started_s=started_s, ended_s=ended_s))
         self._next()

@@ -60,9 +60,13 @@ class Flights:
         leaves_s = now_s + frame.nbytes / rate
         if stream.up_bytes_per_s < math.inf:
             source.plug.up_free_s = now_s + frame.nbytes / stream.up_bytes_per_s
+            if stream.up_dirt is not None:
+                source.plug.up_free_s = now_s + stream.up_dirt.takes_s(now_s, frame.nbytes / stream.up_bytes_per_s)
+                leaves_s = max(now_s + frame.nbytes / link.rate_bytes_per_s, source.plug.up_free_s)
+                rate = frame.nbytes / (leaves_s - now_s)
         stream.leaving = frame
         left = self._agenda.at(leaves_s, self._left, stream, frame)
-        delay_s = link.latency_s + _extra_s(link, stream)
+        delay_s = link.latency_s + _extra_s(link, stream) + stream.queued_s(now_s)
         if link.corruption:
             frame.is_damaged = stream.rng.random() < link.corruption
         flight = self._leaving[stream] = _Flight(frame, rate, leaves_s, delay_s, left)
@@ -78,6 +82,8 @@ class Flights:
         for stream, flight in self._leaving.items():
             link = self._link(stream.source.place, stream.destination.place)
             rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s)
+            if stream.up_dirt is not None:
+                rate = min(link.rate_bytes_per_s, stream.up_bytes_per_s * stream.up_dirt.now(now_s).factor)
             if rate == flight.rate_bytes_per_s or flight.frame.epoch != stream.epoch:
                 continue
             unsent_bytes = (flight.leaves_s - now_s) * flight.rate_bytes_per_s
@@ -100,7 +106,10 @@ class Flights:
         if flight.frame.epoch == stream.epoch:
             plug = stream.destination.plug
             took_s = flight.frame.nbytes / stream.down_bytes_per_s
-            plug.down_free_s = flight.through_card_s = max(self._agenda.now_s(), plug.down_free_s) + took_s
+            starts_s = max(self._agenda.now_s(), plug.down_free_s)
+            if stream.down_dirt is not None:
+                took_s = stream.down_dirt.takes_s(starts_s, took_s)
+            plug.down_free_s = flight.through_card_s = starts_s + took_s
             self._arrive(stream, flight)
 
     def _arrive(self, stream: Stream, flight: _Flight) -> None:

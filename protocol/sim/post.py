@@ -56,7 +56,7 @@ class Post:
         if data and link.corruption and stream.rng.random() < link.corruption:
             data, condition = _damaged(data, stream.rng), "damaged"
             self._record(Kind.CALL_DAMAGED, stream, data)
-        arrives_s = stream.control_free_s + link.latency_s + jitter_s
+        arrives_s = stream.control_free_s + link.latency_s + jitter_s + stream.queued_s(self._agenda.now_s())
         connection = -1 if self._cuts.is_cut(source.place, destination.place) else stream.connection
         self._agenda.at(arrives_s, self._arrive, stream, connection, data, condition, deliver)
         if link.duplication and stream.rng.random() < link.duplication:

@@ -11,6 +11,7 @@ from functools import cached_property
 from shoal.protocol.frames import CreditWindow
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Priority
+from shoal.protocol.sim.dirt import LineDirt
 from shoal.protocol.sim.network import CardSpec
 from shoal.protocol.sim.phantom import Phantom
 
@@ -43,8 +44,9 @@ class SimFrame:
 class Plug:
     """One uplink and one downlink. Machines of one household share one, and traffic between them bypasses it."""
 
-    def __init__(self, spec: CardSpec) -> None:
+    def __init__(self, spec: CardSpec, up_dirt: LineDirt | None = None, down_dirt: LineDirt | None = None) -> None:
         self.spec = spec
+        self.up_dirt, self.down_dirt = up_dirt, down_dirt
         self.up_free_s = 0.0
         self.down_free_s = 0.0
         self.offers: list[Stream] = []
@@ -126,6 +128,13 @@ class Stream:
         up, down = self.source.plug, self.destination.plug
         self.up_bytes_per_s = math.inf if up is down else up.spec.up_bytes_per_s
         self.down_bytes_per_s = math.inf if up is down else down.spec.down_bytes_per_s
+        self.up_dirt = None if up is down else up.up_dirt
+        self.down_dirt = None if up is down else down.down_dirt
+
+    def queued_s(self, now_s: float) -> float:
+        """Return the delay of a message behind other people's traffic."""
+        up_s = 0.0 if self.up_dirt is None else self.up_dirt.now(now_s).delay_s
+        return up_s if self.down_dirt is None else up_s + self.down_dirt.now(now_s).delay_s
 
     def clear(self) -> None:
         """Begin a new stream for later frames; received frames stay until the first new one arrives."""

@@ -17,6 +17,7 @@ from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.sim.clock import Agenda, SimClock
 from shoal.protocol.sim.compute import SimCompute
 from shoal.protocol.sim.directory import Records, SimDirectory
+from shoal.protocol.sim.dirt import CLEAN, Cores, Dirt, LineDirt, Pace
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
@@ -120,16 +121,25 @@ class World:
         plug: Hashable = None,
         place: int | None = None,
         modelled: bool | None = None,
+        dirt: Dirt = CLEAN,
+        cores: Cores | None = None,
     ) -> SimPeer:
         """Start a process. A name that crashed or closed returns with its identity, machine and address.
 
         Args:
             plug: peers with an equal one share an uplink and a downlink, at the first peer's rates; None: its own.
+            dirt: of a new machine's device, and of a new plug (`dirt.py`).
+            cores: which a new machine's device shares with those of other peers.
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.
         """
         if name in self.peers and self.peers[name].is_alive:
             raise LocalError(f"a peer named {name!r} is alive in this world")
+        if name in self.peers:
+            self.peers[name].compute.halt()
+        is_new = name not in self._machines
         machine = self._machine(name, place)
+        if is_new and (dirt.is_on_device or cores is not None):
+            machine.pace = Pace(dirt, cores or Cores(), self.rng(f"dirt/{name}"))
         number = self._num_joined
         self._num_joined += 1
         identity = self.identity(name)
@@ -137,7 +147,9 @@ class World:
             identity.peer_id,
             number=number,
             place=machine.place,
-            plug=self._plug(plug, CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)),
+            plug=self._plug(
+                name, plug, CardSpec(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s), dirt
+            ),
             links=self._links,
             post=self._post,
             agenda=self._agenda,
@@ -219,6 +231,7 @@ class World:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
+        peer.compute.halt()
         self._links.gone(peer.transport.card, why=None)
         peer.transport.abandon_calls()
         self._machines[peer.name].disk = peer.disk.crash()
@@ -349,8 +362,13 @@ class World:
         self._name_at[place] = name
         return machine
 
-    def _plug(self, key: Hashable, spec: CardSpec) -> Plug:
-        return Plug(spec) if key is None else self._plugs.setdefault(key, Plug(spec))
+    def _plug(self, name: str, key: Hashable, spec: CardSpec, dirt: Dirt) -> Plug:
+        if key is not None and key in self._plugs:
+            return self._plugs[key]
+        plug = Plug(spec)
+        if dirt.is_on_line:
+            plug.up_dirt, plug.down_dirt = (LineDirt(dirt, self.rng(f"line/{name}/{way}")) for way in ("up", "down"))
+        return plug if key is None else self._plugs.setdefault(key, plug)
 
     def _find(self, peer_id: PeerID) -> SimTransport | None:
         peer = self._by_id.get(peer_id)

@@ -12,6 +12,7 @@ import msgspec
 from internet.emulator import Line, NatKind, PathBetween
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.spec_file import convert_spec
 from shoal.protocol.toml_file import read_toml
@@ -66,10 +67,16 @@ class Host(_Section, frozen=True):
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Share of one core that the peer may take."""
     cores: Annotated[float, msgspec.Meta(ge=0.01)] | None = None
-    """Processors that the peer gets by a control group's quota, as a container does (`cpu_groups.py`); None: no quota.
-    In virtual time the device is steady, at the speed that it has within the quota."""
+    """Processors that the peer gets by a control group's quota, as a container does, over periods of 0.1 s
+    (`cpu_groups.py`); None: no quota."""
     gflops: Positive | None = None
-    """The speed of the simulated device; None: what the real one was seen to do."""
+    """The speed of the simulated device within its share and quota; None: what the real one was seen to do."""
+    probed_gflops: Positive | None = None
+    """What the simulated device's probe finds; None: what the real one's found, or else its speed without a quota."""
+    machine: str = ""
+    """In virtual time, hosts of one machine share its `machine_cores`."""
+    dirt: Dirt | None = None
+    """In virtual time; None: the scenario's. Of hosts of one home the first one's is the line's."""
     joins_s: NotNegative = 0.0
     """When the peer gets its invite, after the run's host is up."""
 
@@ -131,6 +138,10 @@ class ScenarioFile(_Section, frozen=True):
     """One way between two homes of one place, without the last miles."""
     elsewhere_ms: NotNegative = 20.0
     """One way between places that no path names."""
+    machine_cores: Positive | None = None
+    """In virtual time, the cores of each `machine`; hosts that name none are on one. None: enough."""
+    dirt: Dirt = CLEAN
+    """In virtual time: of every host that says none (`protocol/sim/dirt.py`)."""
     seed: int = 1
     nat_pairs: Literal["apart", "carried", "open"] = "apart"
     """What becomes, in virtual time, of two hosts behind NATs of their own, both port-restricted or symmetric: they do
@@ -150,6 +161,9 @@ class ScenarioFile(_Section, frozen=True):
         if not names or len(set(names)) < len(names):
             raise ValueError("hosts must be one at least, and no two of one name")
         self._check_homes()
+        for host in self.hosts:
+            if host.cores is not None and (host.dirt or self.dirt).throttled < 1.0:
+                raise ValueError(f"{host.name} has a quota of cores, and its dirt is throttled, too")
         for event in self.events:
             others = event.rest if event.word in ("sever", "join") else []
             for name in (event.host, *others):

@@ -15,11 +15,12 @@ from random_events import QUIET_S, with_random_events
 from scenario import WORDS, find_scenario, load_scenario, shipped, spans, with_pin, with_seconds
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Priority
+from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.world import World
 from tcp import tcp_bytes_per_s
-from virtual import carriers_of, topology_of
+from virtual import carriers_of, dirt_of, play, topology_of
 
 FIELD = ("homes-18m-share", "homes-18m-quota", "homes-18m", "homes-1m")
 PLAIN = """
@@ -63,6 +64,8 @@ def test_a_shipped_scenario_can_be_read(name):
         ("warm_up_s = 20", "of 20 s in all"),
         ('hosts = [{ name = "a", cores = 0 }]', "hosts[0].cores"),
         ("[model]\ndimm = 3", "dimm"),
+        ("dirt = { jitter = 1 }", "jitter"),
+        ('hosts = [{ name = "a", cores = 0.5, dirt = { throttled = 0.5 } }]', "a has a quota of cores"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, more, complaint):
@@ -279,6 +282,55 @@ def test_a_device_that_is_lent_for_a_quarter_of_the_time_makes_up_for_waiting_an
         assert world.now_s() - begun_s == pytest.approx(200.0, abs=4.0)
 
     run(scenario())
+
+
+def test_the_dirt_of_a_host_is_its_own_or_else_the_scenarios(tmp_path):
+    text = """
+title = "dirty"
+seconds = 20
+machine_cores = 2
+dirt = { compute_sd = 0.3 }
+hosts = [
+  { name = "a" },
+  { name = "b", cores = 0.25 },
+  { name = "c", dirt = { throttled = 0.6, burst_s = 60 } },
+]
+"""
+    scenario = load(tmp_path, text)
+    assert [dirt_of(scenario, device) for device in range(3)] == [
+        Dirt(compute_sd=0.3, probe_waits=False),
+        Dirt(compute_sd=0.3, throttled=0.25, burst_s=0.025, probe_waits=False),
+        Dirt(throttled=0.6, burst_s=60.0, probe_waits=False),
+    ]
+    assert dirt_of(load(tmp_path, PLAIN), 0) == CLEAN
+
+
+@pytest.mark.sim
+def test_hosts_on_one_core_are_as_fast_as_one_and_a_quota_shows_at_work_alone(tmp_path):
+    text = """
+title = "two"
+seconds = 60
+warm_up_s = 10
+hosts = [{ name = "a", gflops = 1, MORE }, { name = "b", gflops = 1, MORE }]
+[model]
+dim = 64
+num_layers = 4
+num_heads = 4
+num_kv_heads = 2
+ffn_dim = 176
+context = 64
+[training]
+microbatches_per_step = 8
+microbatch_size = 4
+"""
+
+    def steps_per_s(more, cores=""):
+        scenario = load(tmp_path, text.replace("MORE", more).replace("[model]", cores + "[model]"))
+        return play(scenario).steps_per_s
+
+    free = steps_per_s("probed_gflops = 1")
+    assert steps_per_s("probed_gflops = 1", "machine_cores = 1\n") == pytest.approx(free / 2, rel=0.15)
+    assert steps_per_s("cores = 0.25") == pytest.approx(free, rel=0.15), "its gflops are within the quota"
 
 
 def test_random_events_are_those_of_their_seed_and_each_is_over_before_the_end():

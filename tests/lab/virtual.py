@@ -20,13 +20,14 @@ from carried import CarriedTransport
 from figures import Figures, Step, paces, shown_layout
 from limited import LimitedCompute
 from pinned import PinnedAllocator
-from scenario import Event, Scenario
+from scenario import Event, Host, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, name_of, peer_ids
 from shoal.deploy.simulate.result import StepCommitted
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LANES_MAX
 from shoal.protocol.plan import Plan
+from shoal.protocol.sim.dirt import Cores, Dirt
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import CardSpec, LinkSpec, MatrixNetwork
 from shoal.protocol.sim.paths import Cut
@@ -43,6 +44,7 @@ _CHUNK_BYTES = 1 << 20
 _RECONNECTS_S = 0.1
 """A change of address breaks all connections, as the death of a network daemon does."""
 _KNOWN = ("up_mbps", "down_mbps", "last_mile_ms", "jitter_ms", "loss")
+_QUOTA_PERIOD_S = 0.1
 GFLOPS = 10.0
 """The speed of a device that nobody has measured."""
 
@@ -64,9 +66,17 @@ class _Ledger(SimLedger):
 class _Swarm(ModelledSwarm):
     """Puts the ports of a scenario's hosts into its nodes."""
 
-    def __init__(self, virtual: "_Virtual", spec: RunSpec) -> None:
-        allocator = PinnedAllocator() if virtual.scenario.is_pinned else None
-        super().__init__(virtual.world, virtual.topology, spec, allocator, virtual.ledger, chunk_bytes=_CHUNK_BYTES)
+    def __init__(self, virtual: "_Virtual", spec: RunSpec, machines: Mapping[str, Cores]) -> None:
+        scenario = virtual.scenario
+        super().__init__(
+            virtual.world,
+            virtual.topology,
+            spec,
+            PinnedAllocator() if scenario.is_pinned else None,
+            virtual.ledger,
+            chunk_bytes=_CHUNK_BYTES,
+            dirt=lambda device: (dirt_of(scenario, device), machines.get(scenario.hosts[device].machine)),
+        )
         self._virtual = virtual
 
     def ports_of(self, device: int, peer: SimPeer) -> Ports:
@@ -101,9 +111,12 @@ class _Virtual:
     ledger: _Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        spec = _spec(self.scenario.spec)
+        spec, file = _spec(self.scenario.spec), self.scenario.file
+        machines: dict[str, Cores] = {}
+        if file.machine_cores is not None:
+            machines = {host.machine: Cores(file.machine_cores) for host in file.hosts}
         self.ledger = _Ledger(self, self.topology.num_devices, steps=spec.training.steps)
-        self.swarm = _Swarm(self, spec)
+        self.swarm = _Swarm(self, spec, machines)
         self._devices = {peer: i for i, peer in peer_ids(self.world, range(self.topology.num_devices)).items()}
         self._lines = _settable(self.scenario)
 
@@ -114,9 +127,9 @@ class _Virtual:
             for (here, there), carrier in carriers_of(self.scenario).items()
             if here == device
         }
-        share = self.scenario.hosts[device].compute_share
-        peer.compute.device_flop_per_s /= share  # the topology's is within the share
-        limited = LimitedCompute(peer.compute, share, probe_times=self.probe_times[device])
+        host = self.scenario.hosts[device]
+        peer.compute.device_flop_per_s /= host.compute_share * _quota(host)  # the topology's is within both
+        limited = LimitedCompute(peer.compute, host.compute_share, probe_times=self.probe_times[device])
         return CarriedTransport(peer.transport, carriers), limited, None
 
     def launch(self, device: int) -> None:
@@ -229,13 +242,17 @@ def play(
     """Args:
     gflops: the speed of each host's device at work; what the scenario says goes before it. A device of which neither
         says anything is like the others.
-    probed: what the probe of each host found, GFLOP/s; as at work where nothing is said.
+    probed: what the probe of each host found, GFLOP/s; what the scenario says goes before it. Where nothing is said:
+        as at work, in processor seconds.
     """
     began_s = time.monotonic()
     known = gflops or {}
     usual = statistics.median(known.values()) if known else GFLOPS
     speeds = {host.name: host.gflops or known.get(host.name, usual) for host in scenario.hosts}
-    found = {name: (probed or {}).get(name, speed) for name, speed in speeds.items()}
+    found = {
+        host.name: host.probed_gflops or (probed or {}).get(host.name, speeds[host.name] / _quota(host))
+        for host in scenario.hosts
+    }
     figures = run_in_virtual_time(_play(scenario, speeds, found))
     return msgspec.structs.replace(figures, wall_s=time.monotonic() - began_s)
 
@@ -244,7 +261,9 @@ async def _play(scenario: Scenario, gflops: dict[str, float], probed: dict[str, 
     file, loop = scenario.file, asyncio.get_running_loop()
     topology = topology_of(scenario, gflops)
     world = World(file.seed, MatrixNetwork(topology), acquainted=True)
-    virtual = _Virtual(scenario, topology, world, [probed[name] / speed for name, speed in gflops.items()])
+    virtual = _Virtual(
+        scenario, topology, world, [probed[host.name] / gflops[host.name] * _quota(host) for host in scenario.hosts]
+    )
     for device, host in enumerate(scenario.hosts):
         if host.joins_s:
             loop.call_at(host.joins_s, virtual.launch, device)
@@ -316,6 +335,23 @@ def topology_of(scenario: Scenario, gflops: Mapping[str, float]) -> Topology:
         names=tuple(host.name for host in scenario.hosts),
         regions=tuple(host.place or host.name for host in scenario.hosts),
     )
+
+
+def _quota(host: Host) -> float:
+    """The part of a core that the host's quota leaves to its device, which computes on one."""
+    return min(1.0, host.cores or 1.0)
+
+
+def dirt_of(scenario: Scenario, device: int) -> Dirt:
+    """Of a host and the line of its home. A quota or a machine's cores do not show in a probe, as of a CPU: it counts
+    processor seconds (`ThreadCompute`)."""
+    host = scenario.hosts[device]
+    dirt = host.dirt or scenario.file.dirt
+    if host.cores is not None and host.cores < 1.0:
+        return msgspec.structs.replace(
+            dirt, throttled=host.cores, burst_s=_QUOTA_PERIOD_S * host.cores, probe_waits=False
+        )
+    return msgspec.structs.replace(dirt, probe_waits=False) if scenario.file.machine_cores is not None else dirt
 
 
 def carriers_of(scenario: Scenario) -> dict[tuple[int, int], int]:

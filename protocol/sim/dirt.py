@@ -1,0 +1,220 @@
+"""Dirt: what devices and lines in the field do beside what they promise. Pure; draws come from generators handed in.
+
+A device's jobs take varying times; it is fast until a token bucket is empty (a CPU quota, heat); it shares the cores of
+its machine. A line's rate wanders, and other people use a part of it in periods. Without dirt nothing is drawn and
+every trace is as it was.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+_NOTHING_S = 1e-9
+"""Less work than this is none: it is below the rounding of a clock that has run for a year."""
+_PARTS = 8
+"""Steps of a wandering rate in its correlation time: neighbours differ by half of its standard deviation."""
+_BOUND_SDS = 3.0
+
+_Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
+_Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+
+
+class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The dirt of one device and of its line, each way; a table `dirt` of scenario files."""
+
+    compute_sd: _NotNegative = 0.0
+    """Standard deviation of a job's seconds, as a fraction of their mean, which stays; the factor is lognormal."""
+    throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    """The part of its speed that the device keeps for ever. 0.25: a CPU quota of a quarter of a core; 1: all of it."""
+    burst_s: _NotNegative = 0.0
+    """Seconds that a rested device works at full speed before it is throttled: a tenth of `throttled` with a CPU quota,
+    whose period is 0.1 s; minutes until it is hot. Rest refills them in `burst_s * (1 / throttled - 1)`."""
+    probe_waits: bool = True
+    """A probe's seconds count the waits for a core. False: they are processor seconds, so that neither a quota nor a
+    neighbour shows in them."""
+    wander_sd: _NotNegative = 0.0
+    """Standard deviation of the logarithm of the line's rate, at most three of them off; the mean rate stays."""
+    wander_s: _Positive = 60.0
+    """Time in which the correlation of that logarithm falls to 1/e."""
+    others_share: _Share = 0.0
+    """The part of the line that other people's traffic takes in its periods."""
+    others_on_s: _Positive = 10.0
+    """Mean length of such a period, exponential."""
+    others_off_s: _Positive = 20.0
+    """Mean time between two, exponential."""
+    others_delay_s: _NotNegative = 0.0
+    """Delay in the line's queue in such a period, for frames and calls."""
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.compute_sd > 0.0 or self.throttled < 1.0
+
+    @property
+    def is_on_line(self) -> bool:
+        return self.wander_sd > 0.0 or self.others_share > 0.0 or self.others_delay_s > 0.0
+
+
+CLEAN = Dirt()
+
+
+class Cores:
+    """The cores of a machine. Of k devices that work at once each has min(1, count / k) of its speed."""
+
+    def __init__(self, count: float = math.inf) -> None:
+        self._count = count
+        self._busy: list[Pace] = []
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._count / max(1, len(self._busy)))
+
+    def enter(self, pace: "Pace", now_s: float) -> None:
+        self._settle(now_s)
+        self._busy.append(pace)
+        self._tell()
+
+    def leave(self, pace: "Pace", now_s: float) -> None:
+        self._settle(now_s)
+        self._busy.remove(pace)
+        self._tell()
+
+    def _settle(self, now_s: float) -> None:
+        for pace in self._busy:
+            pace.advance(now_s)
+
+    def _tell(self) -> None:
+        for pace in tuple(self._busy):
+            pace.on_change()
+
+
+class Pace:
+    """The progress of a dirty device's job. It belongs to the machine, since heat and quota outlive a process.
+
+    `begin` starts a job. From then on `on_change` is called when a neighbour begins or ends one. `lasts_s` says when to
+    look again, and `advance` brings the job to the present.
+    """
+
+    def __init__(self, dirt: Dirt, cores: Cores, rng: random.Random) -> None:
+        self.probe_waits = dirt.probe_waits
+        self.on_change: Callable[[], None] = lambda: None
+        # exp(N(-s²/2, s²)) has the mean 1 and the variance exp(s²) - 1.
+        self._log_sd = math.sqrt(math.log1p(dirt.compute_sd**2))
+        self._rng = rng
+        self._cores = cores
+        self._throttled = dirt.throttled
+        self._full_s = dirt.burst_s * (1.0 - dirt.throttled)
+        """Device seconds in a full bucket, into which `throttled` seconds come per second."""
+        self._bucket_s = self._full_s
+        self._left_s = 0.0
+        self._speed = 0.0
+        self._at_s = 0.0
+
+    def factor(self) -> float:
+        """Draw the factor on one job's seconds."""
+        return math.exp(self._rng.gauss(-(self._log_sd**2) / 2.0, self._log_sd)) if self._log_sd else 1.0
+
+    def begin(self, seconds: float, now_s: float) -> None:
+        """Start a job of `seconds` at full speed, and call `on_change`."""
+        self.advance(now_s)
+        self._left_s = seconds
+        self._cores.enter(self, now_s)
+
+    def end(self, now_s: float) -> None:
+        """Rest: the job is done or dropped."""
+        self._cores.leave(self, now_s)
+        self._speed = self._left_s = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self._left_s <= _NOTHING_S
+
+    def advance(self, now_s: float) -> None:
+        """Count what the device did since the last call, at the speed it then had."""
+        past_s, self._at_s = now_s - self._at_s, now_s
+        self._left_s -= self._speed * past_s
+        self._bucket_s = min(self._full_s, self._bucket_s + (self._throttled - self._speed) * past_s)
+        if self._bucket_s <= _NOTHING_S:
+            self._bucket_s = 0.0
+
+    def lasts_s(self) -> float:
+        """Take the present speed. Returns: how long it holds at most: until the job is done or the bucket is empty."""
+        share = self._cores.share
+        self._speed = share if self._bucket_s else min(share, self._throttled)
+        drains = self._speed - self._throttled
+        empty_s = self._bucket_s / drains if self._bucket_s and drains > 0.0 else math.inf
+        return max(0.0, min(self._left_s / self._speed, empty_s))
+
+
+class _Piece(NamedTuple):
+    until_s: float
+    factor: float
+    """On the rate."""
+    delay_s: float
+
+
+class LineDirt:
+    """What one direction of a line gives of its rate, piece by piece, drawn as far ahead as it is asked for."""
+
+    def __init__(self, dirt: Dirt, rng: random.Random) -> None:
+        self._dirt, self._rng = dirt, rng
+        self._pieces: deque[_Piece] = deque()
+        self._log = rng.gauss(0.0, dirt.wander_sd)
+        self._others = rng.random() < dirt.others_on_s / (dirt.others_on_s + dirt.others_off_s)
+        self._wanders_s = dirt.wander_s / _PARTS if dirt.wander_sd else math.inf
+        self._toggles_s = self._period_s() if dirt.others_share or dirt.others_delay_s else math.inf
+        self._clamp()
+
+    def takes_s(self, from_s: float, seconds: float) -> float:
+        """Return how long a transfer takes from `from_s` on that takes `seconds` at the line's own rate."""
+        left_s, at_s = seconds, from_s
+        for piece in self._ahead(from_s):
+            in_piece_s = left_s / piece.factor
+            if at_s + in_piece_s <= piece.until_s:
+                return at_s + in_piece_s - from_s
+            left_s -= (piece.until_s - at_s) * piece.factor
+            at_s = piece.until_s
+        raise AssertionError("pieces never end")
+
+    def now(self, now_s: float) -> _Piece:
+        """Return the piece of this moment, and forget those before it."""
+        while self._pieces and self._pieces[0].until_s <= now_s:
+            self._pieces.popleft()
+        return next(self._ahead(now_s))
+
+    def _ahead(self, from_s: float) -> Iterator[_Piece]:
+        index = 0
+        while True:
+            if index == len(self._pieces):
+                self._draw()
+            if self._pieces[index].until_s > from_s:
+                yield self._pieces[index]
+            index += 1
+
+    def _draw(self) -> None:
+        dirt = self._dirt
+        until_s = min(self._wanders_s, self._toggles_s)
+        free = 1.0 - dirt.others_share if self._others else 1.0
+        # E exp(N(0, s²)) is exp(s²/2).
+        wandered = math.exp(self._log - dirt.wander_sd**2 / 2.0)
+        self._pieces.append(_Piece(until_s, wandered * free, dirt.others_delay_s if self._others else 0.0))
+        if until_s == self._wanders_s:
+            keeps = math.exp(-1.0 / _PARTS)
+            self._log = keeps * self._log + self._rng.gauss(0.0, dirt.wander_sd * math.sqrt(1.0 - keeps**2))
+            self._clamp()
+            self._wanders_s += dirt.wander_s / _PARTS
+        else:
+            self._others = not self._others
+            self._toggles_s += self._period_s()
+
+    def _period_s(self) -> float:
+        mean_s = self._dirt.others_on_s if self._others else self._dirt.others_off_s
+        return max(_NOTHING_S, self._rng.expovariate(1.0 / mean_s))
+
+    def _clamp(self) -> None:
+        bound = _BOUND_SDS * self._dirt.wander_sd
+        self._log = min(bound, max(-bound, self._log))
