@@ -307,9 +307,10 @@ def _peers_of_demo(folder: Path) -> list[RunFolder]:
 def _size_of(folder: Path) -> tuple[int, float]:
     """Return (bytes of all files below it, time of the last write)."""
     size, written_s = 0, 0.0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a peer
-            stat = path.lstat()
-            written_s = max(written_s, stat.st_mtime)
-            size += 0 if path.is_dir() else stat.st_size
+    for place, _, names in os.walk(folder):  # skips a folder that a peer removes meanwhile
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                stat = Path(place, name).lstat()
+                written_s = max(written_s, stat.st_mtime)
+                size += stat.st_size
     return size, written_s

@@ -13,7 +13,7 @@ OnShare = Callable[[float], None]
 @contextlib.contextmanager
 def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]:
     """Show a spinner inside the context, for work of unknown length."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False, emoji=False)
     with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
 
@@ -21,7 +21,7 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 @contextlib.contextmanager
 def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
     """Show a bar inside the context, labelled `what`, a word or two."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False, emoji=False)
     if not console.is_terminal:
         yield lambda share: None
         return

@@ -11,7 +11,7 @@ from shoal.deploy.terminal.plain import wrapped
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console that does not narrow tables in a file or pipe."""
-    console = Console(highlight=False, stderr=stderr, quiet=quiet)
+    console = Console(highlight=False, emoji=False, stderr=stderr, quiet=quiet)
     if not console.is_terminal:
         console.width = 10_000
     return console

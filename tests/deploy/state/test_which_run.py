@@ -1,5 +1,6 @@
 """Every command finds the same runs, by the same words."""
 
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.deploy.record.lines import encode_line
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, SavedStanding
+from shoal.deploy.state.runs import _size_of
 from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.model.state import LayerState
@@ -125,3 +127,19 @@ def test_a_folder_below_the_state_folder_is_found_too(home: Path) -> None:
     make(places.state_root() / "mine", "mine", "ff66" * 4, used_s=1.0)
     places.note_folder(places.state_root() / "mine")
     assert find_snapshots("mine")[0].run == "ff66" * 4
+
+
+def test_a_folder_that_a_peer_removes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stays", "goes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_bytes(b"x" * 10)
+    scandir = os.scandir
+
+    def racing(path: Any) -> Any:
+        if Path(path).name == "goes":
+            (Path(path) / "part").unlink()
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", racing)
+    assert _size_of(tmp_path)[0] == 10

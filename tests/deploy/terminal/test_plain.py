@@ -22,7 +22,7 @@ from shoal.deploy.state.run_folder import SavedStanding
 from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
-from shoal.deploy.terminal.screen import Screen, tell
+from shoal.deploy.terminal.screen import Screen, open_console, tell
 from shoal.deploy.visitor.status_view import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
@@ -174,3 +174,8 @@ def test_only_the_name_of_a_run_is_cut_at_80_columns() -> None:
     wide = io.StringIO()
     Console(width=200, file=wide).print(_table([found]))
     assert file.getvalue().splitlines()[1].split()[1:] == wide.getvalue().splitlines()[1].split()[1:]
+
+
+def test_a_name_with_colons_is_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(open_console(), "peer :skull: joined")
+    assert capsys.readouterr().out == "peer :skull: joined\n"
