@@ -131,8 +131,8 @@ def test_a_folder_below_the_state_folder_is_found_too(home: Path) -> None:
 
 def test_a_folder_that_a_peer_removes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stays", "goes"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "part").write_bytes(b"x" * 10)
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "part").write_bytes(b"x" * 10)
     scandir = os.scandir
 
     def racing(path: Any) -> Any:
@@ -142,4 +142,4 @@ def test_a_folder_that_a_peer_removes_meanwhile_is_left_out(tmp_path: Path, monk
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", racing)
-    assert _size_of(tmp_path)[0] == 10
+    assert _size_of(tmp_path / "run")[0] == 10
