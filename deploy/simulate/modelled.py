@@ -81,8 +81,9 @@ class ModelledRun:
     """A placement holds while its devices are up; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
-    hindrances: Sequence[Slowing | Severing] = ()
-    """Slower devices and links, and cut pairs. Those of devices that join later are ignored."""
+    hindrances: Sequence[Slowing | Severing | Dirt] = ()
+    """Slower devices and links, and cut pairs; those of devices that join later are ignored. A `Dirt`, at most one, is
+    that of all devices and lines."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
@@ -91,8 +92,6 @@ class ModelledRun:
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
-    dirt: Dirt = CLEAN
-    """The dirt of every device and line."""
     on_progress: Callable[[float], None] = lambda share: None
     """Called at every step with the share of the run that is over, in [0, 1]."""
 
@@ -134,6 +133,7 @@ async def _play(run: ModelledRun) -> SimResult:
         allocator: Allocator | None = PinnedAllocator(run.stages, peers, split(t, Workload.of(spec), run.stages))
     else:
         allocator = run.stages
+    dirt = next((each for each in run.hindrances if isinstance(each, Dirt)), CLEAN)
     first_bytes: list[npt.NDArray[np.int64]] = []
 
     def stepped(step: StepCommitted) -> None:
@@ -156,7 +156,7 @@ async def _play(run: ModelledRun) -> SimResult:
         chunk_bytes=run.chunk_bytes or chunk_bytes_on(t),
         ports=run.ports,
         routing=SimulatedRouting(spec, run.expert_loads) if spec.swarm.expert_slots else None,
-        dirt=lambda device: (run.dirt, None),
+        dirt=lambda device: (dirt, None),
     )
     for device in sorted(set(range(t.num_devices)) - absent_at_first(run.churn)):
         swarm.launch(device)
