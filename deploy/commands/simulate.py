@@ -65,6 +65,14 @@ def simulate(
     seed: Annotated[
         int, typer.Option(min=0, help="The same seed gives the same searches and the same simulated worlds.")
     ] = 0,
+    dirt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=NUMBER,...",
+            help="What devices and lines do beside what they promise, as in "
+            "compute_sd=0.3,wander_sd=0.2 (SCENARIOS.md).",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write everything to this file as JSON; with --campaign, a line for each seed.")
     ] = None,
@@ -123,11 +131,13 @@ def simulate(
         return _campaign(range(first_seed, first_seed + campaign), chosen, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
-    from shoal.deploy.simulate.strategies import StrategyOptions
+    from shoal.deploy.simulate.strategies import StrategyOptions, parse_dirt
 
     assert what is not None
     wishes = Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh)
-    options = StrategyOptions(seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes)
+    options = StrategyOptions(
+        seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes, dirt=parse_dirt(dirt)
+    )
     _compare(find_scenario(what), strategies, options, json, html, patience_s=patience)
     return None
 

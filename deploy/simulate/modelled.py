@@ -77,6 +77,8 @@ class ModelledRun:
     """A placement holds while its devices are up; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
+    dirt: Dirt = CLEAN
+    """What all devices and lines do beside what they promise."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
@@ -85,8 +87,6 @@ class ModelledRun:
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
-    dirt: Dirt = CLEAN
-    """The dirt of every device and line."""
     on_progress: Callable[[float], None] = lambda share: None
     """Called at every step with the share of the run that is over, in [0, 1]."""
 

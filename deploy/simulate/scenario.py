@@ -17,7 +17,6 @@ from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.complaint import complaint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.limits import EXPERTS_MAX, PEERS_MAX
-from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.spec import AdapterSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.toml.defaults import fill_in
 from shoal.protocol.toml_file import read_toml
@@ -88,8 +87,6 @@ class ScenarioFile(Section, frozen=True):
     experts: ExpertsSection | None = None
     """None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None
-    dirt: Dirt = CLEAN
-    """What every device and line does beside what it promises (`protocol/sim/dirt.py`)."""
     strategy: tuple[Strategy, ...] = ()
     """The strategies to compare; empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
@@ -138,7 +135,6 @@ class Scenario:
     """The network file, if there is one."""
     trace: Path | None = None
     churn: ChurnSection | None = None
-    dirt: Dirt = CLEAN
     expert_loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal, or none are placed."""
     strategies: tuple[Strategy, ...] = ()
@@ -228,7 +224,6 @@ def load_scenario(path: Path) -> Scenario:
         network=network,
         trace=trace,
         churn=file.churn,
-        dirt=file.dirt,
         expert_loads=file.experts.loads if file.experts is not None else (),
         strategies=file.strategy,
     )

@@ -23,6 +23,7 @@ from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
 from shoal.deploy.simulate.traces import load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
 CHURN_SECONDS = 1800.0
@@ -39,9 +40,21 @@ class StrategyOptions:
     trace: Path | None = None
     timeline: bool = True
     """Keep each device's timeline, for idle shares and pages: 100 bytes a job."""
+    dirt: Dirt = CLEAN
+    """What all devices and lines do beside what they promise."""
     wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
     """Called with the share of a strategy's run that is over, in [0, 1]."""
+
+
+def parse_dirt(text: str | None) -> Dirt:
+    """Read `FIELD=NUMBER,…`, fields of `Dirt`. Raises: LocalError."""
+    try:
+        fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
+        return msgspec.convert(fields, Dirt, strict=False)
+    except ValueError as error:  # ValidationError is a ValueError
+        known = ", ".join(Dirt.__struct_fields__)
+        raise LocalError(f"{text!r} is no dirt, as compute_sd=0.3,wander_sd=0.2 is ({error}): take {known}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +231,8 @@ def play(
             churn=prepared.churn,
             limits=limits,
             record_timeline=options.timeline,
+            dirt=options.dirt,
             expert_loads=scenario.expert_loads or None,
-            dirt=scenario.dirt,
             on_progress=options.on_progress,
         )
         result = run_modelled(run)

@@ -12,7 +12,7 @@ import xxhash
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import JobKind, Timed
 from shoal.protocol.sim.clock import Agenda
-from shoal.protocol.sim.dirt import Pace
+from shoal.protocol.sim.dirt import DevicePace
 from shoal.protocol.sim.machine import Machine
 from shoal.protocol.sim.trace import Kind, Trace
 
@@ -121,7 +121,7 @@ class SimCompute:
             # In the peer's context, not the agenda's: a frozen peer starts no further job.
             self._agenda.loop.call_at(started_s + takes_s, self._end, job, value, started_s)
 
-    def _begin(self, pace: Pace, job: _Queued, value: object, takes_s: float) -> None:
+    def _begin(self, pace: DevicePace, job: _Queued, value: object, takes_s: float) -> None:
         """Start a job on a dirty device. It is on the timeline when it has ended, since nobody knows before when."""
         context, started_s = contextvars.copy_context(), self._agenda.now_s()
         takes_s *= pace.factor()

@@ -13,12 +13,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-_NOTHING_S = 1e-9
-"""Less work than this is none: it is below the rounding of a clock that has run for a year."""
-_PARTS = 8
-"""Steps of a wandering rate in its correlation time: neighbours differ by half of its standard deviation."""
-_BOUND_SDS = 3.0
-
 _Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
@@ -67,18 +61,18 @@ class Cores:
 
     def __init__(self, count: float = math.inf) -> None:
         self._count = count
-        self._busy: list[Pace] = []
+        self._busy: list[DevicePace] = []
 
     @property
     def share(self) -> float:
         return min(1.0, self._count / max(1, len(self._busy)))
 
-    def enter(self, pace: "Pace", now_s: float) -> None:
+    def enter(self, pace: "DevicePace", now_s: float) -> None:
         self._settle(now_s)
         self._busy.append(pace)
         self._tell()
 
-    def leave(self, pace: "Pace", now_s: float) -> None:
+    def leave(self, pace: "DevicePace", now_s: float) -> None:
         self._settle(now_s)
         self._busy.remove(pace)
         self._tell()
@@ -92,7 +86,7 @@ class Cores:
             pace.on_change()
 
 
-class Pace:
+class DevicePace:
     """The progress of a dirty device's job. It belongs to the machine, since heat and quota outlive a process.
 
     `begin` starts a job. From then on `on_change` is called when a neighbour begins or ends one. `lasts_s` says when to
@@ -131,14 +125,14 @@ class Pace:
 
     @property
     def is_done(self) -> bool:
-        return self._left_s <= _NOTHING_S
+        return self._left_s <= 1e-9  # less work than this is the clock's rounding
 
     def advance(self, now_s: float) -> None:
         """Count what the device did since the last call, at the speed it then had."""
         past_s, self._at_s = now_s - self._at_s, now_s
         self._left_s -= self._speed * past_s
         self._bucket_s = min(self._full_s, self._bucket_s + (self._throttled - self._speed) * past_s)
-        if self._bucket_s <= _NOTHING_S:
+        if self._bucket_s <= 1e-9:
             self._bucket_s = 0.0
 
     def lasts_s(self) -> float:
@@ -153,7 +147,7 @@ class Pace:
 class _Piece(NamedTuple):
     until_s: float
     factor: float
-    """On the rate."""
+    """The factor on the rate."""
     delay_s: float
 
 
@@ -165,7 +159,7 @@ class LineDirt:
         self._pieces: deque[_Piece] = deque()
         self._log = rng.gauss(0.0, dirt.wander_sd)
         self._others = rng.random() < dirt.others_on_s / (dirt.others_on_s + dirt.others_off_s)
-        self._wanders_s = dirt.wander_s / _PARTS if dirt.wander_sd else math.inf
+        self._wanders_s = dirt.wander_s / 8 if dirt.wander_sd else math.inf
         self._toggles_s = self._period_s() if dirt.others_share or dirt.others_delay_s else math.inf
         self._clamp()
 
@@ -203,18 +197,18 @@ class LineDirt:
         wandered = math.exp(self._log - dirt.wander_sd**2 / 2.0)
         self._pieces.append(_Piece(until_s, wandered * free, dirt.others_delay_s if self._others else 0.0))
         if until_s == self._wanders_s:
-            keeps = math.exp(-1.0 / _PARTS)
+            keeps = math.exp(-1.0 / 8)  # eight steps in the correlation time: neighbours differ by half a deviation
             self._log = keeps * self._log + self._rng.gauss(0.0, dirt.wander_sd * math.sqrt(1.0 - keeps**2))
             self._clamp()
-            self._wanders_s += dirt.wander_s / _PARTS
+            self._wanders_s += dirt.wander_s / 8
         else:
             self._others = not self._others
             self._toggles_s += self._period_s()
 
     def _period_s(self) -> float:
         mean_s = self._dirt.others_on_s if self._others else self._dirt.others_off_s
-        return max(_NOTHING_S, self._rng.expovariate(1.0 / mean_s))
+        return max(1e-9, self._rng.expovariate(1.0 / mean_s))
 
     def _clamp(self) -> None:
-        bound = _BOUND_SDS * self._dirt.wander_sd
+        bound = 3.0 * self._dirt.wander_sd
         self._log = min(bound, max(-bound, self._log))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal.protocol.sim.dirt import Pace
+from shoal.protocol.sim.dirt import DevicePace
 from shoal.protocol.sim.disk import SimDisk
 
 
@@ -15,5 +15,5 @@ class Machine:
     clock_ahead_s: float = 0.0
     slowdown: float = 1.0
     """Factor on the time of its device's jobs."""
-    pace: Pace | None = None
+    pace: DevicePace | None = None
     """The progress of jobs on a dirty device; None: it is clean."""

@@ -17,7 +17,7 @@ from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.sim.clock import Agenda, SimClock
 from shoal.protocol.sim.compute import SimCompute
 from shoal.protocol.sim.directory import Records, SimDirectory
-from shoal.protocol.sim.dirt import CLEAN, Cores, Dirt, LineDirt, Pace
+from shoal.protocol.sim.dirt import CLEAN, Cores, DevicePace, Dirt, LineDirt
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
@@ -139,7 +139,7 @@ class World:
         is_new = name not in self._machines
         machine = self._machine(name, place)
         if is_new and (dirt.is_on_device or cores is not None):
-            machine.pace = Pace(dirt, cores or Cores(), self.rng(f"dirt/{name}"))
+            machine.pace = DevicePace(dirt, cores or Cores(), self.rng(f"dirt/{name}"))
         number = self._num_joined
         self._num_joined += 1
         identity = self.identity(name)

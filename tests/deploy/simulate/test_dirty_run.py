@@ -1,21 +1,33 @@
 """A simulated run with dirt: a throttled device takes as much longer, and the draws are those of the seed."""
 
-from pathlib import Path
-
+import msgspec
+import numpy as np
 import pytest
-from test_slowing import SPEC, network
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import ModelledRun, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.deploy.simulate.scenario import load_scenario
+from shoal.deploy.simulate.strategies import parse_dirt
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.dirt import CLEAN, Dirt
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import make_topology
+
+SPEC = msgspec.convert(
+    {
+        "model": {"dim": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 1024, "context": 512},
+        "training": {"steps": 12, "microbatches_per_step": 8, "microbatch_size": 1, "s_max": 0},
+        "optimizer": {"warmup_steps": 0},
+        "swarm": {"stages": 1, "min_peers": 1},
+    },
+    RunSpec,
+)
+LONE = make_topology(np.full((1, 1), 1e-3), np.full((1, 1), 1e9), flop_per_s=1e12)
 
 
 def played(dirt: Dirt, seed: int = 0) -> SimResult:
     lone = Placement(stages=((0,),), bounds=(0, 4))
-    return run_modelled(ModelledRun(topology=network(1), spec=SPEC, stages=lone, seed=seed, dirt=dirt))
+    return run_modelled(ModelledRun(topology=LONE, spec=SPEC, stages=lone, seed=seed, dirt=dirt))
 
 
 def test_a_throttled_device_takes_as_much_longer() -> None:
@@ -31,11 +43,9 @@ def test_jitter_is_drawn_from_the_seed() -> None:
     assert first.step_s == pytest.approx(played(CLEAN).step_s, rel=0.25)
 
 
-def test_a_scenario_file_says_it(tmp_path: Path) -> None:
-    path = tmp_path / "dirty.toml"
-    text = 'network = { region = [{ name = "a", count = 2 }] }\n[dirt]\nwander_sd = 0.3\nwander_s = 10\n'
-    path.write_text(text)
-    assert load_scenario(path).dirt == Dirt(wander_sd=0.3, wander_s=10.0)
-    path.write_text(text + "wander = 1\n")
-    with pytest.raises(LocalError, match="wander"):
-        load_scenario(path)
+def test_the_command_line_says_it() -> None:
+    assert parse_dirt(None) == CLEAN
+    assert parse_dirt("wander_sd=0.3, wander_s=10") == Dirt(wander_sd=0.3, wander_s=10.0)
+    for text in ("wander=1", "wander_sd", "wander_sd=-1", "throttled=x"):
+        with pytest.raises(LocalError, match="is no dirt"):
+            parse_dirt(text)
