@@ -21,7 +21,7 @@ class Admission:
         """Newcomer on probation in an open run -> the time at which it was let in."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
-        """Say why `newcomer`, which has no place yet, may not join; empty: it may, and is admitted by this call."""
+        """Admit `newcomer`. Returns: the reason if it may not join; empty: it is admitted, or has a place already."""
         if newcomer in present:
             return ""
         if not self._is_open or newcomer == self._members.owner:

@@ -42,7 +42,7 @@ TRIED_DEVICES = 128
 
 
 def loss_alone(snapshot: SwarmSnapshot, peer: MeasuredPeer) -> float:
-    """Return the part of all work that is lost in the long run because `peer` is the only holder of a stage."""
+    """Return the fraction of the run's work that failures of `peer` cost while it is the only holder of a stage."""
     return peer.failure_probability * snapshot.going_back_s / HORIZON_S
 
 
@@ -230,7 +230,8 @@ def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, 
 def _climb(
     evaluator: ThroughputEvaluator, at: Assignment, needs: _Needs, bounds: Sequence[int]
 ) -> tuple[float, Assignment]:
-    """Make single moves, to another stage or to none, always the first that helps, until none does. `at` is changed."""
+    """Climb: move one device to another stage or to none whenever that shortens the step, until no move does. Changes
+    `at`."""
     seconds, left = evaluator.evaluate(at, bounds), EVALUATIONS_MAX * DEVICES // max(DEVICES, len(at))
     helped = True
     while helped and left > 0:

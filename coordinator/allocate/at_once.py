@@ -111,8 +111,8 @@ def _resident_to(workload: Workload, members: int) -> Floats:
 def one_a_stage(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
-    """Make a placement with one device a stage, on the fewest devices that hold the model: the fastest, those with the
-    most memory, or chains of devices with paths to each other."""
+    """Return the best placement with one device a stage and as few stages as hold the model, and its cost. It tries the
+    fastest devices, those with the most memory, and chains in which each device has a path to the next."""
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),

@@ -16,8 +16,8 @@ NO_PATH_S = 1e9
 """Stands for infinity, since sums that contain it can be subtracted again."""
 _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
-"""The work of one local search: `_SHARE` plus `_SHARE_PER_PAIR` times N^2. At 100 devices, a third of it finds layouts
-2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
+"""One local search may spend `_SHARE` + `_SHARE_PER_PAIR` N^2 units of work. With a third of that, a search of the same
+time on 100 devices ends 2 % worse; with three times that, a search of one second has too few individuals."""
 _KERNEL_UNITS = 2
 """The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
 _HEAT = 0.3

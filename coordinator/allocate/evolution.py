@@ -176,8 +176,8 @@ def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
 
 
 def align(first: Assignment, second: Assignment, classes: Assignment, num_stages: int) -> Assignment:
-    """Rename the stages of `second`, and exchange interchangeable devices, so that it agrees with `first` on most
-    devices.
+    """Return `second` with its stages renumbered, and devices of one class exchanged, so that most devices have the
+    stage that they have in `first`.
 
     Stages are paired by largest overlap first. This does not always give the largest total overlap, but it keeps the
     most similar stages together, as a crossover needs, and it takes N + K^2 log K."""
