@@ -78,8 +78,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, more, complaint):
     assert "\n" not in str(refused.value)
 
 
-def test_the_readme_shows_a_scenario(tmp_path):
-    shown = Path(__file__).with_name("README.md").read_text().partition("```toml\n")[2].partition("```")[0]
+def test_the_page_of_the_format_shows_a_scenario(tmp_path):
+    shown = Path(__file__).with_name("SCENARIOS.md").read_text().partition("```toml\n")[2].partition("```")[0]
     scenario = load(tmp_path, shown)
     assert [host.joins_s for host in scenario.hosts] == [0, 0, 30]
     assert scenario.spec.swarm.min_peers == 2
