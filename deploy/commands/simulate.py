@@ -1,6 +1,5 @@
-"""`shoal simulate` predicts the pace of a swarm, or tests whether it survives faults. Heavy imports are late."""
+"""`shoal simulate` predicts the pace of a swarm. Heavy imports are late."""
 
-import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     "shoal simulate two-universities --html report.html  # ours against other layouts, and a page",
     "shoal simulate home-gpus --strategies ours,random --seed 3  # only these",
     "shoal simulate home-gpus --steps 4 --tokens 20B  # the shortest with a warm-up, and days to 20 billion tokens",
-    "shoal simulate --campaign 20  # break twenty swarms, each in its own way",
 )
 def simulate(
     what: ScenarioName = None,
@@ -73,67 +71,26 @@ def simulate(
             "compute_sd=0.3,wander_sd=0.2 (SCENARIOS.md).",
         ),
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write everything to this file as JSON; with --campaign, a line for each seed.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps to this file.")] = None,
-    campaign: Annotated[
-        int | None, typer.Option(min=1, metavar="SEEDS", help="Break a swarm in this many ways, one for each seed.")
-    ] = None,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first seed of a campaign.")] = 0,
-    peers: Annotated[int, typer.Option(min=1, help="Number of peers in a campaign's swarm.")] = 9,
-    experts: Annotated[
-        int, typer.Option(min=0, help="Number of experts in a campaign's model, spread over its peers.")
-    ] = 0,
-    wire: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORTH,BACK,SUMS",
-            help="Wire formats in a campaign's swarm: of activations, of their gradients, and of sums; "
-            "as in int8,int8,hadamard4.",
-        ),
-    ] = None,
-    fault_seconds: Annotated[
-        float, typer.Option(min=0, help="Number of seconds in which faults happen in a campaign.")
-    ] = 60.0,
-    kind: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="Let only faults of this kind happen. May be repeated.")
-    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Run whole swarms in virtual time.
 
     It compares strategies, a row for each as soon as it is done, and cuts off one that is far slower than the first.
-    With --campaign it breaks swarms on purpose and says whether they survive.
     """
     if list_:
         return _list_shipped()
-    if (what is None) == (campaign is None):
-        raise LocalError(
-            "say what to simulate: a scenario (--list shows those that are shipped), or --campaign SEEDS to break a "
-            "swarm in that many ways"
-        )
+    if what is None:
+        raise LocalError("say what to simulate: a scenario (--list shows those that are shipped)")
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, stream=sys.stderr)
     for path in (json, html):
         if path is not None:
             check_writable(path)
-    if campaign is not None:
-        from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
-
-        chosen = CampaignOptions(
-            peers=peers,
-            steps=steps or CampaignOptions().steps,
-            experts=experts,
-            fault_s=fault_seconds,
-            kinds=parse_kinds(kind or ()),
-            wire=parse_wire(wire),
-        )
-        return _campaign(range(first_seed, first_seed + campaign), chosen, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import StrategyOptions, parse_dirt
 
-    assert what is not None
     wishes = Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh)
     options = StrategyOptions(
         seed=seed, steps=steps, seconds=seconds, trace=trace, wishes=wishes, dirt=parse_dirt(dirt)
@@ -251,19 +208,3 @@ def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     console.print(figures_view(row.figures))
 
 
-def _campaign(seeds: range, options: "CampaignOptions", json: Path | None) -> None:
-    from shoal.deploy.simulate.campaign import run_seed
-    from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, summary
-
-    verdicts = []
-    with json.open("wb") if json else contextlib.nullcontext() as file:
-        for seed in seeds:
-            verdicts.append(verdict := run_seed(seed, options))
-            say(one_line(verdict))
-            if verdict.broken is not None:
-                say(failure(verdict, options))
-            if file is not None:
-                file.write(json_line(verdict))
-    say(summary(verdicts))
-    if any(verdict.broken is not None for verdict in verdicts):
-        raise typer.Exit(EXIT_FAILED)

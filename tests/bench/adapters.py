@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from tiny_run import tiny_corpus
 from validating import validate
 
 from shoal.deploy.session.heap import trim_heap
-from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model.frozen import seed_base, stored_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout, num_parameters

@@ -10,17 +10,21 @@ import itertools
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from tiny_run import tiny_spec
+
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
-from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.membership.joining import Joining
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.deploy.simulate.tiny_run import tiny_corpus
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from tiny_run import tiny_corpus
+
 from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.driver import PeerDriver
 from shoal.peer.encoding.vectors import Vectors

@@ -24,8 +24,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from tiny_run import tiny_corpus, tiny_spec
+
 import shoal.protocol
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.compute.arithmetic import TorchArithmetic
 from shoal.peer.driver import PeerDriver
 from shoal.peer.links.meter import LinkMeter

@@ -194,7 +194,6 @@ def test_a_source_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("simulate", "home-gpus", "--json"),
         ("simulate", "home-gpus", "--html"),
-        ("simulate", "--campaign", "1", "--json"),
         ("demo", "--json"),
         ("import", "model"),
         ("tokenizer", "train", "python-library"),

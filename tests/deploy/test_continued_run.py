@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.deploy.state.spec_record import seal_spec
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import SLOW
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.loop import run

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from sim_swarm import SimSwarm
 
-from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.visitor.recover import Recovery
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sim_swarm import SimSwarm
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator, NoLayout, SwarmSnapshot
@@ -13,7 +14,6 @@ from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.deploy.node.node import LEAVE_S
 from shoal.deploy.session.stop import LEAVE_SOON_S
-from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.plan import Plan

@@ -4,10 +4,10 @@ import asyncio
 
 import msgspec
 import pytest
+from sightings import CommitSeen, Obeyed
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.deploy.simulate.sightings import CommitSeen, Obeyed
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

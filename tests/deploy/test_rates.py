@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from sightings import CommitSeen
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.token_rate import WINDOW_S
-from shoal.deploy.simulate.sightings import CommitSeen
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -10,9 +10,9 @@ from functools import cache
 
 import msgspec
 import pytest
+from sim_swarm import SimSwarm
 
 from shoal.deploy.node.node import Node
-from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.disk.archive import Archive
 from shoal.peer.model.state import StageState

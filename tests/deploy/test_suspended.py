@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import torch
+from sightings import CommitSeen
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.deploy.simulate.sightings import CommitSeen
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from sim_swarm import SimSwarm
 
 from shoal.deploy.node.node import Node
-from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.group.reduce import Outgoing
 from shoal.protocol.errors import Refused, RemoteError, Unreachable

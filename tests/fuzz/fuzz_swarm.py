@@ -12,8 +12,10 @@ the run must go on.
 import asyncio
 import logging
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -21,8 +23,12 @@ import torch
 from fuzz_choices import Choices
 from fuzz_targets import make_plan, members_of
 from fuzz_values import Known, make
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
+
 from shoal.protocol import messages
 from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID

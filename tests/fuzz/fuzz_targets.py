@@ -6,6 +6,7 @@ Whatever else is raised is a finding.
 
 import contextlib
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,9 +22,13 @@ from newest_snapshot import read_newest
 
 from fuzz_choices import Choices
 from fuzz_values import Known, make, make_tables, toml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from tiny_run import tiny_spec
+
 from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.simulate.scenario import ScenarioFile, find_scenario
-from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.state.spec_record import open_spec, seal_spec
 from shoal.peer.disk.snapshot import _Manifest, write_snapshot
 from shoal.peer.disk.snapshot_name import MANIFEST, SnapshotName

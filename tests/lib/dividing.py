@@ -12,14 +12,14 @@ from functools import lru_cache
 
 import msgspec
 from blake3 import blake3
+from sightings import CommitSeen, Event, Obeyed
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.deploy.simulate.sightings import CommitSeen, Event, Obeyed
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, tied_spans

@@ -11,13 +11,13 @@ import random
 from dataclasses import dataclass
 
 import msgspec
+from sightings import Event, Obeyed
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.deploy.simulate.sightings import Event, Obeyed
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.protocol.plan import Member, Plan
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import uniform

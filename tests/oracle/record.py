@@ -35,9 +35,13 @@ from typer.testing import CliRunner
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("lib", "soak", "bench")]
 
 import coordination as soak
+from campaign_run import run_trial
 from live.cases import SIX_EQUAL, case, coarser, with_steps
 from live.growth import churn_of, swarm
 from sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
+from trial import CampaignOptions, draw_trial
 
 import shoal.protocol
 from shoal.coordinator.allocate.dtfm_search import plan_dtfm
@@ -50,12 +54,8 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy import cli
 from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
-from shoal.deploy.simulate.campaign import run_trial
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.scenario import STEPS_MAX, shipped_names
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
-from shoal.deploy.simulate.trial import CampaignOptions, draw_trial
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

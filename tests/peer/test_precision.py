@@ -5,8 +5,8 @@ import itertools
 import msgspec
 import pytest
 import torch
+from tiny_run import tiny_corpus
 
-from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.peer.compute.precision import QUICKER, precision_of
 from shoal.peer.model import llama
 from shoal.peer.model.layout import stage_layer_keys

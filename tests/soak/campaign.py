@@ -1,4 +1,4 @@
-"""Many seeds of `shoal simulate --campaign`, on all cores; run by `make soak-campaign` (`--seeds` for another number).
+"""Breaks many swarms on purpose, each in the way of its seed, on all cores; run by `make soak-campaign`.
 
 Prints every seed that fails with the command that plays it again, and the sum of all.
 """
@@ -11,13 +11,17 @@ import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from shoal.deploy.simulate.campaign import run_seed, run_trial
-from shoal.deploy.simulate.campaign_report import failure, one_line, summary
-from shoal.deploy.simulate.trial import CampaignOptions, draw_trial, parse_wire
-from shoal.deploy.simulate.witness import RunVerdict
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from campaign_report import failure, json_line, one_line, summary
+from campaign_run import run_seed, run_trial
+from trial import CampaignOptions, draw_trial, parse_kinds, parse_wire
+from witness import RunVerdict
+
 from shoal.peer.membership import learner
 
 
@@ -36,10 +40,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=0.0, help="Begin no seed after this long; 0: no limit.")
     parser.add_argument("--wire", metavar="FORTH,BACK,SUMS", help="formats in place of fp32, as int8,int8,hadamard4")
+    parser.add_argument("--peers", type=int, default=CampaignOptions().peers)
+    parser.add_argument("--steps", type=int, default=CampaignOptions().steps)
+    parser.add_argument("--experts", type=int, default=0, help="of the model, spread over the peers")
+    parser.add_argument("--fault-seconds", type=float, default=CampaignOptions().fault_s, help="how long faults happen")
+    parser.add_argument("--kind", action="append", default=[], help="let only faults of this kind happen; repeatable")
+    parser.add_argument("--lines", action="store_true", help="print a line for each seed")
+    parser.add_argument("--json", type=Path, help="write a line for each seed to this file")
     parser.add_argument("--light", action="store_true", help="whoever joins a stale run is a light member at first")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    options = CampaignOptions(wire=parse_wire(arguments.wire))
+    options = CampaignOptions(
+        peers=arguments.peers,
+        steps=arguments.steps,
+        experts=arguments.experts,
+        fault_s=arguments.fault_seconds,
+        kinds=parse_kinds(arguments.kind),
+        wire=parse_wire(arguments.wire),
+    )
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     begun_s = time.monotonic()
     verdicts: list[RunVerdict] = []
@@ -49,9 +67,14 @@ def main() -> int:
             partial(run_light_seed if arguments.light else run_seed, options=options), seeds
         ):
             verdicts.append(verdict)
+            if arguments.lines or verdict.broken is not None:
+                sys.stdout.write(f"{one_line(verdict)}\n")
             if verdict.broken is not None:
-                sys.stdout.write(f"{one_line(verdict)}\n{failure(verdict, options)}\n")
-                sys.stdout.flush()
+                sys.stdout.write(f"{failure(verdict, options)}\n")
+            sys.stdout.flush()
+            if arguments.json is not None:
+                with arguments.json.open("ab") as file:
+                    file.write(json_line(verdict))
             if arguments.seconds and time.monotonic() - begun_s > arguments.seconds:
                 pool.terminate()
                 break

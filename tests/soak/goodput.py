@@ -15,13 +15,17 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from shoal.deploy.simulate.campaign import run_trial
-from shoal.deploy.simulate.sightings import Injected
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.deploy.simulate.trial import Trial
-from shoal.deploy.simulate.witness import RunWitness
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from campaign_run import run_trial
+from sightings import Injected
+from sim_swarm import SimSwarm
+from tiny_run import tiny_spec
+from trial import Trial
+from witness import RunWitness
+
 from shoal.peer.replica.flow import AdaptiveTraffic, Control, Window
 from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.sim.network import LinkSpec

@@ -10,12 +10,16 @@ import asyncio
 import logging
 import random
 import sys
+from pathlib import Path
 
 import torch
 
-from shoal.deploy.simulate.sightings import CommitSeen, Event
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
+from sightings import CommitSeen, Event
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
+
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.sim.loop import run

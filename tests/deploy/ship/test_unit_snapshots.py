@@ -5,10 +5,10 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import pytest
 import torch
+from tiny_run import tiny_spec
 
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.sample import merge_snapshots
-from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.disk.snapshot import read_snapshot, write_snapshot
 from shoal.peer.model.state import initial_state
 from shoal.protocol.errors import LocalError

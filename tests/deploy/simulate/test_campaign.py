@@ -3,19 +3,17 @@
 import asyncio
 import dataclasses
 
+import campaign_run as campaign
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from campaign_report import failure, json_line, one_line, replay_command, summary
+from campaign_run import run_trial
+from sightings import Failed
+from sim_swarm import SimSwarm
+from tiny_run import tiny_spec
+from trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
+from witness import RunVerdict, RunWitness
 
-from shoal.deploy import cli
-from shoal.deploy.simulate import campaign
-from shoal.deploy.simulate.campaign import run_trial
-from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, replay_command, summary
-from shoal.deploy.simulate.sightings import Failed
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
-from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.peer.membership import learner
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import Fault, FaultKind
@@ -77,7 +75,7 @@ def test_a_training_that_differs_from_one_process_is_found(monkeypatch: pytest.M
 
 
 def witness_losses(trial: Trial) -> tuple[float, ...]:
-    from shoal.deploy.simulate.witness import single_process_losses
+    from witness import single_process_losses
 
     return single_process_losses(trial.spec)
 
@@ -113,7 +111,7 @@ def test_a_failure_says_all_that_is_needed_to_see_it_again() -> None:
         "at 1.500 s for 2 s: crash of n1",
         "n1 starts",
         "trace abc",
-        "shoal simulate --campaign 1 --first-seed 4711\n",
+        "tests/soak/campaign.py --seeds 1 --first-seed 4711\n",
     ):
         assert part in text + "\n"
 
@@ -122,7 +120,8 @@ def test_the_replay_command_has_what_was_not_the_default() -> None:
     options = CampaignOptions(peers=12, fault_s=30.5, kinds=(FaultKind.ONE_WAY_CUT, FaultKind.CRASH))
     command = replay_command(3, options)
     assert command == (
-        'shoal simulate --campaign 1 --first-seed 3 --peers 12 --fault-seconds 30.5 --kind "one-way cut" --kind "crash"'
+        "tests/soak/campaign.py --seeds 1 --first-seed 3 --peers 12 --fault-seconds 30.5 "
+        '--kind "one-way cut" --kind "crash"'
     )
 
 
@@ -148,29 +147,6 @@ def test_kinds_by_name() -> None:
     assert parse_kinds(("crash", "one-way cut")) == (FaultKind.CRASH, FaultKind.ONE_WAY_CUT)
     with pytest.raises(LocalError, match="not a fault: take some of crash"):
         parse_kinds(("flood",))
-
-
-@pytest.mark.parametrize(("broken", "code"), [(None, 0), ("nothing is lost", 1)])
-def test_the_command_ends_with_1_if_a_seed_fails(monkeypatch, tmp_path, broken: str | None, code: int) -> None:
-    asked = []
-
-    def fake(seed: int, options: CampaignOptions) -> RunVerdict:
-        asked.append((seed, options.peers))
-        return RunVerdict(seed=seed, broken=broken)
-
-    monkeypatch.setattr(campaign, "run_seed", fake)
-    arguments = ["simulate", "--campaign", "2", "--first-seed", "5", "--peers", "12", "--json", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == code, result.output
-    assert asked == [(5, 12), (6, 12)]
-    assert len((tmp_path / "out").read_bytes().splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["--campaign", "1", "--peers", "3"], ["--campaign", "1", "--kind", "flood"], ["--campaign", "0"]]
-)
-def test_the_command_ends_with_2_where_it_was_asked_nonsense(arguments: list[str]) -> None:
-    assert CliRunner().invoke(cli.app, ["simulate", *arguments]).exit_code == 2
 
 
 def test_failures_are_events_of_their_node() -> None:

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import PurePosixPath
 
 import pytest
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.disk.snapshot import DamagedSnapshot, list_snapshots, read_snapshot
 from shoal.peer.single_process import train
 from shoal.protocol.sim.disk import SimDisk

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-
-from shoal.deploy.simulate.invariants import (
+from invariants import (
     CommitsAgain,
     EveryoneEnds,
     Expectation,
@@ -23,7 +22,8 @@ from shoal.deploy.simulate.invariants import (
     VersionsGrow,
     all_invariants,
 )
-from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+from sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+
 from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundMember, RoundStart

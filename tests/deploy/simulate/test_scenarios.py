@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from campaign_run import run_trial
+from sightings import Injected
+from sim_swarm import SimSwarm
+from tiny_run import tiny_spec
+from trial import Trial
+from witness import RunVerdict, RunWitness
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.deploy.simulate.campaign import run_trial
-from shoal.deploy.simulate.sightings import Injected
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.deploy.simulate.trial import Trial
-from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.sim.network import LinkSpec

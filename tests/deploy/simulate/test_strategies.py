@@ -123,7 +123,6 @@ def test_shipped_scenarios_are_listed() -> None:
 
 def test_what_cannot_be_simulated_is_said_in_a_line(tmp_path: Path, tiny: Path) -> None:
     assert "say what to simulate" in complaint()
-    assert "say what to simulate" in complaint(tiny, "--campaign", 1)
     assert "'atlantis' is neither a file nor a shipped scenario" in complaint("atlantis")
     assert "'best' is not a strategy: take some of ours, " in complaint(tiny, "--strategies", "ours,best")
     assert "no strategy is named" in complaint(tiny, "--strategies", ",")

@@ -1,9 +1,9 @@
 """What comes before a replica has weights, or after it has drained, is not computed, whoever sends it."""
 
 import pytest
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.replica.events import DrainBegun, Drained
 from shoal.protocol.messages import Activation
 from shoal.protocol.sim.loop import run

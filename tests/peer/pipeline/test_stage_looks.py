@@ -6,8 +6,8 @@ On torch's `meta` device, whose tensors have no numbers: a look raises.
 import msgspec
 import pytest
 import torch
+from tiny_run import tiny_spec
 
-from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 

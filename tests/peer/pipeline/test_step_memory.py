@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.cost.memory import STEP_TEMPORARIES, resident_terms
-from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.group.reductions import Reductions
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline import shard

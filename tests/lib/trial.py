@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from tiny_run import tiny_spec
 
-from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule

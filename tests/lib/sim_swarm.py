@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from sightings import CommitSeen, Event, Failed, FinishSeen, Held, Obeyed, Opened, Started
 
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.node.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
-from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, FinishSeen, Held, Obeyed, Opened, Started
 from shoal.deploy.state.spec_record import FIND_S, fetch_spec, seal_spec
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.handoff.initial import InitialWeights

@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 import torch
+from sightings import Injected, Quiet, Ticked
+from sim_swarm import SimSwarm
+from tiny_run import tiny_corpus
+from trial import CampaignOptions, Trial, draw_trial
+from witness import RunVerdict, RunWitness
 
-from shoal.deploy.simulate.sightings import Injected, Quiet, Ticked
-from shoal.deploy.simulate.swarm import SimSwarm
-from shoal.deploy.simulate.tiny_run import tiny_corpus
-from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial
-from shoal.deploy.simulate.witness import RunVerdict, RunWitness
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import play
 from shoal.protocol.sim.loop import Deadlock, VirtualTimeLoop, run

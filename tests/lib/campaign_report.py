@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+from trial import CampaignOptions
+from witness import RunVerdict
 
-from shoal.deploy.simulate.trial import CampaignOptions
-from shoal.deploy.simulate.witness import RunVerdict
 from shoal.protocol.sim.chaos import FaultKind
 
 
@@ -41,7 +41,7 @@ _OPTIONS = (("--peers", "peers"), ("--steps", "steps"), ("--experts", "experts")
 
 def replay_command(seed: int, options: CampaignOptions) -> str:
     defaults = CampaignOptions()
-    words = ["shoal simulate --campaign 1", f"--first-seed {seed}"]
+    words = ["tests/soak/campaign.py --seeds 1", f"--first-seed {seed}"]
     for option, name in _OPTIONS:
         if getattr(options, name) != getattr(defaults, name):
             words.append(f"{option} {getattr(options, name):g}")

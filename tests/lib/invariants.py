@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.deploy.simulate.sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+from sightings import CommitSeen, Event, Failed, Held, Obeyed, Opened, Quiet, Started, Ticked
+
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.protocol.plan import Plan
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
+from invariants import Expectation, all_invariants
+from sightings import CommitSeen, Event, Held, Injected, Opened, Quiet, Ticked
+from tiny_run import tiny_corpus
+from trial import Trial
 
-from shoal.deploy.simulate.invariants import Expectation, all_invariants
-from shoal.deploy.simulate.sightings import CommitSeen, Event, Held, Injected, Opened, Quiet, Ticked
-from shoal.deploy.simulate.tiny_run import tiny_corpus
-from shoal.deploy.simulate.trial import Trial
 from shoal.peer.single_process import train
 from shoal.protocol.sim.chaos import FaultKind, Schedule
 from shoal.protocol.spec import RunSpec, WireSpec
