@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shoal.deploy.simulate.scenario import Scenario
     from shoal.deploy.simulate.strategies import StrategyOptions
     from shoal.deploy.simulate.strategy import Strategy
-    from shoal.deploy.simulate.trial import CampaignOptions
 
 
 @examples(
@@ -206,5 +205,3 @@ def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
     said = f"\nFigures of {row.strategy} at its simulated pace, if no peer leaves:\n"
     tell(console, said, style="bold")
     console.print(figures_view(row.figures))
-
-

@@ -67,7 +67,7 @@ def test_what_breaks_an_invariant_ends_the_run_and_is_the_same_again() -> None:
 def test_a_training_that_differs_from_one_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = quiet_trial()
     losses = witness_losses(trial)
-    monkeypatch.setattr("shoal.deploy.simulate.witness.single_process_losses", lambda spec: (*losses[:2], 0.0, 0.0))
+    monkeypatch.setattr("witness.single_process_losses", lambda spec: (*losses[:2], 0.0, 0.0))
     verdict = run_trial(trial).verdict
     assert verdict.broken is not None
     assert "one process" in verdict.broken
