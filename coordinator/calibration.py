@@ -46,8 +46,6 @@ OFF_STEPS = 4
 """Measured steps that the pace needs before it can be a reason for a search."""
 SLOW = 0.75
 CHANGED = 1.25
-UNSEEN_ERROR = 0.3
-"""The least `forecast_error` until a layout's throughput is measured: a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
 """Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
@@ -91,6 +89,8 @@ class Calibration:
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
         """log(that / the previous plan's prediction of its own layout) if the peers are the same; 0 if negative."""
+        self.rejected = ""
+        """Why the last search found no other layout worth a change; empty: it did, or there was none."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
         """log(measured / first predicted tokens/s) of each layout before the live one."""
 
@@ -151,14 +151,12 @@ class Calibration:
     @property
     def forecast_error(self) -> float:
         """Root mean square of the logarithmic errors of predictions. While the live layout is not measured yet, its
-        predicted gain counts as an error if that raises the mean, and the result is at least `UNSEEN_ERROR`."""
+        predicted gain counts as an error if that raises the mean."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
         if off_now is None:
             mean = max(mean, fmean([*squares, self._promised_gain**2]))
-            if self._promised_gain:
-                mean = max(mean, UNSEEN_ERROR**2)
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
@@ -179,7 +177,7 @@ class Calibration:
             self._promised_gain = self._gain_of(plan)
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
-            self._shown_tokens_per_s = 0.0
+            self._shown_tokens_per_s, self.rejected = 0.0, ""
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
@@ -300,7 +298,8 @@ class Calibration:
         reason = _WORDS[believed.bound].format(believed.stage)
         if self._synchronous_share < 1.0:
             reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
-        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}"
+        rejected = f"; {self.rejected}" if self.rejected else ""
+        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
 
 
 def _peers(places: Places) -> frozenset[PeerID]:

@@ -123,7 +123,7 @@ class ClusterView:
                 self.ledger.note_version(group, self.confirmations.version(group))
             self.experts.hear(peer, heartbeat)
         self.experts.records.heard(peer, now_s)
-        self.survey.hear(peer, heartbeat)
+        self.survey.hear(peer, heartbeat, now_s)
         self.survey.reach.note(peer, heartbeat.links, now_s)
         if peer not in self._members and peer not in self._former_members:
             return []
@@ -343,7 +343,7 @@ class ClusterView:
         knows_network: bool,
     ) -> SwarmSnapshot:
         """Collect all inputs of a layout. Args: as in `Survey.snapshot`."""
-        found = self.survey.snapshot(peers, previous, catalog, knows_network=knows_network)
+        found = self.survey.snapshot(peers, previous, catalog, now_s, knows_network=knows_network)
         chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
         return replace(
             found,
@@ -414,7 +414,7 @@ class ClusterView:
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
             return None
-        found = self.survey.snapshot(peers, None, CheckpointCatalog(parts={}), knows_network=True)
+        found = self.survey.snapshot(peers, None, CheckpointCatalog(parts={}), now_s, knows_network=True)
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
@@ -136,6 +136,7 @@ class ReplanPolicy:
 
     def searched(self, event: Searched) -> bool:
         """Record the end of a search. Returns: whether its result is still wanted."""
+        self.view.calibration.rejected = "" if event.layout is not None else event.reason
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
     # --- decisions ---

@@ -34,11 +34,14 @@ class Survey:
         self.reach = Reachability(spec.swarm.heartbeat_s)
         self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s, self.reach)
         self._plan: Plan | None = None
+        self._working: frozenset[PeerID] = frozenset()
+        """The peers with a stage in the live plan."""
         self._former: OrderedDict[PeerID, int] = OrderedDict()
 
     def obey(self, plan: Plan) -> None:
         """Record a live plan and the stage of each peer, to which it may return later."""
         self._plan = plan
+        self._working = frozenset(peer for stage in plan.stages for peer in stage.peers)
         for index, stage in enumerate(plan.stages):
             for peer in stage.peers:
                 self._former[peer] = index
@@ -53,18 +56,19 @@ class Survey:
         self.links.forget()
         self._speeds.keep(plan.members)
 
-    def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
+    def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
         """Record the measurements in a heartbeat."""
-        self._links.note(peer, heartbeat.links)
-        self.links.hear(peer, heartbeat.advert.machine)
         plan, stage, w = self._plan, heartbeat.stage, self.workload
+        self._links.note(peer, heartbeat.links, now_s, busy=self._working)
+        self.links.hear(peer, heartbeat.advert.machine)
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
             return
         if 0 <= stage < len(plan.stages):
             first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
             # The last stage runs forward and backward in one job.
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
-            self._speeds.note(peer, (first, last), times * sum(self._told_flop[first:last]) / heartbeat.forward_s)
+            flop = times * sum(self._told_flop[first:last])
+            self._speeds.note(peer, (first, last), flop / heartbeat.forward_s, now_s)
 
     def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
         """Say how much memory the run lacks; empty: the peers together have the minimum for the model."""
@@ -80,7 +84,13 @@ class Survey:
         )
 
     def snapshot(
-        self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, catalog: CheckpointCatalog, *, knows_network: bool
+        self,
+        peers: tuple[MeasuredPeer, ...],
+        previous: Plan | None,
+        catalog: CheckpointCatalog,
+        now_s: float,
+        *,
+        knows_network: bool,
     ) -> SwarmSnapshot:
         """Collect all inputs of a layout. Args: knows_network: include the links, which takes a while for many
         peers."""
@@ -93,7 +103,9 @@ class Survey:
             return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
 
         seen = self._links.seen_by_others()
-        speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers}, seen=seen)
+        claims = {peer.peer: peer.flop_per_s for peer in peers}
+        speeds = self._speeds.speeds(claims, seen=seen)
+        variances = self._speeds.variances(claims, {peer.peer: peer.machine for peer in peers}, now_s, seen=seen)
         w = self.workload
         in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
         whole_bytes = int(w.resident_bytes(0, w.num_layers, members=1) + in_flight_bytes)
@@ -104,6 +116,8 @@ class Survey:
                     p,
                     homes=homes(p),
                     flop_per_s=speeds[p.peer],
+                    speed_variance=variances[p.peer][0],
+                    is_speed_of_jobs=variances[p.peer][1],
                     upload_bytes_per_s=uploads[p.peer],
                     # more than the whole model is not useful, whatever it claims
                     memory_bytes=min(p.memory_bytes, whole_bytes),
@@ -113,5 +127,5 @@ class Survey:
             layer_costs=self._layer_costs,
             num_stages=self._spec.swarm.stages_for(sum(not peer.draining for peer in peers)),
             workload=self.workload,
-            network=self._links.network([peer.peer for peer in peers]) if knows_network else None,
+            network=self._links.network([peer.peer for peer in peers], now_s) if knows_network else None,
         )

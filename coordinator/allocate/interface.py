@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.coordinator.allocate.measured import MeasuredNetwork
+from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
@@ -41,6 +41,10 @@ class MeasuredPeer:
     """The probability of loss without a good-bye within `failure_records.HORIZON_S`."""
     synced_stage: int | None = None
     """The stage of the state that it holds."""
+    speed_variance: float = WIDE
+    """The variance of the natural logarithm of `flop_per_s`."""
+    is_speed_of_jobs: bool = False
+    """True if `flop_per_s` is from the seconds of microbatches, False if it is from a probe."""
     homes: tuple[int, ...] = ()
     """The stages where it would start sooner: it holds their state, held it last, or has it on disk."""
 

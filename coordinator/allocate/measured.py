@@ -9,9 +9,9 @@ about its device and its line: six boasting peers beside six working ones get th
 a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only."""
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median, median_low
 
@@ -43,20 +43,39 @@ SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
 """A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing arrives as 1 (`MeasuredPeer.of`)."""
+WIDE = math.log(2.0) ** 2
+"""Variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six homes
+worked at 0.26 to 0.4 of theirs), a link that nobody has measured, one probe on a busy line."""
+JOB_VARIANCE = 0.1**2
+"""The same of one report of a microbatch's seconds."""
+LEAST_VARIANCE = 0.05**2
+"""What no number of reports removes: another stage or another hour has another speed."""
+VARIANCE_PER_S = 0.2**2 / 600.0
+"""A figure that nobody measures again is off by 20 % more after ten minutes."""
+PROBES_WORTH = 2
+"""Number of devices as which `WIDE` counts in the observed variance of measured over claimed speed."""
 RATE_MAX = 1e12
 """Bytes/s and, in seconds, the inverse: figures beyond are no measurements."""
 
 
 class Smoothed:
-    """A positive figure with its noise removed, which still follows changes."""
+    """A positive figure with its noise removed, which still follows changes, and its variance."""
 
-    __slots__ = ("_odd", "count", "log")
+    __slots__ = ("_odd", "at_s", "count", "log", "var")
 
     def __init__(self) -> None:
         self.count = 0
         self.log = math.nan
         """The figure's logarithm; NaN: none yet."""
+        self.var = math.nan
+        """The variance of `log` at `at_s`."""
+        self.at_s = -math.inf
+        """When the figure was measured last."""
         self._odd = 0
+
+    def variance(self, now_s: float) -> float:
+        """Return the variance of the figure's natural logarithm now; NaN: there is no figure yet."""
+        return LEAST_VARIANCE + self.var + VARIANCE_PER_S * max(0.0, now_s - self.at_s)
 
     @property
     def value(self) -> float:
@@ -67,15 +86,21 @@ class Smoothed:
         """True if the last reports are far below the average, but too few to be believed."""
         return self._odd < 0
 
-    def add(self, figure: float) -> None:
+    def add(self, figure: float, now_s: float = 0.0, variance: float = JOB_VARIANCE, *, is_new: bool = True) -> None:
+        """Add a report. Args: variance: of its logarithm. is_new: False: an old measurement, reported again."""
         if not self.count:
-            self.log, self.count = math.log(figure), 1
+            self.log, self.count, self.var, self.at_s = math.log(figure), 1, variance, now_s
             return
         off = math.log(figure) - self.log
+        if is_new:
+            weight = 1.0 / min(self.count + 1, STEADY_REPORTS)
+            aged = self.var + VARIANCE_PER_S * max(0.0, now_s - self.at_s)
+            self.var = (1.0 - weight) ** 2 * aged + weight**2 * max(variance, off * off)
+            self.at_s = now_s
         direction = 0 if abs(off) <= math.log(ODD) else 1 if off > 0 else -1
         self._odd = self._odd + direction if self._odd * direction > 0 else direction
         if abs(self._odd) >= ODD_REPORTS:
-            self.log, self.count, self._odd = math.log(figure), 1, 0
+            self.log, self.count, self._odd, self.var = math.log(figure), 1, 0, variance
             return
         self.count = min(self.count + 1, STEADY_REPORTS)
         self.log += min(max(off, -math.log(ODD)), math.log(ODD)) / self.count
@@ -89,6 +114,8 @@ class _Link:
     sent: Smoothed
     received: Smoothed
     num_probes: int = 0
+    said: tuple[float, int] = 0.0, 0
+    """The last reported (rate, number of probes): an equal report tells of the same measurement again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,6 +127,8 @@ class MeasuredNetwork:
     bytes_per_s: Floats
     is_certain: Bools
     """[N, N], True if several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
+    rate_variance: Floats = field(default_factory=lambda: np.array(math.nan))
+    """[N, N], of the natural logarithm of `bytes_per_s`; NaN: not measured, as everywhere in the default."""
 
 
 class LinkBook:
@@ -112,8 +141,16 @@ class LinkBook:
         self._degraded: dict[tuple[PeerID, PeerID], float] = {}
         """(from, towards) -> bytes/s of each link that has become slow and has stayed so."""
 
-    def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
-        """Record the links in a heartbeat of `reporter`, which is not trusted."""
+    def note(
+        self,
+        reporter: PeerID,
+        reports: Iterable[LinkReport],
+        now_s: float = 0.0,
+        *,
+        busy: Collection[PeerID] = (),
+    ) -> None:
+        """Record the links in a heartbeat of `reporter`, which is not trusted.
+        Args: busy: peers that work, so that a probe of their lines may meet other traffic."""
         for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
             if report.peer == reporter:
                 continue
@@ -124,7 +161,11 @@ class LinkBook:
             before = link.sent.value if link.sent.count else 0.0
             if report.has_fallen and report.bytes_per_s < before / ODD:
                 link.sent = Smoothed()  # its reporter has measured twice
-            _add(link.sent, report.bytes_per_s)
+            said = report.bytes_per_s, report.num_probes
+            probes = max(1, PROBES_CERTAIN if report.has_fallen else min(report.num_probes, PROBES_CERTAIN))
+            variance = WIDE / probes if reporter in busy or report.peer in busy else WIDE / probes**2
+            _add(link.sent, report.bytes_per_s, now_s, variance, is_new=said != link.said)
+            link.said = said
             pair = reporter, report.peer
             if link.sent.count and link.sent.value < before / ODD:
                 self._degraded[pair] = link.sent.value
@@ -208,7 +249,7 @@ class LinkBook:
             return None
         return min(said.value, BOAST * seen.received.value)
 
-    def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
+    def network(self, peers: Sequence[PeerID], now_s: float = 0.0) -> MeasuredNetwork:
         number = {peer: index for index, peer in enumerate(peers)}
         slow_lines = self._has_slow_line(len(peers) - 1)
         found = [
@@ -219,13 +260,14 @@ class LinkBook:
                 math.nan if self._is_out_of_date(reporter, target, slow_lines) else link.sent.log,
                 link.received.log,
                 link.num_probes >= PROBES_CERTAIN,
+                link.sent.variance(now_s),
             )
             for reporter, links in self._links.items()
             if reporter in number
             for target, link in links.items()
             if target in number
         ]
-        latency_s, sent, received = (np.full((len(peers), len(peers)), np.nan) for _ in range(3))
+        latency_s, sent, received, variance = (np.full((len(peers), len(peers)), np.nan) for _ in range(4))
         is_certain = np.zeros((len(peers), len(peers)), dtype=np.bool_)
         if found:
             columns = np.array(found)
@@ -233,13 +275,16 @@ class LinkBook:
             latency_s[i, j] = np.exp(columns[:, 2]) / 2
             sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
             is_certain[i, j] = columns[:, 5] > 0.0
-        seen = ~np.isnan(received)
+            variance[i, j] = columns[:, 6]
+        said, seen = sent, ~np.isnan(received)
         if seen.any():
             sent = np.where(seen, sent, np.minimum(sent, BOAST * np.median(received[seen])))
+        rate = np.where(np.isnan(sent), np.nan, np.fmin(sent, BOAST * received))
         return MeasuredNetwork(
             latency_s=np.fmax(latency_s, latency_s.T),
-            bytes_per_s=np.where(np.isnan(sent), np.nan, np.fmin(sent, BOAST * received)),
+            bytes_per_s=rate,
             is_certain=is_certain & ~np.isnan(sent),
+            rate_variance=np.where(rate < said, np.fmax(variance, WIDE), np.where(np.isnan(rate), np.nan, variance)),
         )
 
 
@@ -249,13 +294,13 @@ class SpeedBook:
     def __init__(self) -> None:
         self._speeds: dict[PeerID, tuple[object, Smoothed]] = {}
 
-    def note(self, peer: PeerID, place: object, flop_per_s: float) -> None:
+    def note(self, peer: PeerID, place: object, flop_per_s: float, now_s: float = 0.0) -> None:
         """Record a device's speed from a heartbeat; another `place` starts a new average."""
         held, speed = self._speeds.get(peer, (None, None))
         if speed is None or held != place:
             speed = Smoothed()
             self._speeds[peer] = place, speed
-        _add(speed, flop_per_s)
+        _add(speed, flop_per_s, now_s, JOB_VARIANCE)
 
     def keep(self, peers: Collection[PeerID]) -> None:
         self._speeds = {peer: speed for peer, speed in self._speeds.items() if peer in peers}
@@ -280,6 +325,27 @@ class SpeedBook:
         believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
         return {peer: believed[peer] for peer in claims}
 
+    def variances(
+        self, claims: dict[PeerID, float], machines: dict[PeerID, str], now_s: float, *, seen: Collection[PeerID]
+    ) -> dict[PeerID, tuple[float, bool]]:
+        """Return of every peer (variance of its speed's natural logarithm, whether that speed is from jobs). A probe is
+        as uncertain as probes have been in this run, and more if several of one machine may have worked at once.
+
+        Args: as of `speeds`. machines: the claimed machine of each peer; empty: one of its own."""
+        found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
+        logs = [math.log(speed / claims[peer]) for peer, speed in found.items()]
+        usual = median(logs) if logs else 0.0
+        squares = PROBES_WORTH * WIDE + sum((log - usual) ** 2 for log in logs)
+        of_probe = squares / (PROBES_WORTH + len(logs))
+        beside = Counter(machines[peer] for peer in claims)
+        variances = {}
+        for peer in claims:
+            mates = beside[machines[peer]] if machines[peer] else 1
+            is_measured = peer in found
+            of_jobs = self._speeds[peer][1].variance(now_s) if is_measured else math.nan
+            variances[peer] = of_jobs if is_measured else of_probe + math.log(mates) ** 2, is_measured
+        return variances
+
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
     if measured:
@@ -289,7 +355,7 @@ def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict
     return {peer: min(claim, most) for peer, claim in claimed.items()}
 
 
-def _add(smoothed: Smoothed, figure: float) -> None:
+def _add(smoothed: Smoothed, figure: float, now_s: float = 0.0, variance: float = WIDE, *, is_new: bool = True) -> None:
     """Add a figure unless it is impossible or 0, which means unknown."""
     if 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
-        smoothed.add(figure)
+        smoothed.add(figure, now_s, variance, is_new=is_new)

@@ -3,6 +3,7 @@
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from shoal.coordinator.allocate.measured import (
     LINKS_KEPT_MAX,
     ODD_REPORTS,
     SPEED_REPORTS,
+    WIDE,
     LinkBook,
     Smoothed,
     SpeedBook,
@@ -232,3 +234,48 @@ def test_who_says_that_it_is_slow_is_believed_though_nobody_has_seen_it_at_work(
         speeds.note(A, (0, 1), 2.5e11)
         speeds.note(B, (0, 1), 9e15)
     assert speeds.speeds({A: 1e12, B: 1e12, C: 1e12}, seen="") == pytest.approx({A: 2.5e11, B: 1e12, C: 1e12})
+
+
+def test_a_probe_is_as_uncertain_as_probes_have_been_and_more_on_a_shared_machine():
+    nothing = SpeedBook().variances({A: 1e12, B: 1e12, C: 1e12}, {A: "m", B: "m", C: ""}, 0.0, seen="abc")
+    assert nothing[C] == (pytest.approx(WIDE), False)
+    assert nothing[A] == (pytest.approx(WIDE + math.log(2) ** 2), False)
+    claims = {A: 1e12, B: 1e12, C: 1e12}
+    alike = working(a=5e11, b=5e11).variances(claims, dict.fromkeys(claims, ""), 0.0, seen="ab")
+    assert alike[C][0] < WIDE, "every probe has been off by the same factor"
+    apart = working(a=1e12, b=5e10).variances(claims, dict.fromkeys(claims, ""), 0.0, seen="ab")
+    assert apart[C][0] > WIDE
+
+
+def test_a_speed_of_jobs_is_narrow_and_grows_old():
+    speeds = working(a=5e11)
+    (now, is_of_jobs), (later, _) = (speeds.variances({A: 1e12}, {A: ""}, s, seen="a")[A] for s in (0.0, 600.0))
+    assert is_of_jobs
+    assert now < 0.1**2 < 0.2**2 < later < 0.25**2
+    assert not speeds.variances({A: 1e12}, {A: ""}, 0.0, seen="")[A][1], "nobody else has seen it at work"
+
+
+def test_a_figure_far_from_the_average_widens_it():
+    figure = Smoothed()
+    for _ in range(20):
+        figure.add(100.0, 0.0)
+    narrow = figure.variance(0.0)
+    figure.add(1000.0, 0.0)
+    assert figure.variance(0.0) > 3 * narrow
+
+
+def test_a_link_is_more_certain_with_each_probe_and_less_beside_traffic():
+    def variance(*num_probes, busy=()):
+        book = LinkBook()
+        for second, number in enumerate(num_probes):
+            found = msgspec.structs.replace(report(B, sends=1e6 + second), num_probes=number)
+            book.note(A, [found], float(second), busy=busy)
+        return book.network([A, B], 0.0).rate_variance[0, 1]
+
+    assert variance(1) > variance(1, 2) > variance(1, 2, 3) > variance(1, 2, 3, 3)
+    assert variance(1, 2, 3, busy=[B]) > variance(1, 2, 3)
+    book = LinkBook()
+    for second in range(3):
+        book.note(A, [report(B)], float(second))
+    assert book.network([A, B], 0.0).rate_variance[0, 1] == pytest.approx(variance(1)), "one probe, told three times"
+    assert math.isnan(book.network([A, B], 0.0).rate_variance[1, 0])

@@ -26,7 +26,7 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
     for _ in range(20):
         for stage, (peer, flop) in enumerate((("a", forward[0]), ("b", loss))):
             says = {"plan_sequence": plan.sequence, "stage": stage, "forward_s": flop / SPEED}
-            survey.hear(PeerID(peer), make_heartbeat(peer, **says))
+            survey.hear(PeerID(peer), make_heartbeat(peer, **says), 0.0)
     speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0}, seen="ab")
     assert speeds == pytest.approx({"a": SPEED, "b": SPEED})
 
@@ -39,7 +39,7 @@ def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_
     flop = survey.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
     for _ in range(20):
         says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
-        survey.hear(PeerID("a"), make_heartbeat("a", **says))
+        survey.hear(PeerID("a"), make_heartbeat("a", **says), 0.0)
     assert survey._speeds.speeds({PeerID("a"): 1.0}, seen="a") == pytest.approx({"a": SPEED})
 
 
@@ -66,7 +66,7 @@ def test_a_run_says_how_much_memory_it_waits_for():
 def test_a_layout_is_to_have_the_number_of_stages_as_soon_as_there_are_so_many_peers(stages, wanted):
     survey = Survey(RunSpec(swarm=SwarmSpec(stages=stages)))
     made = [
-        survey.snapshot(peers_with(1, names), None, CheckpointCatalog.of(()), knows_network=False)
+        survey.snapshot(peers_with(1, names), None, CheckpointCatalog.of(()), 0.0, knows_network=False)
         for names in ("a", "ab", "abc")
     ]
     assert [snapshot.num_stages for snapshot in made] == wanted
