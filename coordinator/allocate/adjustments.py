@@ -42,8 +42,8 @@ def filled(throughput: ThroughputObjective, losses: Losses, placement: Placement
     """Return `placement` with devices that it leaves out, and second holders for stages that one machine holds alone.
 
     A device joins where the step, with the work that failures of sole holders cost, grows no longer: first the fastest,
-    and first the stage with a sole holder, then the one that computes longest. If no such device helps a sole holder,
-    one from a stage with several machines does, if that pays."""
+    and first the stage with a sole holder, then the one that computes longest. Then a device of
+    another stage may go to a sole holder, or be exchanged for it, if that pays."""
     topology, workload = throughput.topology, throughput.workload
 
     def num_machines(stage: Sequence[int]) -> int:
@@ -63,14 +63,16 @@ def filled(throughput: ThroughputObjective, losses: Losses, placement: Placement
                 placement, step_s = joined, joined_s
                 break
     for k in range(len(placement.stages)):
-        if num_machines(placement.stages[k]) > 1:
+        stages = placement.stages
+        if num_machines(stages[k]) > 1:
             continue
-        givers = [d for stage in placement.stages if num_machines(stage) > 1 for d in stage]
-        options = [_with_moved(placement, device, k) for device in givers]
-        seconds = [losses.step_s(throughput, option) for option in options]
+        others = [device for stage in stages if stage is not stages[k] for device in stage]
+        moves = [_with_moved(placement, device, k) for device in others]
+        moves += [_with_exchanged(placement, device, stages[k][0]) for device in others]
+        seconds = [losses.step_s(throughput, option) for option in moves]
         if seconds and min(seconds) < step_s:
             step_s = min(seconds)
-            placement = options[seconds.index(step_s)]
+            placement = moves[seconds.index(step_s)]
     return placement
 
 
@@ -82,6 +84,13 @@ def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> t
 def _with_moved(placement: Placement, device: int, index: int) -> Placement:
     rest = tuple(tuple(d for d in stage if d != device) for stage in placement.stages)
     return replace(placement, stages=with_device(rest, index, device))
+
+
+def _with_exchanged(placement: Placement, one: int, other: int) -> Placement:
+    exchanged = {one: other, other: one}
+    return replace(
+        placement, stages=tuple(tuple(sorted(exchanged.get(d, d) for d in stage)) for stage in placement.stages)
+    )
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:

@@ -117,7 +117,8 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage, or a home of the peer that is about as good."""
+        """Return the best stage, or a home of the peer that is about as good. Sole holders come first."""
+        fitting = _alone(fitting) or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
         if not math.isfinite(best):
@@ -160,17 +161,22 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
-    num_needed = max(num_lost, sum(len(slot.stayers) < HOLDERS_MIN for slot in slots))
+    num_needed = max(num_lost, len(_alone(slots)))
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
         for peer in (by_id[p] for p in free[:SPARES_TRIED]):
-            fitting = [slot for slot in slots if may_serve(slots, slot, peer)]
-            best[peer.peer] = min(place.seconds(slots, fitting, peer).values(), default=math.inf)
+            able = [slot for slot in slots if may_serve(slots, slot, peer)]
+            best[peer.peer] = min(place.seconds(slots, _alone(able) or able, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
         if math.isfinite(now_s := place.seconds_now(slots)):
             num_needed = min(num_needed, sum(best.get(peer, math.inf) <= now_s for peer in free))
     return tuple(sorted(free[num_needed:]))
+
+
+def _alone(slots: Sequence[Slot]) -> list[Slot]:
+    """Return the stages with a sole holder, or with none."""
+    return [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
@@ -218,9 +224,11 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
     best = max(found, key=lambda one: one[0].work_s(horizon_s), default=None)
     if best is not None and best[0].pays(horizon_s):
         return best[1], best[1].reason
+    if why_not:
+        return None, why_not
     if (shared := _shared_anew(snapshot, previous)) is not None:
         return shared, shared.reason
-    return None, why_not or _stays(best[0] if best is not None else None, horizon_s)
+    return None, _stays(best[0] if best is not None else None, horizon_s)
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:

@@ -5,7 +5,7 @@ and x0 the live layout, which makes R0. A layout x is worth, in seconds of the l
 
     J(x)  = max over ways (mu A + r (H - A - S)) / (1 + loss(x)),    J(x0) = H / (1 + loss(x0))
     r     = (R(x) / max(R(x0), seen))^kappa,                         kappa = d^2 / (d^2 + tau^2 + v(x)); 1 for losses
-    loss  = G / T * sum over stages of the product over its machines of p
+    loss  = G / T * sum of p over the stages that one machine holds alone
 
 - **The way there.** State travels for A seconds, in which the swarm makes mu R0; then the run stands still for S.
   *In place* (the boundaries stay): members that stay work meanwhile, and state takes a part of their lines; S is what
@@ -18,8 +18,8 @@ and x0 the live layout, which makes R0. A layout x is worth, in seconds of the l
   logarithm, the mean of the true gain is kappa times the promised one. The live layout was once the best of such a
   search: so d is small at first, and grows by as much as the figures have changed since.
   Source: regression to the mean, for normal errors.
-- **A sole holder.** If all machines of a stage fail within T (each with probability p), the run goes back, which costs
-  G seconds. Peers of one machine fail together."""
+- **A sole holder.** If the only machine that holds a stage fails, which it does within T with probability p, the run
+  goes back, which costs G seconds. Peers of one machine fail together."""
 
 import math
 from collections.abc import Sequence
@@ -114,7 +114,8 @@ class Change:
         rate = min((work_s / seconds for work_s, seconds in ways if seconds > 0.0), default=math.inf)
         if rate <= 1.0:
             return 0.0
-        return math.expm1(min(math.log(rate) / self.trust, GAIN_LOG_MAX)) if self.trust > 0.0 else math.inf
+        needed = math.log(rate) / self.trust if self.trust > 0.0 else math.inf
+        return math.expm1(needed) if needed < GAIN_LOG_MAX else math.inf
 
 
 class Objective:
@@ -235,7 +236,7 @@ class Losses:
         self._going_back_s = snapshot.going_back_s
 
     def of(self, placement: Placement) -> float:
-        """Return the time that failures of all holders of a stage cost, divided by the time of work."""
+        """Return the time that failures of sole holders cost, divided by the time of work."""
         return self._going_back_s / HORIZON_S * sum(map(self._lost, placement.stages))
 
     def step_s(self, throughput: ThroughputObjective, placement: Placement) -> float:
@@ -244,11 +245,9 @@ class Losses:
         return cost.parts["foreseen_s"] * (1.0 + self.of(placement)) if math.isfinite(cost.seconds) else math.inf
 
     def _lost(self, stage: Sequence[int]) -> float:
-        machines: dict[int, float] = {}
-        for device in stage:
-            card = int(self._card[device])
-            machines[card] = max(machines.get(card, 0.0), self._chances[device])
-        return math.prod(machines.values())
+        """Return the chance that the run loses this stage; with two machines it gets a new copy before both fail."""
+        machines = {int(self._card[device]) for device in stage}
+        return max(self._chances[device] for device in stage) if len(machines) == 1 else 0.0
 
 
 def trust_in(*, spread: float, error: float, variance: float) -> float:

@@ -316,8 +316,8 @@ def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
 def price(monkeypatch, **fields):
     """Let the change to another layout cost so much."""
     usual = {
-        "gain": 0.2,
-        "believed": 0.1,
+        "gain": 0.21,
+        "trust": 0.5,
         "drain_s": 4.0,
         "stop_and_copy_s": 20.0,
         "precopy_s": 60.0,

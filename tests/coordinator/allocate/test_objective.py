@@ -210,8 +210,8 @@ def test_spares_and_lines_that_training_does_not_use_are_all_there_for_state_tha
 
 def change(**fields: float) -> Change:
     usual = {
-        "gain": 0.2,
-        "believed": 0.1,
+        "gain": 0.21,
+        "trust": 0.5,
         "drain_s": 4.0,
         "stop_and_copy_s": 20.0,
         "precopy_s": 100.0,
@@ -322,7 +322,7 @@ def test_nothing_is_divided_for_a_gain_that_forecasts_cannot_tell_from_none() ->
 def test_a_move_pays_if_its_gain_makes_up_for_the_time_in_which_only_those_work_who_stay() -> None:
     """A fast device takes the place of a slow one in a stage of two; until it has the state one is alone."""
     work = workload("fp32")
-    speeds = work.microbatches * work.job_flop(0, 6) / np.array([5.0, 50.0, 1.0])
+    speeds = work.microbatches * work.job_flop(0, 6) / np.array([50.0, 500.0, 10.0])
     rates = np.full((3, 3), STATE_BYTES_PER_PARAMETER * sum(work.layer_parameters) / 30.0)
     topology = make_topology(np.full((3, 3), 0.01), rates, flop_per_s=speeds, names=("p0", "p1", "p2"))
     two = swarm()
