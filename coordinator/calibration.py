@@ -9,9 +9,10 @@ separates two differences:
 - Current prediction to measurement: the error of the objective in this swarm. It is learned for each number of stages,
   smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`).
 
-The first steps of a run are synchronous (`RunSpec.synchronous_steps`), while plans are made for the steps after them.
-The objective predicts the live layout both ways, and the measured rate of a synchronous step is divided by the ratio of
-the two. (Lost: no division. Deep pipelines lose most in synchronous steps, so early searches chose too few stages.)
+The first steps of a run are synchronous (`RunSpec.synchronous_steps`). If most of the horizon will be, plans are made
+for such steps (`ClusterView.runs_ahead`), else for the steps after them: then the objective predicts the live layout
+both ways, and the measured rate of a synchronous step is divided by the ratio of the two. (Lost: no division. Layouts
+differ in what they lose by synchronous steps, so early searches chose the wrong number of stages.)
 
 `forecast_error` is the error of past predictions from one layout to the next; it discounts the gain that a search
 predicts. A predicted gain that has not been measured yet counts as an error. Otherwise each search would believe the
@@ -65,7 +66,9 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout with synchronous steps, over those without."""
+        """Predicted tokens/s of the live layout with synchronous steps, over those without. 1 if plans are made for
+        synchronous steps."""
+        self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
@@ -183,11 +186,22 @@ class Calibration:
 
     def is_synchronous(self, version: int) -> bool:
         """True if the step from `version` is one of the synchronous steps at the run's start."""
-        return version < self._synchronous_steps
+        return self.synchronous_left(version) > 0
 
-    def predict_step_time(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
-        """Record the objective's current prediction for the live layout. Args: synchronous: the same for synchronous
-        steps; None: those are over."""
+    def synchronous_left(self, version: int) -> int:
+        """Return the number of synchronous steps from `version` on."""
+        return max(0, self._synchronous_steps - version)
+
+    def predict_step_time(
+        self, today: Foreseen | None, *, synchronous: Foreseen | None = None, runs_ahead: bool = True
+    ) -> None:
+        """Record the objective's current prediction for the live layout.
+
+        Args:
+            synchronous: the same for synchronous steps, if present steps are such and plans are made for others.
+            runs_ahead: plans are made for steps that run ahead. When that changes, the live plan promises nothing."""
+        if runs_ahead != self._runs_ahead:
+            self._runs_ahead, self._promised_tokens_per_s, self._promised_gain = runs_ahead, 0.0, 0.0
         self._today = today
         self._synchronous_share = 1.0
         if today is not None and synchronous is not None:

@@ -343,7 +343,10 @@ class ClusterView:
         knows_network: bool,
     ) -> SwarmSnapshot:
         """Collect all inputs of a layout. Args: as in `Survey.snapshot`."""
-        found = self.survey.snapshot(peers, previous, catalog, now_s, knows_network=knows_network)
+        runs_ahead = self.runs_ahead(now_s)
+        found = self.survey.snapshot(
+            peers, previous, catalog, now_s, knows_network=knows_network, runs_ahead=runs_ahead
+        )
         chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
         return replace(
             found,
@@ -352,6 +355,12 @@ class ClusterView:
             going_back_s=self._going_back_s(catalog, now_s),
             unreachable=self.unreachable(peers, now_s),
         )
+
+    def runs_ahead(self, now_s: float) -> bool:
+        """False while more than half of the horizon is expected to pass in synchronous steps. Plans are made for those
+        steps then, and for all later ones otherwise."""
+        step_s = self.ledger.pace.usual_step_s or self.step_s_at_best(now_s)
+        return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
@@ -386,14 +395,14 @@ class ClusterView:
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
     def predict_step_time(
-        self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, synchronous: bool = False
+        self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead."""
-        snapshot = self._snapshot_of(stages, now_s)
+        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: None: as plans are made."""
+        snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self.survey.takes.under(formats) if formats is not None else None
-        return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
+        return None if snapshot is None else predict_step_time(snapshot, stages, wire)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
         """Choose the formats of these stages' tensors; None: the run allows only one."""
@@ -408,13 +417,17 @@ class ClusterView:
         sequence, formats = self._formats
         return formats if sequence == live.sequence and formats != live.formats else None
 
-    def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> SwarmSnapshot | None:
+    def _snapshot_of(
+        self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
+    ) -> SwarmSnapshot | None:
         """Return the members of these stages as they are now; None: too many for a prediction in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
             return None
-        found = self.survey.snapshot(peers, None, CheckpointCatalog(parts={}), now_s, knows_network=True)
+        runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
+        nothing = CheckpointCatalog(parts={})
+        found = self.survey.snapshot(peers, None, nothing, now_s, knows_network=True, runs_ahead=runs_ahead)
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
@@ -422,12 +435,14 @@ class ClusterView:
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
-            is_synchronous = self.calibration.is_synchronous(self.version_max)
+            runs_ahead = self.runs_ahead(now_s)
+            differs = runs_ahead and self.calibration.is_synchronous(self.version_max)
             self.calibration.predict_step_time(
                 self.predict_step_time(live.stages, now_s, live.formats),
-                synchronous=self.predict_step_time(live.stages, now_s, live.formats, synchronous=True)
-                if is_synchronous
+                synchronous=self.predict_step_time(live.stages, now_s, live.formats, runs_ahead=False)
+                if differs
                 else None,
+                runs_ahead=runs_ahead,
             )
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
         holders = (peer for stage in live.stages for peer in stage.peers)

@@ -201,7 +201,10 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 
 
 def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
-    """True if figures of the same peers have changed by more than noise, or many are new."""
+    """True if figures of the same peers have changed by more than noise, or many are new, or steps begin to run
+    ahead."""
+    if before.workload != after.workload:
+        return True
     pairs = zip(before.peers, after.peers, strict=True)
     if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
         return True

@@ -91,9 +91,10 @@ class Survey:
         now_s: float,
         *,
         knows_network: bool,
+        runs_ahead: bool = True,
     ) -> SwarmSnapshot:
         """Collect all inputs of a layout. Args: knows_network: include the links, which takes a while for many
-        peers."""
+        peers. runs_ahead: False: plan for synchronous steps."""
         model = self._spec.model
         whole = catalog.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
 
@@ -126,6 +127,6 @@ class Survey:
             ),
             layer_costs=self._layer_costs,
             num_stages=self._spec.swarm.stages_for(sum(not peer.draining for peer in peers)),
-            workload=self.workload,
+            workload=self.workload if runs_ahead else self.workload.synchronous(),
             network=self._links.network([peer.peer for peer in peers], now_s) if knows_network else None,
         )

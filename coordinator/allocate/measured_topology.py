@@ -22,7 +22,7 @@ Memory is a claim: no other peer can measure it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -219,22 +219,19 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 
 
 def predict_step_time(
-    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None
 ) -> Foreseen | None:
     """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
         wire: the bytes of travelling tensors; None: as in the snapshot's workload.
-        synchronous: without running ahead (s_max = 0).
     """
     workload = snapshot.workload
     assert workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
-    if synchronous:
-        workload = replace(workload, s_max=0, control=None)
     objective = ThroughputObjective(topology_of(snapshot), workload, wire)
     cost, bound = objective.cost(placement), objective.bottleneck(placement)
     if bound is None or not math.isfinite(cost.seconds):
