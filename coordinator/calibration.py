@@ -88,6 +88,8 @@ class Calibration:
         """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
+        self.chosen_tokens_per_s = 0.0
+        """Predicted throughput of the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
@@ -178,6 +180,7 @@ class Calibration:
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan)
+            self.chosen_tokens_per_s = plan.foreseen.tokens_per_s if plan.foreseen is not None else 0.0
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
             self._shown_tokens_per_s, self.rejected = 0.0, ""

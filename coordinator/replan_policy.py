@@ -330,14 +330,14 @@ class ReplanPolicy:
             return self._preparing(live, look, layout)
         if layout is not None and keeps_state(layout, live, look.peers):
             return layout, layout.reason
-        is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
+        is_off = view.calibration.is_off
         if self._fetches(live, now_s):
             return None, ""  # without the members that still download, any other layout looks better
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
             snapshot, seed = self._compared(live, look), look.sequence
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off, has_pace=has_pace)
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
@@ -359,6 +359,7 @@ class ReplanPolicy:
         return replace(
             self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
+            chosen_tokens_per_s=calibration.chosen_tokens_per_s,
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
         )

@@ -144,10 +144,8 @@ class SearchSchedule:
         *,
         seed: int,
         is_off: bool = False,
-        has_pace: bool = True,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: there is no reason. Args: has_pace: the run has made more than one
-        step."""
+        """Return the search to begin now; None: there is no reason."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -155,8 +153,6 @@ class SearchSchedule:
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if last and last.places is None and last.swarm == swarm and not has_pace:
-                return None  # the only new figures are probes during the first step
             if self._inherited is not None and self._inherited == (places, snapshot.unreachable) and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None

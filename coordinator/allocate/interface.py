@@ -82,6 +82,8 @@ class SwarmSnapshot:
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
     """The rate of the live layout by its commits; 0: too few steps. A lower rate by the devices' figures is wrong."""
+    chosen_tokens_per_s: float = 0.0
+    """What was foreseen of the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR
     """The root mean square of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
     forecast_bias: ForecastBias = UNBIASED

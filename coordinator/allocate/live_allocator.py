@@ -274,7 +274,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
     found, _ = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    objective = Objective(snapshot, topology, workload, current, promised_tokens_per_s=_promised(previous))
+    objective = Objective(snapshot, topology, workload, current)
     change = objective.change_to(found) if num_moved else None
     if change is None:
         return [], ""
@@ -294,8 +294,7 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current = placement_of(previous.stages, snapshot.peers)
-    objective = Objective(snapshot, topology, workload, current, promised_tokens_per_s=_promised(previous))
-    losses = Losses(snapshot, topology)
+    objective, losses = Objective(snapshot, topology, workload, current), Losses(snapshot, topology)
     each = plan_each(
         topology,
         workload,
@@ -315,10 +314,6 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
         gain = f"for {100 * change.gain:.0f} % more" if change is not None else ""
         found.append((change, replace(layout, reason=f"search: {_in_place_of(layout, previous)} {gain}")))
     return found
-
-
-def _promised(live: Plan) -> float:
-    return live.foreseen.tokens_per_s if live.foreseen is not None else 0.0
 
 
 def _in_place_of(layout: Layout, previous: Plan) -> str:

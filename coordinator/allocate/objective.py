@@ -16,7 +16,7 @@ and x0 the live layout, which makes R0. A layout x is worth, in seconds of the l
   figures err upwards. With d, the true spread of the layouts that a search compares, tau, the error of this run's
   earlier promises (`SwarmSnapshot.forecast_error`), and v, the variance of the figures that bound x, all of the
   logarithm, the mean of the true gain is kappa times the promised one. The live layout was once the best of such a
-  search: so d is small at first, and grows by as much as the figures have changed since.
+  search: so d is small at first, and grows by as much as the figures have changed since then.
   Source: regression to the mean, for normal errors.
 - **A sole holder.** If the only machine that holds a stage fails, which it does within T with probability p, the run
   goes back, which costs G seconds. Peers of one machine fail together."""
@@ -124,27 +124,18 @@ class Objective:
     Args:
         topology: of all or some of `snapshot.peers`; its numbers are those of all placements here.
         workload: of the run, or with each stage as one layer.
-        current: the live layout.
-        promised_tokens_per_s: what its plan foresaw; 0: unknown."""
+        current: the live layout."""
 
-    def __init__(
-        self,
-        snapshot: SwarmSnapshot,
-        topology: Topology,
-        workload: Workload,
-        current: Placement,
-        *,
-        promised_tokens_per_s: float = 0.0,
-    ) -> None:
+    def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload, current: Placement) -> None:
         self.throughput = ThroughputObjective(topology, workload)
         self._snapshot, self._topology, self._workload, self._current = snapshot, topology, workload, current
         self._live = self.throughput.cost(current)
         self._losses = Losses(snapshot, topology)
         self._changed = 0.0
-        """log(what the live layout's plan foresaw / what today's figures give it)."""
-        if promised_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
+        """log(what was foreseen of the live layout when it was chosen / what today's figures give it)."""
+        if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
             factor = snapshot.forecast_bias.factor(len(current.stages))
-            self._changed = math.log(promised_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
+            self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
 
     @property
     def why_not(self) -> str:
@@ -280,10 +271,7 @@ def next_layout_change(snapshot: SwarmSnapshot, live: Plan, next_layout: Sequenc
     if not all(current.stages) or not all(found.stages):
         return None
     assert snapshot.workload is not None
-    promised = live.foreseen.tokens_per_s if live.foreseen is not None else 0.0
-    topology = topology_of(snapshot)
-    objective = Objective(snapshot, topology, snapshot.workload, current, promised_tokens_per_s=promised)
-    return objective.change_to(found)
+    return Objective(snapshot, topology_of(snapshot), snapshot.workload, current).change_to(found)
 
 
 def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) -> dict[PeerID, float]:

@@ -168,12 +168,9 @@ def swarm(variance: float = 0.0, **fields: object) -> SwarmSnapshot:
     return SwarmSnapshot(peers=peers, **{**usual, **fields})  # type: ignore[arg-type]
 
 
-def change_to(
-    snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement, *, promised: float = 0.0
-) -> Change | None:
+def change_to(snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
     assert snapshot.workload is not None
-    objective = Objective(snapshot, topology, snapshot.workload, current, promised_tokens_per_s=promised)
-    return objective.change_to(found)
+    return Objective(snapshot, topology, snapshot.workload, current).change_to(found)
 
 
 def is_worth(
@@ -292,10 +289,10 @@ def test_a_gain_is_believed_by_what_is_known_of_what_bounds_the_layout_and_by_ho
     assert 0.0 < unknown.believed < 0.05 * known.believed
     foreseen = throughput.cost(BEFORE).parts["tokens_per_s"]
     for promised in (0.2 * foreseen, 5.0 * foreseen):
-        changed = change_to(swarm(0.5), topology, BEFORE, AFTER, promised=promised)
+        changed = change_to(swarm(0.5, chosen_tokens_per_s=promised), topology, BEFORE, AFTER)
         assert changed is not None
         assert changed.believed > known.believed
-    assert change_to(swarm(0.5), topology, BEFORE, AFTER, promised=foreseen) == unknown
+    assert change_to(swarm(0.5, chosen_tokens_per_s=foreseen), topology, BEFORE, AFTER) == unknown
 
 
 def test_another_number_of_stages_gains_what_the_live_one_has_disappointed() -> None:
