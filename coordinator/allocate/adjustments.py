@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.evolution import LEFT_OUT, Assignment
-from shoal.coordinator.allocate.objective import Losses
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -38,7 +38,7 @@ TRIED_DEVICES = 128
 """The limit on devices up to which all are tried; above it the fastest goes back."""
 
 
-def filled(throughput: ThroughputObjective, losses: Losses, placement: Placement) -> Placement:
+def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
     """Return `placement` with devices that it leaves out, and second holders for stages that one machine holds alone.
 
     A device joins where the step, with the work that failures of sole holders cost, grows no longer: first the fastest,

@@ -31,7 +31,7 @@ from shoal.coordinator.allocate.greedy import (
 )
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
-from shoal.coordinator.allocate.objective import Change, Losses, Objective
+from shoal.coordinator.allocate.objective import Change, LayoutObjective, SoleHolders
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.planner import default_work, plan, plan_each
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
@@ -113,7 +113,7 @@ class _Place:
     """Finds where a newcomer helps most: by the foreseen step, with what failures of sole holders cost."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload) -> None:
-        self._throughput, self._losses = ThroughputObjective(topology, workload), Losses(snapshot, topology)
+        self._throughput, self._losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
@@ -183,7 +183,7 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     work = _first_work(topology.num_devices)
-    throughput, losses = ThroughputObjective(topology, workload), Losses(snapshot, topology)
+    throughput, losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
     each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
     each = [filled(throughput, losses, searched) for searched in each]
     placement = min(each, key=lambda found: _mean_step_s(throughput, losses, found))
@@ -192,7 +192,7 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
-def _mean_step_s(throughput: ThroughputObjective, losses: Losses, placement: Placement) -> float:
+def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
     member has fetched the adapters' base, if there is one; the slowest downlink or the sum of all uplinks bounds
     that."""
@@ -274,7 +274,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
     found, _ = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    objective = Objective(snapshot, topology, workload, current)
+    objective = LayoutObjective(snapshot, topology, workload, current)
     change = objective.change_to(found) if num_moved else None
     if change is None:
         return [], ""
@@ -294,7 +294,7 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current = placement_of(previous.stages, snapshot.peers)
-    objective, losses = Objective(snapshot, topology, workload, current), Losses(snapshot, topology)
+    objective, losses = LayoutObjective(snapshot, topology, workload, current), SoleHolders(snapshot, topology)
     each = plan_each(
         topology,
         workload,

@@ -318,7 +318,7 @@ class SpeedBook:
         Args: seen: the peers that others have seen at work; the other peers' reports of their own work are claims."""
         found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         own = {peer: speed for peer in claims if (speed := self.measured(peer)) is not None}
-        worth = median(speed / claims[peer] for peer, speed in own.items()) if own else 1.0
+        worth = median_low(speed / claims[peer] for peer, speed in own.items()) if own else 1.0
         claimed = {peer: min(worth * claim, own.get(peer, math.inf)) for peer, claim in claims.items()}
         claimed = {peer: claim for peer, claim in claimed.items() if peer not in found}
         speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf

@@ -82,7 +82,7 @@ class Change:
 
     @property
     def believed(self) -> float:
-        """The mean of the true gain. Losses, and an infinite gain, are believed as they are."""
+        """The mean of the true gain. SoleHolders, and an infinite gain, are believed as they are."""
         if self.gain <= 0.0 or math.isinf(self.gain):
             return max(self.gain, -1.0)
         return math.expm1(self.trust * math.log1p(self.gain))
@@ -118,7 +118,7 @@ class Change:
         return math.expm1(needed) if needed < GAIN_LOG_MAX else math.inf
 
 
-class Objective:
+class LayoutObjective:
     """The value of other layouts of one swarm.
 
     Args:
@@ -130,7 +130,7 @@ class Objective:
         self.throughput = ThroughputObjective(topology, workload)
         self._snapshot, self._topology, self._workload, self._current = snapshot, topology, workload, current
         self._live = self.throughput.cost(current)
-        self._losses = Losses(snapshot, topology)
+        self._losses = SoleHolders(snapshot, topology)
         self._changed = 0.0
         """log(what was foreseen of the live layout when it was chosen / what today's figures give it)."""
         if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
@@ -217,7 +217,7 @@ class Objective:
         }
 
 
-class Losses:
+class SoleHolders:
     """What failures of sole holders cost."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology) -> None:
@@ -271,7 +271,7 @@ def next_layout_change(snapshot: SwarmSnapshot, live: Plan, next_layout: Sequenc
     if not all(current.stages) or not all(found.stages):
         return None
     assert snapshot.workload is not None
-    return Objective(snapshot, topology_of(snapshot), snapshot.workload, current).change_to(found)
+    return LayoutObjective(snapshot, topology_of(snapshot), snapshot.workload, current).change_to(found)
 
 
 def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) -> dict[PeerID, float]:

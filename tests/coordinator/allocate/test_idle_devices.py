@@ -4,7 +4,7 @@ import numpy as np
 
 from shoal.coordinator.allocate.adjustments import filled
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.objective import Losses
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -41,7 +41,7 @@ def with_idle_devices(throughput, placement):
         for name in throughput.topology.names
     )
     snapshot = SwarmSnapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None)
-    return filled(throughput, Losses(snapshot, throughput.topology), placement)
+    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
 
 
 def test_a_device_that_costs_nothing_joins_the_stage_that_computes_longest():

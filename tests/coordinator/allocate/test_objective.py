@@ -12,7 +12,7 @@ from shoal.coordinator.allocate.objective import (
     FOLLOWED_PART,
     FROM_ONE_TIMES,
     Change,
-    Objective,
+    LayoutObjective,
     fetch_s,
     figures_variance,
     residual_s,
@@ -170,7 +170,7 @@ def swarm(variance: float = 0.0, **fields: object) -> SwarmSnapshot:
 
 def change_to(snapshot: SwarmSnapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
     assert snapshot.workload is not None
-    return Objective(snapshot, topology, snapshot.workload, current).change_to(found)
+    return LayoutObjective(snapshot, topology, snapshot.workload, current).change_to(found)
 
 
 def is_worth(

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.coordinator.allocate.adjustments import filled
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.objective import Losses
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -52,7 +52,7 @@ def objective_of(num_peers, bytes_per_s, has_data=1.0, card=None):
 
 
 def settle(throughput, placement, snapshot):
-    return filled(throughput, Losses(snapshot, throughput.topology), placement)
+    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
 
 
 def test_what_a_lone_holder_costs_is_its_chance_to_fail_times_what_going_back_costs():
@@ -62,11 +62,11 @@ def test_what_a_lone_holder_costs_is_its_chance_to_fail_times_what_going_back_co
         for stages in (((0,), (1,)), ((0, 1), (2,)), ((0, 1, 2),))
     )
     topology = objective_of(3, 1e8).topology
-    losses = Losses(snapshot, topology)
+    losses = SoleHolders(snapshot, topology)
     assert losses.of(lone) == pytest.approx(2 * 0.05)
     assert losses.of(both) == pytest.approx(0.05)
     assert losses.of(all_three) == 0.0
-    assert Losses(replace(snapshot, going_back_s=0.0), topology).of(lone) == 0.0
+    assert SoleHolders(replace(snapshot, going_back_s=0.0), topology).of(lone) == 0.0
 
 
 @pytest.mark.parametrize(("bytes_per_s", "sizes"), [(1e8, [2, 2]), (1e3, [1, 1])])
