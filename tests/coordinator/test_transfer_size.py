@@ -11,7 +11,7 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import (
     Absence,
     ArrivalStatistics,
-    PeerRecord,
+    FailureRecord,
     PlanNote,
     TransferLeadership,
     UnreachablePair,
@@ -43,7 +43,7 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         plans=tuple(PlanNote(1, sequence, 1.0, NAMES[0], "why " * 40) for sequence in range(16)),
         absent=(Absence(NAMES[0], make_large(NAMES[0]), 9.0),),
         loads=((1.0,) * 1024,) * 4,
-        records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
+        records=tuple(FailureRecord(name, 1.0, 1.0) for name in NAMES),
         arrivals=(ArrivalStatistics(NAMES[0], 1.0, 1.0, 9.0),),
         unreachable=(UnreachablePair(NAMES[0], NAMES[1], 9.0),),
     )
