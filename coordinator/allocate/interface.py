@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork
+from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork, Pair
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import ShoalError
@@ -42,9 +41,7 @@ class MeasuredPeer:
     synced_stage: int | None = None
     """The stage of the state that it holds."""
     speed_variance: float = WIDE
-    """The variance of the natural logarithm of `flop_per_s`."""
-    is_speed_of_jobs: bool = False
-    """True if `flop_per_s` is from the seconds of microbatches, False if it is from a probe."""
+    """The variance of the natural logarithm of `flop_per_s`: small for jobs, `WIDE` for a probe."""
     homes: tuple[int, ...] = ()
     """The stages where it would start sooner: it holds their state, held it last, or has it on disk."""
 

@@ -33,7 +33,7 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import FormatBytes, WireBytes
 from shoal.protocol.plan import Foreseen, Stage
-from shoal.protocol.topology import Bools, Floats, Ints, Topology, make_topology
+from shoal.protocol.topology import Floats, Ints, Topology, make_topology
 from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
@@ -108,8 +108,6 @@ class Variances:
     """[N], of `Topology.flop_per_s`."""
     rate_variance: Floats
     """[N, N], of `Topology.bytes_per_s`; row = sender."""
-    is_speed_of_jobs: Bools
-    """[N], True if a device's speed is from the seconds of microbatches, False if it is from a probe."""
 
 
 def variances_of(snapshot: SwarmSnapshot, topology: Topology) -> Variances:
@@ -120,7 +118,6 @@ def variances_of(snapshot: SwarmSnapshot, topology: Topology) -> Variances:
     return Variances(
         speed_variance=np.array([peer.speed_variance for peer in peers]),
         rate_variance=np.where(is_measured, network.rate_variance, WIDE),
-        is_speed_of_jobs=np.array([peer.is_speed_of_jobs for peer in peers]),
     )
 
 
