@@ -147,10 +147,11 @@ def speeds(
         claims: FLOP/s of each peer by its probe.
         reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: one of its own.
-        seen: the peers that others have seen at work; the reports of other peers are claims."""
+        seen: the peers that others have seen at work; the reports of other peers are claims, which count for the ratio
+            while there is nothing better."""
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
-    ratios = [speed / claims[peer] for peer, speed in own.items()]
+    ratios = [speed / claims[peer] for peer, speed in (found or own).items()]
     worth = median_low(ratios) if ratios else 1.0
     claimed = {peer: min(worth * claim, own.get(peer, math.inf)) for peer, claim in claims.items() if peer not in found}
     speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf

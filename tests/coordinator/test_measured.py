@@ -243,7 +243,7 @@ def test_six_that_boast_get_no_more_than_six_that_work():
 
 def test_who_says_that_it_is_slow_is_believed_though_nobody_has_seen_it_at_work():
     found = flop_per_s(working(a=2.5e11, b=9e15), {A: 1e12, B: 1e12, C: 1e12}, seen="")
-    assert found == pytest.approx({A: 2.5e11, B: 1e12, C: 1e12})
+    assert found == pytest.approx(dict.fromkeys((A, B, C), 2.5e11)), "and so are the probes of others"
 
 
 # --- variances ---
@@ -263,7 +263,7 @@ def test_a_probe_is_as_uncertain_as_probes_have_been_and_more_on_a_shared_machin
 def test_a_speed_of_jobs_is_narrow_and_grows_old():
     now, later = (believed(working(a=5e11), {A: 1e12}, now_s=s, seen="a")[A] for s in (0.0, 600.0))
     assert now.variance < 0.1**2 < 0.2**2 < later.variance < 0.25**2
-    assert believed(working(a=5e11), {A: 1e12}, seen="")[A].variance == WIDE, "nobody else has seen it at work"
+    assert believed(working(a=5e11), {A: 1e12}, seen="")[A].variance > 0.5 * WIDE, "nobody else has seen it at work"
 
 
 def test_a_figure_far_from_the_average_widens_it():
