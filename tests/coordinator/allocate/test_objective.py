@@ -185,9 +185,9 @@ def is_worth(
 def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_that_a_layout_lasts() -> None:
     assert len(workload("fp32").layer_parameters) == 6
     assert is_worth()
-    assert is_worth(horizon_s=20.0)
+    assert is_worth(horizon_s=40.0)
     assert not is_worth(horizon_s=10.0)
-    assert is_worth(state_s=3.0, horizon_s=40.0)
+    assert is_worth(state_s=3.0, horizon_s=60.0)
     assert not is_worth(state_s=3.0, horizon_s=20.0)
 
 
