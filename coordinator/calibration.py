@@ -9,9 +9,10 @@ separates two differences:
 - Current prediction to measurement: the error of the objective in this swarm. It is learned for each number of stages,
   smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`).
 
-The first steps of a run are synchronous (`RunSpec.synchronous_steps`), while plans are made for the steps after them.
-The objective predicts the live layout both ways, and the measured rate of a synchronous step is divided by the ratio of
-the two. (Lost: no division. Deep pipelines lose most in synchronous steps, so early searches chose too few stages.)
+The first steps of a run are synchronous (`RunSpec.synchronous_steps`). If most of the horizon will be, plans are made
+for such steps (`ClusterView.runs_ahead`), else for the steps after them: then the objective predicts the live layout
+both ways, and the measured rate of a synchronous step is divided by the ratio of the two. (Lost: no division. Layouts
+differ in what they lose by synchronous steps, so early searches chose the wrong number of stages.)
 
 `forecast_error` is the error of past predictions from one layout to the next; it discounts the gain that a search
 predicts. A predicted gain that has not been measured yet counts as an error. Otherwise each search would believe the
@@ -46,8 +47,6 @@ OFF_STEPS = 4
 """Measured steps that the pace needs before it can be a reason for a search."""
 SLOW = 0.75
 CHANGED = 1.25
-UNSEEN_ERROR = 0.3
-"""The least `forecast_error` until a layout's throughput is measured: a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
 """Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
@@ -67,7 +66,9 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout with synchronous steps, over those without."""
+        """Predicted tokens/s of the live layout with synchronous steps, over those without. 1 if plans are made for
+        synchronous steps."""
+        self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
@@ -87,10 +88,14 @@ class Calibration:
         """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
+        self.chosen_tokens_per_s = 0.0
+        """Predicted throughput of the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
         """log(that / the previous plan's prediction of its own layout) if the peers are the same; 0 if negative."""
+        self.rejected = ""
+        """Why the last search found no other layout worth a change; empty: it did, or there was none."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
         """log(measured / first predicted tokens/s) of each layout before the live one."""
 
@@ -151,14 +156,12 @@ class Calibration:
     @property
     def forecast_error(self) -> float:
         """Root mean square of the logarithmic errors of predictions. While the live layout is not measured yet, its
-        predicted gain counts as an error if that raises the mean, and the result is at least `UNSEEN_ERROR`."""
+        predicted gain counts as an error if that raises the mean."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
         if off_now is None:
             mean = max(mean, fmean([*squares, self._promised_gain**2]))
-            if self._promised_gain:
-                mean = max(mean, UNSEEN_ERROR**2)
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
@@ -177,19 +180,31 @@ class Calibration:
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan)
+            self.chosen_tokens_per_s = plan.foreseen.tokens_per_s if plan.foreseen is not None else 0.0
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
-            self._shown_tokens_per_s = 0.0
+            self._shown_tokens_per_s, self.rejected = 0.0, ""
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def is_synchronous(self, version: int) -> bool:
         """True if the step from `version` is one of the synchronous steps at the run's start."""
-        return version < self._synchronous_steps
+        return self.synchronous_left(version) > 0
 
-    def predict_step_time(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
-        """Record the objective's current prediction for the live layout. Args: synchronous: the same for synchronous
-        steps; None: those are over."""
+    def synchronous_left(self, version: int) -> int:
+        """Return the number of synchronous steps from `version` on."""
+        return max(0, self._synchronous_steps - version)
+
+    def predict_step_time(
+        self, today: Foreseen | None, *, synchronous: Foreseen | None = None, runs_ahead: bool = True
+    ) -> None:
+        """Record the objective's current prediction for the live layout.
+
+        Args:
+            synchronous: the same for synchronous steps, if present steps are such and plans are made for others.
+            runs_ahead: plans are made for steps that run ahead. When that changes, the live plan promises nothing."""
+        if runs_ahead != self._runs_ahead:
+            self._runs_ahead, self._promised_tokens_per_s, self._promised_gain = runs_ahead, 0.0, 0.0
         self._today = today
         self._synchronous_share = 1.0
         if today is not None and synchronous is not None:
@@ -300,7 +315,8 @@ class Calibration:
         reason = _WORDS[believed.bound].format(believed.stage)
         if self._synchronous_share < 1.0:
             reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
-        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}"
+        rejected = f"; {self.rejected}" if self.rejected else ""
+        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
 
 
 def _peers(places: Places) -> frozenset[PeerID]:

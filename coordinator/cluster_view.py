@@ -1,4 +1,4 @@
-"""Holds what a peer knows of the swarm when it coordinates: members, commits and measurements. Pure.
+"""Holds what a peer knows of the swarm when it coordinates, and makes the inputs of layouts from it. Pure.
 
 Every peer has such a view. Heartbeats fill it, and only the coordinator receives them: while another peer coordinates,
 the view learns only which plans are live."""
@@ -6,26 +6,26 @@ the view learns only which plans are live."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
-from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
+from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
+from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.ledger import Confirmations, Ends, Ledger, StepRecord
+from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
+from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
-from shoal.coordinator.roster import Roster
-from shoal.coordinator.snapshots import SnapshotSchedule
-from shoal.coordinator.survey import Survey
+from shoal.coordinator.roster import TOLD_MAX, Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX
@@ -34,14 +34,14 @@ from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
-SAFE_PEERS = 64
-"""Above this size the coordinator looks for the newest safe snapshot less often: it reads every peer's list."""
+LARGE_PEERS = 64
+"""Above this size the coordinator predicts, and looks for the newest safe snapshot, less often: both read every peer's
+record."""
 NETWORK_PEERS_MAX = 256
 """Only searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is predicted
 then, the shares of a repaired plan follow speeds only, and state for another division is always downloaded ahead."""
 FORESEE_HEARTBEATS = 10.0
-FORESEE_PEERS = 64
-"""Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
+"""Interval between predictions for the live layout."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
 for a silent peer that holds the only copy of a state."""
@@ -49,8 +49,6 @@ for a silent peer that holds the only copy of a state."""
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
 
-ADVERTS_MAX = 64
-"""Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
 plan leaves no room for all. Plans and absences are for people; records choose among placements. Without loads the heir
@@ -66,22 +64,22 @@ class ClusterView:
         swarm, training = spec.swarm, spec.training
         self.electorate = Electorate(swarm.heartbeat_s, invite_of if swarm.trust == "invites" else lambda _: b"")
         self.roster = Roster(swarm.heartbeat_s)
-        self.survey = Survey(spec)
+        self.links = LinkSurvey(self.roster)
+        self.workload = Workload.of(spec)
+        """The demands of a step with the narrowest formats that the run allows."""
+        self._takes = FormatBytes.of(spec)
+        """Bytes of activations and sums in each format that a plan of this run may choose."""
+        self._layer_costs = layer_costs(spec.model)
+        told = trunk_costs(spec.model) if self.places_experts else self._layer_costs
+        self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
+        """[L], the part of a forward that peers time (`Heartbeat.forward_s`); it contains no placed experts."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
         )
         are_enough = self.electorate.are_enough
         self.certificates = Certificates(spec.model, placed=self.places_experts, are_enough=are_enough)
-        self.ledger = Ledger(
-            num_stages=1,  # until a plan says how many
-            num_experts=spec.model.num_experts if swarm.expert_slots else 0,
-            steps=training.steps,
-            microbatches=training.microbatches_per_step,
-            heartbeat_s=swarm.heartbeat_s,
-            validates=training.validation_interval_steps > 0,
-            tokens_per_step=spec.tokens_per_step,
-        )
+        self.ledger = Ledger(spec)
         self.begun_s: float | None = None
         """The time of the run's first plan on this peer's clock, as far as known."""
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
@@ -90,25 +88,22 @@ class ClusterView:
         """(sequence of a plan, the best formats for its tensors by recent figures)."""
         self.notes = PlanNotes()
         self.refusals = Refusals()
-        self._snapshots = SnapshotSchedule(
-            interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
-        )
+        self._snapshots = SnapshotSchedule(spec)
         self._inherited: TransferLeadership | None = None
         """The state that the previous coordinator transferred, for the term that we may get."""
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
-        self._members: frozenset[PeerID] = frozenset()
-        self._placed: frozenset[PeerID] = frozenset()
-        """Members of the live plan that hold a stage or experts."""
+        self._plan: Plan | None = None
+        self._working: frozenset[PeerID] = frozenset()
+        """The peers with a stage in the live plan."""
+        self._former_members: frozenset[PeerID] = frozenset()
+        """The members of the last plan with another membership; they may still report work that they did under it."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
-        self._bounds: tuple[tuple[int, int], ...] = ()
         self._num_divisions = 0
         """Number of live plans with other stage boundaries than their predecessor."""
         self._seen_from_s = math.inf
         """The time at which we saw the first live plan."""
-        self._former_members: frozenset[PeerID] = frozenset()
-        """The members of the last plan with another membership; they may still report work that they did under it."""
 
     # --- inputs ---
 
@@ -116,43 +111,59 @@ class ClusterView:
         """Record a heartbeat. Returns: the impossible reports in it, as sentences."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
-            self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
-            self.ledger.note_version(heartbeat.stage, self.confirmations.version(heartbeat.stage or 0))
-            for group, version in heartbeat.held:
-                self.confirmations.note(peer, group, version, holds=True)
-                self.ledger.note_version(group, self.confirmations.version(group))
+            held = ((group, version, True) for group, version in heartbeat.held)
+            for group, version, holds in ((heartbeat.stage, heartbeat.version, heartbeat.synced), *held):
+                if group is not None:
+                    self.confirmations.note(peer, group, version, holds=holds)
+                    self.ledger.note_version(group, self.confirmations.version(group))
             self.experts.hear(peer, heartbeat)
         self.experts.records.heard(peer, now_s)
-        self.survey.hear(peer, heartbeat)
-        self.survey.reach.note(peer, heartbeat.links, now_s)
-        if peer not in self._members and peer not in self._former_members:
+        self._note_speed(peer, heartbeat, now_s)
+        self.links.note(peer, heartbeat.links, now_s, busy=self._working)
+        if not (self._plan is not None and self._plan.has(peer)) and peer not in self._former_members:
             return []
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.ledger.note_validations(heartbeat.validations)
         return [f"{peer} reports {flaw}" for flaw in flaws]
 
+    def _note_speed(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
+        """Record how fast the device of `peer` works for its stage."""
+        plan, stage, w = self._plan, heartbeat.stage, self.workload
+        if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
+            return
+        if 0 <= stage < len(plan.stages):
+            record, (first, last) = self.roster.of(peer), plan.stages[stage].layers
+            if record.speed_of != (first, last):
+                record.speed, record.speed_of = Estimate(), (first, last)
+            # The last stage runs forward and backward in one job.
+            times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
+            flop = times * sum(self._told_flop[first:last])
+            record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE)
+
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
-        for peer in sorted(self._members.difference(plan.members)) if leads else ():
+        before, members = self._plan, frozenset(plan.members)
+        members_before = frozenset(before.members) if before is not None else frozenset()
+        for peer in sorted(members_before - members) if leads else ():
             if self.roster.has_vanished(peer, now_s):
                 self.experts.records.lost(peer)
-        if not self._members.issubset(plan.members):
-            self._former_members = self._members
-        if self._members != frozenset(plan.members):
+        if not members_before <= members:
+            self._former_members = members_before
+        if members_before != members:
             self._changed_s = now_s
-        self._members = frozenset(plan.members)
-        self._placed = self._members.difference(plan.spares)
-        if (bounds := tuple(stage.layers for stage in plan.stages)) != self._bounds:
-            self._num_divisions += bool(self._bounds)
-            self._bounds, self._seen_from_s = bounds, min(self._seen_from_s, now_s)
+        if before is None:
+            self._seen_from_s = now_s
+        elif [stage.layers for stage in before.stages] != [stage.layers for stage in plan.stages]:
+            self._num_divisions += 1
+        self._plan, self._working = plan, frozenset(peer for stage in plan.stages for peer in stage.peers)
         self.confirmations.obey(plan)
         self.certificates.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self.notes.obey(plan, now_s)
         self.calibration.obey(plan)
-        self.survey.obey(plan)
+        self.roster.obey(plan)
         if plan.era != self.ledger.era:
             self.ledger.rewind(plan.era, plan.restore_version, num_stages=len(plan.stages))
             self._snapshots.begin()
@@ -170,17 +181,14 @@ class ClusterView:
         self.experts.forget_strangers(members)
         if not continuing:
             # Knowledge from an earlier term of ours is stale, except for the irregularity of heartbeats.
-            irregular = self.roster.irregular()
-            self.roster = Roster(self.spec.swarm.heartbeat_s)
-            self.roster.take_over(irregular)
+            self.roster.begin_term(members)
+            self.links.begin_term(members)
             self._snapshots.begin()
-            self.survey.begin_term(plan)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
         if inherited is not None:
             self.roster.take_over(inherited.arrivals)
             if not continuing:
-                self.survey.reach.forget_all()  # the previous coordinator knows of pairs that have met since
-                self.survey.reach.take_over(inherited.unreachable, now_s)
+                self.links.take_over(inherited.unreachable, now_s)
             for peer, advert in inherited.roster:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, inherited.elapsed_s)
@@ -225,10 +233,10 @@ class ClusterView:
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool, permit: bytes = b"") -> TransferLeadership:
         """Build the message for the next coordinator, as much as fits.
         Args: searched: whether a search has found nothing better than the live plan's layout."""
-        known = ((peer, self.roster.presences[peer].advert) for peer in self.roster.alive(now_s))
+        known = ((peer, self.roster.advert(peer)) for peer in self.roster.alive(now_s))
         handover = TransferLeadership(
             plan=live.link,
-            roster=tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX],
+            roster=tuple((peer, advert) for peer, advert in known if advert is not None)[:TOLD_MAX],
             permit=permit,
             era=self.ledger.era,
             version=self.version_max,
@@ -246,7 +254,7 @@ class ClusterView:
             records=self.experts.records.tell(live.plan.members),
             calibration=self.calibration.tell(),
             arrivals=self.roster.irregular(),
-            unreachable=self.survey.reach.tell(now_s),
+            unreachable=self.links.tell(now_s),
         )
         return fitting(handover)
 
@@ -261,6 +269,11 @@ class ClusterView:
         """True if plans of this run assign experts to members."""
         return self.spec.swarm.expert_slots > 0
 
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers, and placed experts, of which a complete snapshot consists, in order."""
+        return held_keys(self.spec.model, placed=self.places_experts)
+
     @property
     def ends(self) -> Ends:
         """The proof that the run is done; empty: it is not, or its last version is not validated."""
@@ -269,7 +282,7 @@ class ClusterView:
     @property
     def claimed(self) -> tuple[int, int]:
         """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
-        beats = self.roster.beats(self._placed)
+        beats = self.roster.beats(self._working)
         return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 
     @property
@@ -284,7 +297,7 @@ class ClusterView:
     @property
     def version_said(self) -> int:
         """The highest version of this era in any peer's last heartbeat."""
-        beats = self.roster.beats(self.roster.presences)
+        beats = self.roster.beats(self.roster.records)
         return max((beat.version for _, beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
@@ -307,7 +320,7 @@ class ClusterView:
         return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
 
     def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
-        return sum(map(live.has, self.survey.reach.cannot_reach(peer, now_s)))
+        return sum(map(live.has, self.links.cannot_reach(peer, now_s)))
 
     def measured(self, live: Plan, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the peers that are alive, for the allocator. A peer that has not followed into the live era yet holds
@@ -341,17 +354,73 @@ class ClusterView:
         now_s: float,
         *,
         knows_network: bool,
+        runs_ahead: bool | None = None,
     ) -> SwarmSnapshot:
-        """Collect all inputs of a layout. Args: as in `Survey.snapshot`."""
-        found = self.survey.snapshot(peers, previous, catalog, knows_network=knows_network)
-        chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
-        return replace(
-            found,
-            peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
+        """Collect all inputs of a layout.
+
+        Args:
+            knows_network: include the links, which takes a while for many peers.
+            runs_ahead: False: for synchronous steps. None: as plans are made now."""
+        names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
+        runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
+        whole = catalog.newest_whole(self.layers)
+
+        def homes(peer: MeasuredPeer) -> tuple[int, ...]:
+            on_disk = stages_on(catalog, peer.peer, whole, previous, model) if whole and previous else ()
+            stages = (peer.synced_stage, self.roster.at(peer.peer).former_stage, *on_disk)
+            return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
+
+        believed = speeds(
+            {peer.peer: peer.flop_per_s for peer in peers},
+            {peer.peer: self.roster.at(peer.peer).speed for peer in peers},
+            {peer.peer: peer.machine for peer in peers},
+            now_s,
+            seen=self.links.seen_by_others(),
+        )
+        uploads = self.links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
+        in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
+        whole_bytes = int(w.resident_bytes(0, w.num_layers, members=1) + in_flight_bytes)
+        return SwarmSnapshot(
+            peers=tuple(
+                replace(
+                    p,
+                    homes=homes(p),
+                    flop_per_s=believed[p.peer].flop_per_s,
+                    speed_variance=believed[p.peer].variance,
+                    upload_bytes_per_s=uploads[p.peer],
+                    # more than the whole model is not useful, whatever it claims
+                    memory_bytes=min(p.memory_bytes, whole_bytes),
+                    failure_probability=chance,
+                )
+                for p, chance in zip(peers, self.experts.records.probabilities(names), strict=True)
+            ),
+            layer_costs=self._layer_costs,
+            num_stages=self.spec.swarm.stages_for(sum(not peer.draining for peer in peers)),
+            workload=w if runs_ahead else w.synchronous(),
+            network=self.links.network(names, now_s) if knows_network else None,
             horizon_s=self._horizon_s(now_s),
             going_back_s=self._going_back_s(catalog, now_s),
-            unreachable=self.unreachable(peers, now_s),
+            unreachable=self.links.pairs(now_s, {*names}),
         )
+
+    def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
+        """Say how much memory the run lacks; empty: the peers together have the minimum for the model."""
+        w = self.workload
+        needed_gb = (w.resident_bytes(0, w.num_layers, members=1) + sum(w.layer_held_bytes)) / 1e9
+        here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
+        if here_gb >= needed_gb:
+            return ""
+        here = "the one peer has" if len(peers) == 1 else f"the {len(peers)} peers have"
+        return (
+            f"waiting for peers with {needed_gb - here_gb:.1f} GB of memory in all: the model takes {needed_gb:.1f} GB "
+            f"while it trains, and {here} {here_gb:.1f} GB"
+        )
+
+    def runs_ahead(self, now_s: float) -> bool:
+        """False while more than half of the horizon is expected to pass in synchronous steps. Plans are made for those
+        steps then, and for all later ones otherwise."""
+        step_s = self.ledger.pace.usual_step_s or self.step_s_at_best(now_s)
+        return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
@@ -362,16 +431,13 @@ class ClusterView:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
         return min(lasts_s, HORIZON_S_MAX)
 
-    def unreachable(self, peers: Sequence[MeasuredPeer], now_s: float) -> frozenset[Pair]:
-        return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
-
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
         """Estimate the seconds lost by a roll-back: its own time, plus half a snapshot interval, or the whole run so
         far if a snapshot is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
-        has_any = catalog.newest_whole(held_keys(self.spec.model, placed=self.places_experts)) is not None
+        has_any = catalog.newest_whole(self.layers) is not None
         elapsed_s = self.elapsed_s(now_s)
         is_late = not has_any and elapsed_s > 2.0 * interval_s
         lost_s = elapsed_s if is_late or math.isinf(interval_s) else interval_s / 2.0
@@ -379,25 +445,24 @@ class ClusterView:
 
     def step_s_at_best(self, now_s: float) -> float:
         """Seconds a step if no device of the present peers ever waited; 0: not known."""
-        workload = Workload.of(self.spec)
-        adverts = (self.roster.presences[peer].advert for peer in self.roster.alive(now_s))
+        adverts = (self.roster.advert(peer) for peer in self.roster.alive(now_s))
         flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
-        flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
+        flop = self.workload.microbatches * self.workload.job_flop(0, self.workload.num_layers)
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
     def predict_step_time(
-        self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, synchronous: bool = False
+        self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead."""
-        snapshot = self._snapshot_of(stages, now_s)
-        wire = self.survey.takes.under(formats) if formats is not None else None
-        return None if snapshot is None else predict_step_time(snapshot, stages, wire, synchronous=synchronous)
+        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: as of `snapshot`."""
+        snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
+        wire = self._takes.under(formats) if formats is not None else None
+        return None if snapshot is None else predict_step_time(snapshot, stages, wire)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
         """Choose the formats of these stages' tensors; None: the run allows only one."""
-        takes = self.survey.takes
+        takes = self._takes
         if not takes.are_choices:
             return None
         snapshot = self._snapshot_of(stages, now_s)
@@ -408,26 +473,30 @@ class ClusterView:
         sequence, formats = self._formats
         return formats if sequence == live.sequence and formats != live.formats else None
 
-    def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> SwarmSnapshot | None:
+    def _snapshot_of(
+        self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
+    ) -> SwarmSnapshot | None:
         """Return the members of these stages as they are now; None: too many for a prediction in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
             return None
-        found = self.survey.snapshot(peers, None, CheckpointCatalog(parts={}), knows_network=True)
-        return replace(found, unreachable=self.unreachable(peers, now_s))
+        nothing = CheckpointCatalog(parts={})
+        return self.snapshot(peers, None, nothing, now_s, knows_network=True, runs_ahead=runs_ahead)
 
     def compare(self, live: Plan, now_s: float) -> None:
         """Compare the live plan's prediction with the measured throughput, once every member has been heard."""
         if now_s >= self._foresee_at_s:
-            apart = max(1.0, len(live.members) / FORESEE_PEERS)
+            apart = max(1.0, len(live.members) / LARGE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
-            is_synchronous = self.calibration.is_synchronous(self.version_max)
+            runs_ahead = self.runs_ahead(now_s)
+            differs = runs_ahead and self.calibration.is_synchronous(self.version_max)
             self.calibration.predict_step_time(
                 self.predict_step_time(live.stages, now_s, live.formats),
-                synchronous=self.predict_step_time(live.stages, now_s, live.formats, synchronous=True)
-                if is_synchronous
+                synchronous=self.predict_step_time(live.stages, now_s, live.formats, runs_ahead=False)
+                if differs
                 else None,
+                runs_ahead=runs_ahead,
             )
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
         holders = (peer for stage in live.stages for peer in stage.peers)
@@ -437,18 +506,16 @@ class ClusterView:
         self.notes.judge(comparison.sentence if comparison is not None else "")
 
     def probe(self, peer: PeerID, live: Plan | None, now_s: float) -> tuple[PeerID, ...]:
-        if live is not None and not live.has(peer):
-            return ()
-        if live is not None:
-            return self.survey.links.choose_one(peer, live, now_s, in_doubt=self.calibration.is_unexplained)
-        return self.survey.links.choose(peer, self.roster.alive(now_s), now_s)
+        if live is None:
+            return self.links.choose(peer, self.roster.alive(now_s), now_s)
+        is_unexplained = self.calibration.is_unexplained
+        return self.links.choose_one(peer, live, now_s, in_doubt=is_unexplained) if live.has(peer) else ()
 
     def save_at(self, live: Plan, now_s: float) -> int:
         """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
-        if self._snapshots.is_due_to_look(now_s):
-            beats = self.roster.beats(self.roster.alive(now_s))
-            of_era = (beat for _, beat in beats if beat.era == live.era)
-            self._snapshots.look(of_era, now_s, elapsed_s=self.elapsed_s(now_s))
+        beats = self.roster.beats(self.roster.records)
+        alive = (beat for peer, beat in beats if beat.era == live.era and not self.roster.is_gone(peer, now_s))
+        self._snapshots.look(alive, now_s, elapsed_s=self.elapsed_s(now_s))
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
@@ -458,12 +525,11 @@ class ClusterView:
         if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
-            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / SAFE_PEERS)
+            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / LARGE_PEERS)
             alive = (peer for peer in live.members if not self.roster.is_gone(peer, now_s))
             holdings = ((peer, beat.holdings) for peer, beat in self.roster.beats(alive))
-            layers = held_keys(self.spec.model, placed=self.places_experts)
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
-            self._safe = catalog.newest_safe(layers) or (0, 0)
+            self._safe = catalog.newest_safe(self.layers) or (0, 0)
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:

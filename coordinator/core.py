@@ -442,7 +442,7 @@ class CoordinationCore:
             save_at=self.view.save_at(governed.plan, now_s) if governed is not None else 0,
             safe=self.view.safe(governed.plan, now_s) if governed is not None else (0, 0),
             probe=probe,
-            beside=self.view.survey.links.mates(source, self.view.roster.alive(now_s))[:TOGETHER_MAX] if probe else (),
+            beside=self.view.links.mates(source, self.view.roster.alive(now_s))[:TOGETHER_MAX] if probe else (),
             in_doubt=governed is not None and self.view.calibration.is_unexplained,
         )
 

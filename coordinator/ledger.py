@@ -1,4 +1,4 @@
-"""Knows what has been committed, from the reports in the heartbeats of each stage's leader. Pure.
+"""Knows what has been committed, from the reports of each stage's leader, and when to save it. Pure.
 
 A report may arrive twice (a heartbeat's reply was lost, or the role moved), late, or for a step whose other reports
 went to the previous coordinator. Each (stage, step) counts once. A step is reported to the node once: when the last
@@ -16,7 +16,7 @@ news (`HeartbeatReply.ends`), and each peer checks them before it ends."""
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,17 @@ import msgspec
 
 from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import CommitReport, TransferLeadership, ValidationReport
+from shoal.protocol.messages import CommitReport, Heartbeat, TransferLeadership, ValidationReport
 from shoal.protocol.plan import Plan
+from shoal.protocol.spec import RunSpec
 
 HISTORY_STEPS = 1024
 """Number of steps with records; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
+_NOTICE_HEARTBEATS = 2.5
+"""Notice of a version to save: each peer's next heartbeat learns of it, with room for a late one."""
+_FIRST_S = 30.0
+"""Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
 Ends = tuple[tuple[PeerID, bytes], ...]
 """(member, its signature of `end_body`)."""
@@ -61,129 +66,103 @@ class StepRecord:
 class Ledger:
     """The commits of one run, as far as this peer has heard of them."""
 
-    def __init__(
-        self,
-        *,
-        num_stages: int,
-        num_experts: int = 0,
-        steps: int,
-        microbatches: int,
-        heartbeat_s: float,
-        validates: bool,
-        tokens_per_step: int,
-    ) -> None:
+    def __init__(self, spec: RunSpec) -> None:
         self.era = 0
-        self._num_stages = num_stages
-        self._num_experts = num_experts
-        self._stages_before = 0, num_stages
+        self._num_stages = 1  # until a plan says how many
+        self._num_experts = spec.model.num_experts if spec.swarm.expert_slots else 0
+        self._stages_before = 0, 1
         """The version at which the era began, and the number of stages before it."""
-        self._steps = steps
-        self._microbatches = microbatches
-        self._validates = validates
-        self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
+        self._steps = spec.training.steps
+        self._microbatches = spec.training.microbatches_per_step
+        self._validates = spec.training.validation_interval_steps > 0
+        self._patience_s = PATIENCE_HEARTBEATS * spec.swarm.heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
-        self._expert_groups: dict[int, set[int]] = {}
-        """Step -> the groups of placed experts that have reported it."""
+        """Step -> group -> report. Stages come first, then the groups of placed experts, of which the norm counts."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """Step -> the last stage's report, not yet confirmed by that stage's members, and its arrival time."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
         self._validation_told = -1
-        self._versions = [0] * num_stages
-        self._expert_versions = [0] * (num_stages * num_experts)
+        self._versions = [0] * self._num_groups(1)
+        """The version of each group."""
         self.loss: float | None = None
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
         """The version that was validated."""
-        self._norms: dict[int, dict[int, float]] = {}
-        """Step -> group -> 2-norm of the gradient of its layers. Placed experts are groups too."""
         self.staleness_mean = 0.0
-        self.pace = TokenRate(tokens_per_step=tokens_per_step)
+        self.pace = TokenRate(tokens_per_step=spec.tokens_per_step)
 
     @property
     def step(self) -> int:
         """The number of steps that every stage has committed."""
-        return min(self._versions)
+        return min(self._versions[: self._num_stages])
 
     @property
     def version_max(self) -> int:
-        return max(self._versions)
+        return max(self._versions[: self._num_stages])
 
     @property
     def done(self) -> bool:
         """True if all stages and experts have committed the last step, and the result has been validated."""
-        if any(version < self._steps for version in self._expert_versions):
-            return False
         validated = self._validation is not None and self._validation.step >= self._steps
-        return self.step >= self._steps and (validated or not self._validates)
+        return min(self._versions) >= self._steps and (validated or not self._validates)
 
     def divide(self, num_stages: int) -> None:
         """Set the number of stages of the run's first layout."""
         if num_stages != self._num_stages:
+            self._versions = [self.step] * self._num_groups(num_stages)
             self._num_stages = num_stages
-            self._versions = [self.step] * num_stages
-            self._expert_versions = [self.step] * (num_stages * self._num_experts)
 
     def rewind(self, era: int, version: int, *, num_stages: int) -> None:
         """Roll back to `version`, where `era` begins with `num_stages` stages. Keep the steps before `version`."""
         self.era = era
         self._stages_before, self._num_stages = (version, self._num_stages), num_stages
         self.pace.begin_era(era, version)
-        self._versions = [min(version, self._steps)] * self._num_stages
-        self._expert_versions = [min(version, self._steps)] * (num_stages * self._num_experts)
+        self._versions = [min(version, self._steps)] * self._num_groups(num_stages)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
-        self._expert_groups = {step: groups for step, groups in self._expert_groups.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
         self._unconfirmed = {step: report for step, report in self._unconfirmed.items() if step < version}
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
         self._loss_step = min(self._loss_step, version - 1)
         if self._validation is not None and self._validation.step > version:
             self._validation = self.validation_loss = self.validation_step = None
-        self._norms = {step: norms for step, norms in self._norms.items() if step < version}
         self._validation_told = min(self._validation_told, version)
         self._confirm()
 
-    def note_version(self, stage: int | None, version: int) -> None:
-        """Record that most holders of a group are at `version`. Stages come first, then groups of experts."""
-        if stage is not None and 0 <= stage < self._num_stages:
-            self._versions[stage] = min(max(self._versions[stage], version), self._steps)
-        elif stage is not None and 0 <= stage - self._num_stages < len(self._expert_versions):
-            at = stage - self._num_stages
-            self._expert_versions[at] = min(max(self._expert_versions[at], version), self._steps)
+    def _num_groups(self, num_stages: int) -> int:
+        return num_stages * (1 + self._num_experts)
+
+    def note_version(self, group: int, version: int) -> None:
+        """Record that most holders of a group are at `version`."""
+        if 0 <= group < len(self._versions):
+            self._versions[group] = min(max(self._versions[group], version), self._steps)
         self._confirm()
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
         """Record reports. Returns: the flaws of inconsistent reports, which do not count."""
         flaws, oldest = [], max(0, self.version_max - HISTORY_STEPS)
-        groups = self._num_stages + len(self._expert_versions)
         for report in reports:
-            if report.era != self.era or not (0 <= report.stage < groups and oldest <= report.step < self._steps):
+            is_known = report.era == self.era and 0 <= report.stage < len(self._versions)
+            if not (is_known and oldest <= report.step < self._steps):
                 continue
-            if report.stage >= self._num_stages:  # of a group of experts only the norm counts, too
-                self._expert_groups.setdefault(report.step, set()).add(report.stage)
-                self._note_norm(report)
-                continue
-            if flaw := self._flaw(report):
+            if report.stage < self._num_stages and (flaw := self._flaw(report)):
                 flaws.append(flaw)
                 continue
-            by_stage = self._reports.setdefault(report.step, {})
-            if report.stage in by_stage:
-                continue
-            by_stage[report.stage] = report
-            self._note_norm(report)
-            if report.stage == self._num_stages - 1:
+            by_group = self._reports.setdefault(report.step, {})
+            if report.stage not in by_group and report.stage == self._num_stages - 1:
                 self._unconfirmed[report.step] = report, now_s
+            by_group.setdefault(report.stage, report)
         self._confirm()
-        for table in (self._reports, self._expert_groups, self._norms, self._unconfirmed):
-            self._trim(table)
+        self._trim(self._reports)
+        self._trim(self._unconfirmed)
         return flaws
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed.
         Args: flush: also count the steps right after those; other coordinators will see them confirmed."""
-        confirmed = self._versions[-1]
+        confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
         for step in sorted(step for step in self._unconfirmed if step < confirmed):
@@ -200,11 +179,6 @@ class Ledger:
         while len(table) > HISTORY_STEPS:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
-
-    def _note_norm(self, report: CommitReport) -> None:
-        norm = report.gradient_norm
-        if norm is not None and 0.0 <= norm < math.inf:
-            self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
         """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up."""
@@ -244,7 +218,7 @@ class Ledger:
         self._confirm(flush=flush)
         waits = False
         for step in sorted(self._untold):
-            by_stage = self._reports.get(step, {})
+            by_stage = self._of_stages(step)
             complete = len(by_stage) == self._stages_of(step)
             if step == self._steps - 1:
                 complete = self.done  # the run's last record contains its last validation
@@ -263,7 +237,7 @@ class Ledger:
     ) -> StepRecord:
         reports = list(by_stage.values())
         last = by_stage.get(self._stages_of(step) - 1)
-        self.staleness_mean = _mean(reports, lambda report: report.staleness_steps_mean)
+        self.staleness_mean = sum(report.staleness_steps_mean for report in reports) / max(1, len(reports))
         validation = self._validation
         if validation is not None and validation.step <= self._validation_told:
             validation = None
@@ -288,23 +262,22 @@ class Ledger:
         begun, before = self._stages_before
         return before if step < begun else self._num_stages
 
+    def _of_stages(self, step: int) -> dict[int, CommitReport]:
+        """Return the reports of stages."""
+        num_stages = self._stages_of(step)
+        return {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
+
     def has_reported(self, version: int) -> bool:
         """True if every stage, and every group of placed experts, has reported the step that made `version`."""
         step = version - 1
-        if step < 0:
-            return True
-        stages_have = len(self._reports.get(step, {})) == self._stages_of(step)
-        return stages_have and len(self._expert_groups.get(step, ())) == self._stages_of(step) * self._num_experts
+        return step < 0 or len(self._reports.get(step, {})) == self._num_groups(self._stages_of(step))
 
     def _gradient_norm(self, step: int) -> float | None:
-        norms = self._norms.get(step, {})
-        if len(norms) < self._stages_of(step) * (1 + self._num_experts):
+        norms = [report.gradient_norm for report in self._reports.get(step, {}).values()]
+        squares = [norm * norm for norm in norms if norm is not None and 0.0 <= norm < math.inf]
+        if len(squares) < self._num_groups(self._stages_of(step)):
             return None
-        return math.sqrt(sum(norm * norm for norm in norms.values()))
-
-
-def _mean(reports: list[CommitReport], value: Callable[[CommitReport], float]) -> float:
-    return sum(value(report) for report in reports) / len(reports) if reports else 0.0
+        return math.sqrt(sum(squares))
 
 
 def end_body(*, era: int, steps: int, revision: int) -> bytes:
@@ -339,9 +312,9 @@ class Confirmations:
             self._versions[group] = {peer: version for peer, version in said.items() if peer in members}
         self._ends = {peer: signature for peer, signature in self._ends.items() if plan.has(peer)}
 
-    def note(self, peer: PeerID, group: int | None, version: int, *, holds: bool) -> None:
+    def note(self, peer: PeerID, group: int, version: int, *, holds: bool) -> None:
         """Record that a heartbeat of the plan's era reports `version` for the peer's state of this group."""
-        if self._plan is None or group is None or group not in self._plan.groups_of(peer):
+        if self._plan is None or group not in self._plan.groups_of(peer):
             return
         said = self._versions.setdefault(group, {})
         if holds:
@@ -368,3 +341,47 @@ class Confirmations:
         if self._plan is None or not self._ends or not proves_end(self._plan, self._ends):
             return ()
         return tuple(sorted(self._ends.items()))
+
+
+class SnapshotSchedule:
+    """Decides when all stages write a snapshot of the same version, which together is a complete one.
+
+    Heartbeats report how long ago each stage last wrote a snapshot (`Heartbeat.unsaved_s`). If that is too long for any
+    peer, the coordinator's replies name a version that no stage has reached yet (`HeartbeatReply.save_at`). A stage
+    that learns of it too late still reports itself as unsaved, and the coordinator names another version. A young run
+    saves sooner: after `_FIRST_S`, and each time that its age has doubled.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._interval_s, self._heartbeat_s = spec.swarm.snapshot_interval_s, spec.swarm.heartbeat_s
+        self._lead_steps = spec.training.s_max + 1
+        """How many versions one stage may be ahead of another."""
+        self.save_at = 0
+        """The version to write; 0: none is due."""
+        self._pace: deque[tuple[float, int]] = deque(maxlen=16)
+        self._look_at_s = -math.inf
+
+    def begin(self) -> None:
+        self.save_at = 0
+        self._pace.clear()
+        self._look_at_s = -math.inf
+
+    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
+        """Choose a version if a snapshot is due.
+        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat."""
+        if self._interval_s <= 0.0 or now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + self._heartbeat_s / 2
+        members = [beat for beat in beats if beat.synced and beat.stage is not None]
+        if not members:
+            return
+        newest = max(beat.version for beat in members)
+        self._pace.append((now_s, newest))
+        if self.save_at > min(beat.version for beat in members):
+            return  # a member has not reached it yet
+        self.save_at = 0
+        if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
+            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+            steps_per_s = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+            ahead = math.ceil(steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
+            self.save_at = newest + self._lead_steps + ahead

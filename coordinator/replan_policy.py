@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.measured import Pair
+from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
-from shoal.coordinator.allocate.reachability import Pair
-from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes, next_layout_change
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import Holding, Reset, TransferLeadership
 from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
@@ -122,7 +121,7 @@ class ReplanPolicy:
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:
             self._ends_s = now_s
-            unreachable = self.view.survey.reach.pairs(now_s, plan.members)
+            unreachable = self.view.links.pairs(now_s, plan.members)
             self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
 
     def settle(self, live: Plan, now_s: float) -> None:
@@ -136,6 +135,7 @@ class ReplanPolicy:
 
     def searched(self, event: Searched) -> bool:
         """Record the end of a search. Returns: whether its result is still wanted."""
+        self.view.calibration.rejected = "" if event.layout is not None else event.reason
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
     # --- decisions ---
@@ -151,7 +151,7 @@ class ReplanPolicy:
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
         awaits_links = self._schedule.awaits_links(len(peers), now_s)
-        if awaits_links and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
+        if awaits_links and not view.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
         ages = {(held.era, held.version) for held in own}
         catalog = view.catalog(now_s).only(lambda age: None if age in ages else frozenset())
@@ -162,7 +162,7 @@ class ReplanPolicy:
             return self._schedule.begin(snapshot, None, swarm, now_s, seed=1), LOOKING_FOR_FIRST
         layout, reason = (layout, layout.reason) if layout else self._repaired(look, None)
         if layout is None:
-            return None, view.survey.shortage(peers) or reason
+            return None, view.shortage(peers) or reason
         # If there are snapshots, all peers have stopped and lost their plans.
         beginning = self._beginning(None, catalog)
         if awaited := self._awaited(catalog, beginning, now_s):
@@ -288,7 +288,7 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        return _swarm(peers, self.view.unreachable(peers, now_s))
+        return _swarm(peers, self.view.links.pairs(now_s, {peer.peer for peer in peers}))
 
     def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
         """Return a layout at once, by rules that move few peers."""
@@ -329,14 +329,14 @@ class ReplanPolicy:
             return self._preparing(live, look, layout)
         if layout is not None and keeps_state(layout, live, look.peers):
             return layout, layout.reason
-        is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
+        is_off = view.calibration.is_off
         if self._fetches(live, now_s):
             return None, ""  # without the members that still download, any other layout looks better
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
             snapshot, seed = self._compared(live, look), look.sequence
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off, has_pace=has_pace)
+            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
@@ -345,7 +345,7 @@ class ReplanPolicy:
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
         """True if the next search must wait: links are being measured again, or figures are out of date."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
-        links = self.view.survey.links
+        links = self.view.links
         return now_s < self._due_s + patience_s and (
             self.view.calibration.is_unexplained
             or links.is_falling(live.members)
@@ -358,6 +358,7 @@ class ReplanPolicy:
         return replace(
             self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
+            chosen_tokens_per_s=calibration.chosen_tokens_per_s,
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
         )
@@ -410,7 +411,7 @@ class ReplanPolicy:
             return False
         if self._change is None:
             self._change = self._foreseen_change(live, look, live.next_layout)
-        lacked = lacking_bytes(self.view.survey.workload, live, live.next_layout)
+        lacked = lacking_bytes(self.view.workload, live, live.next_layout)
         least = min((1.0 - left[peer] / lacked[peer] for peer in left if lacked[peer] > 0.0), default=1.0)
         precopy_s = fetched_s / least if least > 0.0 else math.inf
         return self._change is not None and self._change.stands_still(precopy_s)
@@ -476,7 +477,7 @@ class ReplanPolicy:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
             after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
             return self._announced(live, after, now_s, times=min(2 * self._notice, 16))
-        wanted = held_keys(view.spec.model, placed=view.places_experts)
+        wanted = view.layers
         if view.ledger.step < version or not catalog.covers((live.era, version), wanted):
             self._ended_s = None
         elif self._ended_s is None:
@@ -549,7 +550,7 @@ class ReplanPolicy:
         steps = max(1, version - beginning.version)
         if self._holders.is_hopeless(now_s, relearn_s=steps * view.step_s_at_best(now_s)):
             return ""
-        wanted = held_keys(view.spec.model, placed=view.places_experts)
+        wanted = view.layers
         missing = set(wanted) - catalog.layers(newest)
         keys = [key for key in wanted if key in missing]
         layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"

@@ -1,12 +1,17 @@
-"""Knows the last heartbeat of each peer, and when its silence means that it is gone. Pure."""
+"""The table of peers: all that this peer knows of each, and when its silence means that it is gone. Pure.
+
+A record outlives the peer's presence and our terms as coordinator: a peer that returns gets its former stage. What is
+measured of a member stays for our next term; everything else of a term goes when the next one begins."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from shoal.coordinator.adaptive_timeout import Arrivals
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.allocate.measured import Estimate
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.messages import Absence, Advert, ArrivalStatistics, Heartbeat, PeerStatus
@@ -19,12 +24,13 @@ OVERDUE_HEARTBEATS = 1.1
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
-ARRIVALS_TOLD_MAX = 64
-"""Maximum numbers of silent peers, and of peers with irregular heartbeats, in a leadership transfer."""
+"""Maximum number of silent peers in a leadership transfer."""
+TOLD_MAX = 64
+"""The same of adverts, peers with irregular heartbeats and unreachable pairs: they spare the successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
-
-
+ABSENT_KEPT_MAX = 4096
+"""Above this number of records, those of peers that are neither present nor members go."""
 _ENDS = 2
 """A stage may have embeddings and a head beside its layers."""
 
@@ -56,36 +62,132 @@ class Presence:
 
 
 @dataclass(slots=True)
+class LinkRecord:
+    """One peer's reports about its link towards another."""
+
+    round_trip: Estimate = field(default_factory=Estimate)
+    sent: Estimate = field(default_factory=Estimate)
+    received: Estimate = field(default_factory=Estimate)
+    num_probes: int = 0
+    fell_to: float = math.inf
+    """Bytes/s, if the link has become slow and has stayed so; inf: it has not."""
+    told: tuple[float, int] = 0.0, 0
+    """The last reported (bytes/s, number of probes): an equal report tells of the same measurement again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """One peer's claim that it cannot reach another."""
+
+    tries: int
+    since_s: float
+    said_s: float
+    has_met: bool = True
+    """True if it has ever had an answer of the other."""
+
+
+@dataclass(slots=True)
+class PeerRecord:
+    """All that this peer knows of another one."""
+
+    presence: Presence | None = None
+    """None: it is not here; it was here before, or others have told of it."""
+    irregular: ArrivalStatistics | None = None
+    """Statistics of its heartbeats from before this term, if they were irregular."""
+    speed: Estimate = field(default_factory=Estimate)
+    """FLOP/s by its reports with the layers of `speed_of`."""
+    speed_of: tuple[int, int] | None = None
+    links: dict[PeerID, LinkRecord] = field(default_factory=dict)
+    """Its reports about its links towards others; the last reported comes last."""
+    failing: dict[PeerID, Failing] = field(default_factory=dict)
+    """The peers that it cannot reach; the last reported comes last."""
+    asked_s: dict[PeerID, float] = field(default_factory=dict)
+    """When it was last asked to measure its link towards each peer."""
+    rests_s: float = -math.inf
+    """When the next link towards it may be measured, if its line may have become slow."""
+    machine: str = ""
+    """The machine that it claims to be on; empty: one of its own, or it has not been heard in this term."""
+    former_stage: int | None = None
+    """The last stage that a plan gave it, to which it may return."""
+
+
+_NOTHING = PeerRecord()
+
+
+@dataclass(slots=True)
 class Roster:
-    """All peers that were heard, or still have time to be heard."""
+    """The records of all peers that were heard or told of."""
 
     heartbeat_s: float
-    presences: dict[PeerID, Presence] = field(default_factory=dict)
-    _learned: dict[PeerID, ArrivalStatistics] = field(default_factory=dict)
-    """Heartbeat statistics of peers from before this term."""
+    records: defaultdict[PeerID, PeerRecord] = field(default_factory=lambda: defaultdict(PeerRecord))
+
+    def of(self, peer: PeerID) -> PeerRecord:
+        """Return the record of `peer`, a new one if there is none."""
+        return self.records[peer]
+
+    def at(self, peer: PeerID) -> PeerRecord:
+        """Return the record of `peer` for reading; an empty one if there is none."""
+        return self.records.get(peer, _NOTHING)
+
+    @property
+    def presences(self) -> dict[PeerID, Presence]:
+        """The peers that were heard, or still have time to be heard."""
+        return {peer: seen for peer, record in self.records.items() if (seen := record.presence) is not None}
+
+    def obey(self, plan: Plan) -> None:
+        """Record the stage of each peer in a live plan, and bound the table."""
+        for index, stage in enumerate(plan.stages):
+            for peer in stage.peers:
+                self.of(peer).former_stage = index
+        spare = len(self.records) - ABSENT_KEPT_MAX
+        if spare > 0:
+            gone = (peer for peer, record in self.records.items() if record.presence is None and not plan.has(peer))
+            for peer in tuple(islice(gone, spare)):
+                del self.records[peer]
+
+    def begin_term(self, members: frozenset[PeerID]) -> None:
+        """Begin a term of ours: keep what was measured of `members`, how irregular heartbeats are, former stages."""
+        irregular, before = self.irregular(), dict(self.records)
+        self.records.clear()
+        for peer, old in before.items():
+            if peer in members:
+                failing = {other: claim for other, claim in old.failing.items() if other in members}
+                self.records[peer] = PeerRecord(
+                    speed=old.speed,
+                    speed_of=old.speed_of,
+                    links=old.links,
+                    failing=failing,
+                    former_stage=old.former_stage,
+                )
+            elif old.former_stage is not None:
+                self.records[peer] = PeerRecord(former_stage=old.former_stage)
+        self.take_over(irregular)
 
     def has_room_for(self, peer: PeerID) -> bool:
-        return peer in self.presences or len(self.presences) < PEERS_MAX
+        is_here = self.at(peer).presence is not None
+        return is_here or len(self.records) < PEERS_MAX or len(self.presences) < PEERS_MAX
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
         """Record a heartbeat; there must be room for the peer (`has_room_for`)."""
-        presence = self.presences.get(peer)
+        record = self.of(peer)
+        presence = record.presence
         if presence is None or presence.left:
-            presence = self.presences[peer] = Presence(self._new_arrivals(peer, now_s))
+            presence = record.presence = Presence(self._new_arrivals(record, now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # this gap depends on the change of coordinator, not on the peer
         else:
             presence.arrivals.arrived(now_s)
         presence.advert, presence.heartbeat, presence.silent_since_s = heartbeat.advert, heartbeat, None
+        record.machine = heartbeat.advert.machine
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
         """Shorten the timeout of `peer`, which others have found silent: one heartbeat can still get through."""
-        arrivals = self.presences[peer].arrivals
+        arrivals = self.arrivals(peer)
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
     def signed(self, peer: PeerID, now_s: float) -> None:
-        if peer in self.presences:
-            self.presences[peer].arrivals.signed(now_s)
+        if (seen := self.at(peer).presence) is not None:
+            seen.arrivals.signed(now_s)
 
     def heard_otherwise(self, peer: PeerID, now_s: float) -> None:
         """Record a call or frame of `peer`, unless it is gone: old messages may still arrive."""
@@ -93,11 +195,18 @@ class Roster:
             self.signed(peer, now_s)
 
     def arrivals(self, peer: PeerID) -> Arrivals:
-        return self.presences[peer].arrivals
+        """Return the rhythm of a peer that is here."""
+        seen = self.at(peer).presence
+        assert seen is not None
+        return seen.arrivals
+
+    def advert(self, peer: PeerID) -> Advert | None:
+        seen = self.at(peer).presence
+        return seen.advert if seen is not None else None
 
     def beat(self, peer: PeerID) -> Heartbeat | None:
         """Return the last heartbeat of `peer`; None: none has arrived in this term."""
-        seen = self.presences.get(peer)
+        seen = self.at(peer).presence
         return seen.heartbeat if seen is not None else None
 
     def beats(self, peers: Iterable[PeerID]) -> Iterator[tuple[PeerID, Heartbeat]]:
@@ -106,7 +215,7 @@ class Roster:
 
     def overdue_at_s(self, peer: PeerID) -> float:
         """Return the time at which the next heartbeat of `peer` is late."""
-        arrivals = self.presences[peer].arrivals
+        arrivals = self.arrivals(peer)
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
     def was_heard(self, peer: PeerID) -> bool:
@@ -115,15 +224,16 @@ class Roster:
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` left, was silent for too long, or is unknown."""
-        seen = self.presences.get(peer)
+        seen = self.at(peer).presence
         return seen is None or seen.left or now_s >= seen.arrivals.suspect_at_s
 
     def expect(self, peer: PeerID, advert: Advert | None, now_s: float) -> None:
         """Count `peer` as alive until its timeout passes; a heartbeat outranks this."""
-        presence = self.presences.get(peer)
+        presence = self.at(peer).presence
         if presence is None:
-            if len(self.presences) < PEERS_MAX:
-                self.presences[peer] = Presence(self._new_arrivals(peer, now_s), advert)
+            if self.has_room_for(peer):
+                record = self.of(peer)
+                record.presence = Presence(self._new_arrivals(record, now_s), advert)
         elif not presence.left:
             if presence.heartbeat is not None:
                 presence.silent_since_s = now_s - presence.silent_s(now_s)  # a new term does not shorten a silence
@@ -132,11 +242,12 @@ class Roster:
 
     def absent(self, members: Iterable[PeerID], now_s: float) -> tuple[Absence, ...]:
         """Return those of `members` that have been silent for a while."""
-        known = ((peer, self.presences[peer]) for peer in members if peer in self.presences)
+        known = ((peer, self.at(peer).presence) for peer in members)
         silent = (
             Absence(peer, seen.advert, seen.silent_s(now_s))
             for peer, seen in known
-            if seen.advert is not None and seen.silent_s(now_s) > SILENT_HEARTBEATS * self.heartbeat_s
+            if seen is not None and seen.advert is not None
+            if seen.silent_s(now_s) > SILENT_HEARTBEATS * self.heartbeat_s
         )
         return tuple(islice(silent, ABSENT_MAX))
 
@@ -144,7 +255,7 @@ class Roster:
         """Record, for people, the peers that the previous coordinator missed; they get a full timeout like the
         others."""
         for absence in islice(absent, ABSENT_MAX):
-            seen = self.presences.get(absence.peer)
+            seen = self.at(absence.peer).presence
             if seen is not None and seen.heartbeat is None:
                 seen.advert = seen.advert or absence.advert
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
@@ -159,17 +270,17 @@ class Roster:
         irregular.sort(key=lambda each: (-each[0], each[1]))
         return tuple(
             ArrivalStatistics(peer, found.mean_s, found.deviation_s, found.worst_s)
-            for _, peer, found in irregular[:ARRIVALS_TOLD_MAX]
+            for _, peer, found in irregular[:TOLD_MAX]
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
         """Use these statistics, if they are possible, from the peers' first heartbeats on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
-        for arrivals in islice(learned, ARRIVALS_TOLD_MAX):
+        for arrivals in islice(learned, TOLD_MAX):
             if all(
                 0.0 <= seconds <= longest_s for seconds in (arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s)
             ):
-                self._learned[arrivals.peer] = arrivals
+                self.of(arrivals.peer).irregular = arrivals
 
     def excuse_all(self, now_s: float) -> None:
         """Restart all timeouts, because this peer was suspended."""
@@ -178,28 +289,28 @@ class Roster:
 
     def has_vanished(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` is gone without draining or a good-bye."""
-        seen = self.presences.get(peer)
+        seen = self.at(peer).presence
         polite = seen is None or seen.said_goodbye or self.draining(peer)
         return not polite and self.is_gone(peer, now_s)
 
     def leave(self, peer: PeerID) -> None:
         self.lose(peer)
-        if peer in self.presences:
-            self.presences[peer].said_goodbye = True
+        if (seen := self.at(peer).presence) is not None:
+            seen.said_goodbye = True
 
     def lose(self, peer: PeerID, *, dead: bool = False) -> None:
         """Record that `peer` is gone. Args: dead: its process is gone."""
-        if peer in self.presences:
-            self.presences[peer].left = True
-            self.presences[peer].dead = dead
+        if (seen := self.at(peer).presence) is not None:
+            seen.left, seen.dead = True, dead
 
     def is_dead(self, peer: PeerID) -> bool:
         """True if the process of `peer` is gone, and it has not been heard since."""
-        return peer in self.presences and self.presences[peer].dead
+        seen = self.at(peer).presence
+        return seen is not None and seen.dead
 
     def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
         """True if `peer` is silent, not known to be dead, and held the state of `group` when it was last heard."""
-        seen, beat = self.presences.get(peer), self.beat(peer)
+        seen, beat = self.at(peer).presence, self.beat(peer)
         if seen is None or seen.said_goodbye or seen.dead or not self.is_gone(peer, now_s):
             return False
         if beat is None:
@@ -211,22 +322,22 @@ class Roster:
     def forget_silent(self, now_s: float, *, keep: frozenset[PeerID]) -> None:
         """Drop peers outside `keep` that left or have been silent for long, to bound the roster."""
         horizon_s = 60.0 * self.heartbeat_s
-        for peer, presence in list(self.presences.items()):
+        for peer, presence in self.presences.items():
             if peer not in keep and (presence.left or now_s - presence.arrivals.last_s > horizon_s):
-                del self.presences[peer]
+                self.records[peer].presence = None
 
     def alive(self, now_s: float) -> tuple[PeerID, ...]:
         """Return the live peers, in the order of their identifiers."""
-        return tuple(sorted(peer for peer in self.presences if not self.is_gone(peer, now_s)))
+        return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
 
     def unheard(self, now_s: float) -> tuple[PeerID, ...]:
         """Return the peers that count as alive only because they are expected."""
-        return tuple(peer for peer in self.alive(now_s) if self.presences[peer].heartbeat is None)
+        return tuple(peer for peer in self.alive(now_s) if not self.was_heard(peer))
 
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
         found: dict[PeerID, set[PeerID]] = {}
-        for peer, beat in self.beats(self.presences):
+        for peer, beat in self.beats(self.records):
             for accused in beat.unsound:
                 found.setdefault(accused, set()).add(peer)
         return found
@@ -236,8 +347,8 @@ class Roster:
         return self.own_name_of(peer) or peer[-8:]
 
     def own_name_of(self, peer: PeerID) -> str:
-        seen = self.presences.get(peer)
-        return seen.advert.name if seen is not None and seen.advert is not None else ""
+        advert = self.advert(peer)
+        return advert.name if advert is not None else ""
 
     def draining(self, peer: PeerID) -> bool:
         beat = self.beat(peer)
@@ -251,20 +362,20 @@ class Roster:
     def has_state(self, peer: PeerID, live: Plan) -> bool:
         """True if `peer` reports the state of the stage that `live` gives it. A report from before it got the place
         does not count, because it downloads the state again."""
+        beat = self._beat_in_place(peer, live)
+        return beat is not None and beat.synced
+
+    def _beat_in_place(self, peer: PeerID, live: Plan) -> Heartbeat | None:
+        """Return the last heartbeat of `peer` if it is in the place that `live` gives it."""
         beat = self.beat(peer)
-        return (
-            beat is not None
-            and beat.synced
-            and (beat.era, beat.stage) == (live.era, live.stage_of(peer))
-            and beat.plan_sequence >= live.since_of(peer)
-        )
+        if beat is None or (beat.era, beat.stage) != (live.era, live.stage_of(peer)):
+            return None
+        return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
         """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: it is none."""
-        beat, stage = self.beat(peer), live.stage_of(peer)
+        beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
-            return None
-        if (beat.era, beat.stage) != (live.era, stage) or beat.plan_sequence < live.since_of(peer):
             return None
         first, last = live.stages[stage].layers
         num = max(0, min(beat.light[1], last - first + _ENDS))
@@ -279,21 +390,21 @@ class Roster:
 
     def measured(self, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the live peers with known adverts, for the allocator."""
-        seen = ((peer, self.presences[peer]) for peer in self.alive(now_s))
+        seen = ((peer, self.advert(peer), self.beat(peer)) for peer in self.alive(now_s))
         return tuple(
             MeasuredPeer.of(
                 peer,
-                presence.advert,
+                advert,
                 draining=self.draining(peer),
-                synced_stage=presence.heartbeat.stage if presence.heartbeat and presence.heartbeat.synced else None,
+                synced_stage=beat.stage if beat is not None and beat.synced else None,
             )
-            for peer, presence in seen
-            if presence.advert is not None
+            for peer, advert, beat in seen
+            if advert is not None
         )
 
     def status(self, peer: PeerID, live: Plan, now_s: float, *, share: float = 0.0) -> PeerStatus | None:
         """Return one peer's status for people; None: its advert is not known."""
-        seen = self.presences.get(peer)
+        seen = self.at(peer).presence
         if seen is None or seen.advert is None:
             return None
         beat = seen.heartbeat
@@ -318,7 +429,8 @@ class Roster:
             light=self.light(peer, live),
         )
 
-    def _new_arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
+    def _new_arrivals(self, record: PeerRecord, now_s: float) -> Arrivals:
         floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
-        known = self._learned.get(peer, ArrivalStatistics(peer, 0.0, 0.0, 0.0))
-        return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, known.mean_s, known.deviation_s, known.worst_s)
+        known = record.irregular
+        figures = (known.mean_s, known.deviation_s, known.worst_s) if known is not None else ()
+        return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, *figures)

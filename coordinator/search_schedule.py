@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.allocate.plan_layout import Layout, Places, places_of
-from shoal.coordinator.allocate.reachability import Pair
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
@@ -144,10 +144,8 @@ class SearchSchedule:
         *,
         seed: int,
         is_off: bool = False,
-        has_pace: bool = True,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: there is no reason. Args: has_pace: the run has made more than one
-        step."""
+        """Return the search to begin now; None: there is no reason."""
         places, last = _places(plan), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
@@ -155,8 +153,6 @@ class SearchSchedule:
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if last and last.places is None and last.swarm == swarm and not has_pace:
-                return None  # the only new figures are probes during the first step
             if self._inherited is not None and self._inherited == (places, snapshot.unreachable) and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None
@@ -201,7 +197,10 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 
 
 def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
-    """True if figures of the same peers have changed by more than noise, or many are new."""
+    """True if figures of the same peers have changed by more than noise, or many are new, or steps begin to run
+    ahead."""
+    if before.workload != after.workload:
+        return True
     pairs = zip(before.peers, after.peers, strict=True)
     if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
         return True

@@ -6,7 +6,7 @@ same.
 
 from collections.abc import Collection, Sequence
 
-from shoal.coordinator.allocate.reachability import Pair
+from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.era import CheckpointCatalog, holders
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
@@ -62,7 +62,7 @@ def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) 
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
         risks=(
             *risks(live, roster, view.catalog(now_s), spec.model, step=ledger.version_max, now_s=now_s),
-            *out_of_reach(view.survey.reach.pairs(now_s, live.members), roster),
+            *out_of_reach(view.links.pairs(now_s, live.members), roster),
             *unsound(live, roster),
             *view.refusals.tell(now_s),
         ),
@@ -194,8 +194,8 @@ def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
 
 
 def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
-    presence = roster.presences.get(peer)
-    addresses = presence.advert.addresses if presence is not None and presence.advert is not None else ()
+    advert = roster.advert(peer)
+    addresses = advert.addresses if advert is not None else ()
     return bool(addresses) and not any(map(is_global, addresses))
 
 
@@ -208,7 +208,7 @@ def seconds(span_s: float) -> str:
 
 def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
     """Say why `peer` cannot work for its stage now; empty: it can."""
-    presence = roster.presences.get(peer)
+    presence = roster.at(peer).presence
     beat = presence.heartbeat if presence is not None else None
     if presence is None:
         return "is gone"

@@ -6,8 +6,7 @@ still for a whole window has a rate of zero. The window ends now, or at the last
 slower than usual. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
 The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
-a heartbeat. (Lost: a rate that each coordinator measures from its own reports. After an outage these arrive all at
-once, and 15,481 tokens/s were shown during a standstill of 30 s.)"""
+a heartbeat."""
 
 import math
 from collections import deque
@@ -111,10 +110,8 @@ class TokenRate:
         usual = median(rate for rate, _ in counted)
         late = median(rate for rate, _ in counted[-LATE_MARKS:])
         rate = late if late * MUCH < usual else usual
-        idle_s = now_s - self._marks[-1].at_s
-        if idle_s > max(STANDS_S, SLOW_STEPS * self.usual_step_s):
-            rate = min(rate, self._tokens_per_step / idle_s)
-        return rate, num_steps
+        late_s = self._late_s(now_s, SLOW_STEPS)
+        return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
         """Return the tokens a second of the last mark, at most those of the current step if that is late; 0: unknown.
@@ -123,9 +120,8 @@ class TokenRate:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
         rate = last.tokens / (last.at_s - before.at_s) if last.at_s > before.at_s else math.inf
-        idle_s = now_s - last.at_s
-        is_late = idle_s > max(STANDS_S, LATE_STEPS * self.usual_step_s)
-        return min(rate, self._tokens_per_step / idle_s) if is_late else rate
+        late_s = self._late_s(now_s, LATE_STEPS)
+        return min(rate, self._tokens_per_step / late_s) if late_s else rate
 
     def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
         """Return (expected commits in the next `seconds`, fraction of the following step done by then) at the current
@@ -153,9 +149,12 @@ class TokenRate:
 
     def stands_s(self, now_s: float) -> float:
         """Return the length of a standstill; 0 while a step may still be running, or no commit is known."""
-        idle_s = self.idle_s(now_s)
-        patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
-        return idle_s if idle_s is not None and idle_s > patience_s else 0.0
+        return self._late_s(now_s, STANDS_STEPS)
+
+    def _late_s(self, now_s: float, steps: float) -> float:
+        """Return the time since the last commit if that is more than `steps` usual steps and `STANDS_S`; else 0."""
+        idle_s = self.idle_s(now_s) or 0.0
+        return idle_s if idle_s > max(STANDS_S, steps * self.usual_step_s) else 0.0
 
     @property
     def usual_step_s(self) -> float:

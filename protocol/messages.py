@@ -324,7 +324,7 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     """Recent tokens by stage and expert, where experts are placed; a stage without data has none."""
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
-    records: "tuple[PeerRecord, ...]" = ()
+    records: "tuple[FailureRecord, ...]" = ()
     """Failures of members and recent members, where experts are placed."""
     calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
@@ -457,7 +457,7 @@ class PlanNote(_Part, frozen=True, array_like=True):
     """A sentence: predicted and measured speed of the layout, and its bottleneck."""
 
 
-class PeerRecord(_Part, frozen=True, array_like=True):
+class FailureRecord(_Part, frozen=True, array_like=True):
     """One peer's reliability, as coordinators have seen it."""
 
     peer: PeerID

@@ -1,11 +1,8 @@
 """Adjust the placement that a search has found, by what its objective leaves out. Pure.
 
-- `with_second_holders`: if a stage's only holder dies, the run goes back to a snapshot. A second holder prevents that,
-  but the two must all-reduce at each commit, which over a slow line may take longer than the step. The peer's failure
-  rate and the cost of going back decide which of the two is cheaper.
-- `with_idle_devices`: the objective uses means, by which only the longest stage gains from one more member, so a search
-  may leave a useful device out. But microbatches arrive unevenly, and where several stages take about as long as the
-  longest, each waits for the others. A stage with spare time catches up after such a wait.
+- `filled`: the objective uses means, by which only the longest stage gains from one more member, so a search may leave
+  a useful device out. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does
+  the search know that the run goes back to a snapshot if a stage's only holder fails.
 - `with_fewest_moves`: two equal devices are the same for the objective. But the device that has held the first eight of
   twelve layers should keep them, so that fewer bytes travel.
 - `best_with_stayers`: one plan must keep enough holders of each stage; a newcomer is none until it has fetched the
@@ -21,17 +18,17 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.coordinator.allocate.evolution import LEFT_OUT, Assignment
-from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.protocol.topology import Floats, Ints
 
 TRIED = 16
 """The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
 EXCHANGES_TRIED = 64
 """The limit on tried exchanges, those that save most first: each costs an evaluation."""
+ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
 """The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
 EVALUATIONS_MAX = 4000
@@ -41,43 +38,42 @@ TRIED_DEVICES = 128
 """The limit on devices up to which all are tried; above it the fastest goes back."""
 
 
-def loss_alone(snapshot: SwarmSnapshot, peer: MeasuredPeer) -> float:
-    """Return the fraction of the run's work that failures of `peer` cost while it is the only holder of a stage."""
-    return peer.failure_probability * snapshot.going_back_s / HORIZON_S
+def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
+    """Return `placement` with devices that it leaves out, and second holders for stages that one machine holds alone.
 
+    A device joins where the step, with the work that failures of sole holders cost, grows no longer: first the fastest,
+    and first the stage with a sole holder, then the one that computes longest. Then a device of
+    another stage may go to a sole holder, or be exchanged for it, if that pays."""
+    topology, workload = throughput.topology, throughput.workload
 
-def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: SwarmSnapshot) -> Placement:
-    """Give a holder on a second machine to each stage that one machine holds alone, where that slows the steps by less
-    than the expected loss. The device that costs least goes there, whether it was unplaced or in another stage.
+    def num_machines(stage: Sequence[int]) -> int:
+        return len(set(topology.card[list(stage)].tolist()))  # peers of one machine share its network card
 
-    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order."""
-    card = objective.topology.card  # peers of one machine share its network card, and fail together
+    def computes_s(k: int) -> float:
+        flop = workload.job_flop(placement.bounds[k], placement.bounds[k + 1])
+        return flop / float(topology.flop_per_s[list(placement.stages[k])].sum())
 
-    def machines(stage: Sequence[int]) -> set[int]:
-        return set(card[list(stage)].tolist())
-
-    settled: set[int] = set()
-    while True:
+    step_s = losses.step_s(throughput, placement)
+    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
+    for device in left_out[:TRIED]:
         stages = placement.stages
-        lone = next((k for k, stage in enumerate(stages) if len(machines(stage)) == 1 and k not in settled), None)
-        if lone is None:
-            return placement
-        settled.add(lone)
-        left_out = placement.spares(objective.topology.num_devices)[:TRIED]
-        givers = [
-            device
-            for stage in stages
-            for device in stage
-            if len(machines([other for other in stage if other != device])) > 1
-        ]
-        others = (device for device in (*left_out, *givers) if card[device] not in machines(stages[lone]))
-        options = [_with_moved(placement, device, lone) for device in others]
-        if not options:
+        for k in sorted(range(len(stages)), key=lambda k: (min(2, num_machines(stages[k])), -computes_s(k))):
+            joined = replace(placement, stages=with_device(stages, k, device))
+            if (joined_s := losses.step_s(throughput, joined)) <= ROUNDING * step_s and math.isfinite(joined_s):
+                placement, step_s = joined, joined_s
+                break
+    for k in range(len(placement.stages)):
+        stages = placement.stages
+        if num_machines(stages[k]) > 1:
             continue
-        costs = [objective.cost(option).seconds for option in options]
-        allowed = 1.0 + min(loss_alone(snapshot, snapshot.peers[device]) for device in stages[lone])
-        if min(costs) <= allowed * objective.cost(placement).seconds:
-            placement = options[costs.index(min(costs))]
+        others = [device for stage in stages if stage is not stages[k] for device in stage]
+        moves = [_with_moved(placement, device, k) for device in others]
+        moves += [_with_exchanged(placement, device, stages[k][0]) for device in others]
+        seconds = [losses.step_s(throughput, option) for option in moves]
+        if seconds and min(seconds) < step_s:
+            step_s = min(seconds)
+            placement = moves[seconds.index(step_s)]
+    return placement
 
 
 def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> tuple[tuple[int, ...], ...]:
@@ -90,30 +86,11 @@ def _with_moved(placement: Placement, device: int, index: int) -> Placement:
     return replace(placement, stages=with_device(rest, index, device))
 
 
-def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Return `placement` with left-out devices added where neither T nor the foreseen step time grows. The fastest
-    device is tried first; it joins the longest-computing stage where it costs nothing."""
-    topology, workload = objective.topology, objective.workload
-    cost = objective.cost(placement)
-    left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
-
-    def computes_s(index: int) -> float:
-        flop = workload.job_flop(placement.bounds[index], placement.bounds[index + 1])
-        return flop / float(topology.flop_per_s[list(placement.stages[index])].sum())
-
-    for device in left_out[:TRIED]:
-        for index in sorted(range(len(placement.stages)), key=computes_s, reverse=True):
-            joined = replace(placement, stages=with_device(placement.stages, index, device))
-            tried = objective.cost(joined)
-            most = 1.0 + 1e-6  # smaller differences are rounding
-            if (
-                math.isfinite(tried.seconds)
-                and tried.seconds <= most * cost.seconds
-                and tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]
-            ):
-                placement, cost = joined, tried
-                break
-    return placement
+def _with_exchanged(placement: Placement, one: int, other: int) -> Placement:
+    exchanged = {one: other, other: one}
+    return replace(
+        placement, stages=tuple(tuple(sorted(exchanged.get(d, d) for d in stage)) for stage in placement.stages)
+    )
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:

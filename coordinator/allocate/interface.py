@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.coordinator.allocate.measured import MeasuredNetwork
+from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork, Pair
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import ShoalError
@@ -41,6 +40,8 @@ class MeasuredPeer:
     """The probability of loss without a good-bye within `failure_records.HORIZON_S`."""
     synced_stage: int | None = None
     """The stage of the state that it holds."""
+    speed_variance: float = WIDE
+    """The variance of the natural logarithm of `flop_per_s`: small for jobs, `WIDE` for a probe."""
     homes: tuple[int, ...] = ()
     """The stages where it would start sooner: it holds their state, held it last, or has it on disk."""
 
@@ -78,6 +79,8 @@ class SwarmSnapshot:
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
     """The rate of the live layout by its commits; 0: too few steps. A lower rate by the devices' figures is wrong."""
+    chosen_tokens_per_s: float = 0.0
+    """What was foreseen of the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR
     """The root mean square of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
     forecast_bias: ForecastBias = UNBIASED

@@ -2,15 +2,12 @@
 
 The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
 shares follow the throughput objective. A newcomer is a spare at first, since its links are unknown and its state
-download takes its holders' uplinks from the step; only a stage with a single holder takes it at once, where that pays.
-A search (`planner.py`) then looks for a better layout. Its moves must satisfy:
+download takes its holders' uplinks from the step; only a stage that lost a member or has a sole holder takes it at
+once, where that pays. A search (`planner.py`) then looks for better layouts, with the same and with other boundaries.
+That with the highest J (`objective.py`) is taken, if it exceeds the live layout's. Three rules are about safety:
 
-- The expected gain (`repartitioning.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
-- The new layout should be faster than the live layout is measured to be.
-- Over the expected life of a layout (`SwarmSnapshot.horizon_s`) it gains more than the swarm loses while peers fetch
-  layers.
-- Boundaries stay, since a stage with new boundaries has no holder from which its state could come.
-- Only a peer that holds its stage's state moves or becomes a spare; at least half of each stage's holders stay.
+- Only a peer that holds its stage's state moves or becomes a spare.
+- At least half of each stage's holders stay, since newcomers fetch the state from them.
 - No peer moves while a peer drains, which has its own rules."""
 
 import math
@@ -20,14 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import (
-    best_with_stayers,
-    loss_alone,
-    with_device,
-    with_fewest_moves,
-    with_idle_devices,
-    with_second_holders,
-)
+from shoal.coordinator.allocate.adjustments import best_with_stayers, filled, with_device, with_fewest_moves
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -40,35 +30,25 @@ from shoal.coordinator.allocate.greedy import (
     stage_of,
 )
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import placement_of, predict_step_time, topology_of
-from shoal.coordinator.allocate.plan_layout import Layout, places_of
+from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
+from shoal.coordinator.allocate.objective import Change, LayoutObjective, SoleHolders
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.planner import default_work, plan, plan_each
-from shoal.coordinator.allocate.repartitioning import (
-    expected_gain,
-    fetch_s,
-    foreseen_gain,
-    seen_or_foreseen_s,
-    worth_its_standstill,
-)
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import LIGHT_STATE_S
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
 
-MARGIN = 0.05
-"""The least gain in tokens/s. Figures are averages over 16 reports, so noise of +-10 % in a report is 1.5 % in them."""
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
-newcomer at once, if that slows the step by less than the expected loss of a single holder (`adjustments.py`)."""
-STATE_PART = 0.5
-"""The assumed part of its holders' lines that travelling state takes."""
+"""The fewest holders that a search of single moves leaves in a stage, if it had as many."""
+HOME_TIMES = 1.05
+"""A newcomer goes to a stage whose state it has, if the step is at most this many times as long as with the best."""
 SMALL_DEVICES = 32
 """A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
 FIRST_TIMES = 4
@@ -80,10 +60,6 @@ FIRST_HORIZON_S = 3600.0
 BASE_TIMES = 3.0
 """The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
 third of 4.8 GB took 456 s, 128 s by the lines.)"""
-
-
-REPLACED_COST = 0.01
-"""A peer that replaces a lost member may lengthen the foreseen step by this part: it frees another holder to move."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
@@ -103,7 +79,7 @@ class EvolutionaryAllocator:
             placement, _ = plan_at_once(topology, snapshot.workload)
             stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
-        place = _Place(topology, snapshot.workload)
+        place = _Place(snapshot, topology, snapshot.workload)
         standby = _standby(snapshot, previous, place)
         known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
@@ -119,11 +95,7 @@ class EvolutionaryAllocator:
         if any(peer.draining for peer in snapshot.peers):
             return None, "a peer is leaving"
         try:
-            if previous is None:
-                return _first(snapshot, seed)
-            divided = _divided(snapshot, previous, seed)
-            found = divided if divided is not None else _better(snapshot, previous, seed)
-            return _unless_slower(snapshot, previous, found)
+            return _first(snapshot, seed) if previous is None else _better(snapshot, previous, seed)
         except NoLayout as flaw:
             return None, f"a search found no layout: {flaw}"
 
@@ -137,58 +109,43 @@ def _arranged(
         return arrange(snapshot, previous, seed=seed, choose=choose)
 
 
-def _unless_slower(
-    snapshot: SwarmSnapshot, previous: Plan, found: tuple[Layout | None, str]
-) -> tuple[Layout | None, str]:
-    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong. A layout that
-    moves no peer is never dropped, since new shares alone cost nothing."""
-    layout, _ = found
-    if layout is not None and layout.places() == places_of(previous):
-        return found
-    promised = predict_step_time(snapshot, layout.stages) if layout is not None else None
-    if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
-        return found
-    told = f"{promised.tokens_per_s:,.0f} tokens/s, and the live one makes {snapshot.seen_tokens_per_s:,.0f}"
-    return None, f"stays: the layout found should make {told}"
-
-
 class _Place:
-    """Finds where a newcomer helps most by the throughput objective, which includes its network."""
+    """Finds where a newcomer helps most: by the foreseen step, with what failures of sole holders cost."""
 
-    def __init__(self, topology: Topology, workload: Workload) -> None:
-        self._workload, self._topology = workload, topology
+    def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload) -> None:
+        self._throughput, self._losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage, or the best home within `MARGIN` of it. Stages with too few holders come first."""
-        fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
+        """Return the best stage, or a home of the peer that is about as good. Sole holders come first."""
+        fitting = _alone(fitting) or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
         if not math.isfinite(best):
             return poorest(slots, fitting, peer)
-        near = [slot for slot in fitting if slot.index in peer.homes and seconds[slot.index] <= (1 + MARGIN) * best]
+        near = [slot for slot in fitting if slot.index in peer.homes and seconds[slot.index] <= HOME_TIMES * best]
         return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
         """Return the seconds of a step with `peer` in a stage, for each stage; inf if impossible."""
         stages, device = self._stages(slots), self._number[peer.peer]
-        return {slot.index: self._cost(slots, with_device(stages, slot.index, device)) for slot in fitting}
+        return {slot.index: self._step_s(slots, with_device(stages, slot.index, device)) for slot in fitting}
 
     def seconds_now(self, slots: Sequence[Slot]) -> float:
-        return self._cost(slots, self._stages(slots))
+        return self._step_s(slots, self._stages(slots))
 
     def _stages(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
 
-    def _cost(self, slots: Sequence[Slot], stages: tuple[tuple[int, ...], ...]) -> float:
+    def _step_s(self, slots: Sequence[Slot], stages: tuple[tuple[int, ...], ...]) -> float:
         bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)
-        return ThroughputObjective(self._topology, self._workload).cost(Placement(stages=stages, bounds=bounds)).seconds
+        return self._losses.step_s(self._throughput, Placement(stages=stages, bounds=bounds))
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that take no part. As many take part as members were lost, or as single-holder
-    stages profit from a second holder: those that help most, and none that lengthens the step by more than
-    `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Return the spares and newcomers that take no part. As many take part as members were lost, or as there are
+    stages with a sole holder: those that help most, and none that lengthens the step. A peer that lost its place
+    because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -204,73 +161,88 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
+    num_needed = max(num_lost, len(_alone(slots)))
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
-    tried = [by_id[peer] for peer in free[:SPARES_TRIED]]
-    num_lacking = _num_lacking(snapshot, slots, tried, place)
-    num_needed = max(num_lost, num_lacking)
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
-        for peer in tried:
-            fitting = [slot for slot in slots if may_serve(slots, slot, peer)]
-            best[peer.peer] = min(place.seconds(slots, fitting, peer).values(), default=math.inf)
+        for peer in (by_id[p] for p in free[:SPARES_TRIED]):
+            able = [slot for slot in slots if may_serve(slots, slot, peer)]
+            best[peer.peer] = min(place.seconds(slots, _alone(able) or able, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
-        if num_lacking == 0 and math.isfinite(now_s := place.seconds_now(slots)):
-            most_s = (1.0 + REPLACED_COST) * now_s
-            num_needed = min(num_needed, sum(best.get(peer, math.inf) <= most_s for peer in free))
+        if math.isfinite(now_s := place.seconds_now(slots)):
+            num_needed = min(num_needed, sum(best.get(peer, math.inf) <= now_s for peer in free))
     return tuple(sorted(free[num_needed:]))
 
 
-def _num_lacking(
-    snapshot: SwarmSnapshot, slots: Sequence[Slot], free: Sequence[MeasuredPeer], place: _Place | None
-) -> int:
-    """Count the stages without a stayer, or with a single one if adding a peer of `free` pays."""
-    lacking = [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
-    if place is None or any(not slot.stayers for slot in slots):
-        return len(lacking)
-    now_s = place.seconds_now(slots)
-    count = 0
-    for slot in lacking:
-        seconds = [place.seconds(slots, [slot], peer)[slot.index] for peer in free if slot.admits(peer)]
-        allowed = 1.0 + loss_alone(snapshot, slot.stayers[0])
-        count += bool(seconds) and (not math.isfinite(now_s) or min(seconds) <= allowed * now_s)
-    return count
+def _alone(slots: Sequence[Slot]) -> list[Slot]:
+    """Return the stages with a sole holder, or with none."""
+    return [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
-
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     work = _first_work(topology.num_devices)
-    objective = ThroughputObjective(topology, workload)
-    if workload.memory.base is not None and workload.memory.base.travels:
-        each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
-        searched = min(each, key=lambda found: _mean_step_s(objective, found))
-    else:
-        searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
-    placement = with_idle_devices(objective, with_second_holders(objective, searched, snapshot))
+    throughput, losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
+    each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
+    each = [filled(throughput, losses, searched) for searched in each]
+    placement = min(each, key=lambda found: _mean_step_s(throughput, losses, found))
     stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = first_reason(len(snapshot.peers), len(stages))
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
-def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
+def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
-    member has fetched the adapters' base; the slowest downlink or the sum of all uplinks bounds that."""
-    topology, base = objective.topology, objective.workload.memory.base
-    assert base is not None
-    into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0
-    for stage, (first, last) in zip(placement.stages, pairwise(placement.bounds), strict=True):
-        stage_bytes = sum(base.layer_bytes[first:last])
-        into_s = max(into_s, stage_bytes / float(topology.down_bytes_per_s[list(stage)].min()))
-        total_bytes += stage_bytes * len(stage)
-        up_bytes_per_s += float(topology.up_bytes_per_s[list(stage)].sum())
-    base_s = BASE_TIMES * max(into_s, total_bytes / up_bytes_per_s)
-    steps = max(FIRST_HORIZON_S - base_s, 0.0) / objective.cost(placement).parts["foreseen_s"]
+    member has fetched the adapters' base, if there is one; the slowest downlink or the sum of all uplinks bounds
+    that."""
+    topology, base = throughput.topology, throughput.workload.memory.base
+    step_s, base_s = losses.step_s(throughput, placement), 0.0
+    if base is not None and base.travels:
+        into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0
+        for stage, (first, last) in zip(placement.stages, pairwise(placement.bounds), strict=True):
+            stage_bytes = sum(base.layer_bytes[first:last])
+            into_s = max(into_s, stage_bytes / float(topology.down_bytes_per_s[list(stage)].min()))
+            total_bytes += stage_bytes * len(stage)
+            up_bytes_per_s += float(topology.up_bytes_per_s[list(stage)].sum())
+        base_s = BASE_TIMES * max(into_s, total_bytes / up_bytes_per_s)
+    steps = max(FIRST_HORIZON_S - base_s, 0.0) / step_s
     return FIRST_HORIZON_S / steps if steps > 0.0 else math.inf
 
 
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
+    """Return the layout with the highest J; None, and why, if that is the live one. If the run asks for another number
+    of stages than the live plan has, return the best of that number, whatever it costs."""
+    horizon_s = snapshot.horizon_s
+    if snapshot.num_stages not in (None, len(previous.stages)):
+        ((change, layout),) = _divided(snapshot, previous, seed)
+        if change is None or not change.pays(horizon_s):
+            layout = replace(layout, reason=f"search: {_in_place_of(layout, previous)} as the run asks for")
+        return layout, layout.reason
+    moved, why_not = _moved(snapshot, previous, seed)
+    found = [(change, layout) for change, layout in (*_divided(snapshot, previous, seed), *moved) if change is not None]
+    best = max(found, key=lambda one: one[0].work_s(horizon_s), default=None)
+    if best is not None and best[0].pays(horizon_s):
+        return best[1], best[1].reason
+    if why_not:
+        return None, why_not
+    if (shared := _shared_anew(snapshot, previous)) is not None:
+        return shared, shared.reason
+    return None, _stays(best[0] if best is not None else None, horizon_s)
 
+
+def _stays(change: Change | None, horizon_s: float) -> str:
+    """Say why the best other layout is not worth its price."""
+    if change is None or change.gain <= 0.0:
+        return "stays: no better layout was found"
+    needed = change.gain_needed(horizon_s)
+    told = f"the best other layout promises {100 * change.gain:.0f} % more, {100 * change.believed:.0f} % is believed"
+    return f"stays: {told}" + (f", and it would have to promise {100 * needed:.0f} %" if needed < math.inf else "")
+
+
+def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
+    """Return the best layout found with the live boundaries, with its change. Returns: (none or one, why the live
+    layout must stay for now; empty: it need not)."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -288,7 +260,7 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
         bounds=tuple(range(len(slots) + 1)),
     )
     if not all(current.stages):
-        return None, f"no member of stage {current.stages.index(())} has its state yet"
+        return [], f"no member of stage {current.stages.index(())} has its state yet"
     searched, _ = plan(
         topology,
         workload,
@@ -297,59 +269,56 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
         work=_work(len(free)),
         current=current,
         horizon_s=snapshot.horizon_s,
-        gain_min=MARGIN,
+        gain_min=0.0,
     )
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
-    found, with_moves_s = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
-    objective = ThroughputObjective(topology, workload)
-    before, after = objective.cost(current), objective.cost(found)
-    before_s = seen_or_foreseen_s(snapshot, before)
-    by_figures = foreseen_gain(replace(snapshot, seen_tokens_per_s=0.0), before, after)
-    gain = min(before_s / after.seconds - 1.0, by_figures) if math.isfinite(after.seconds) else -1.0
-    worth = min(gain, expected_gain(by_figures, snapshot.forecast_error))
+    found, _ = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    pays = with_moves_s < before_s and _pays(objective, current, found, before_s, snapshot.horizon_s)
-    if num_moved == 0 or not worth >= MARGIN or not pays:
-        if (shared := _shared_anew(snapshot, previous)) is not None:
-            return shared, shared.reason
-        return None, f"stays: no layout was found that is {100 * MARGIN:.0f} % better and worth its moves"
+    objective = LayoutObjective(snapshot, topology, workload, current)
+    change = objective.change_to(found) if num_moved else None
+    if change is None:
+        return [], ""
     _refill(slots, found, topology, by_id)
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
-    why = f"for {100 * gain:.0f} % more tokens/s" if math.isfinite(gain) else f"since {before.why}"
+    why = f"for {100 * change.gain:.0f} % more tokens/s" if math.isfinite(change.gain) else f"since {objective.why_not}"
     reason = f"search: {num_moved} {'peer moves' if num_moved == 1 else 'peers move'} {why}"
-    return Layout(stages=stages, spares=spares, reason=reason), reason
+    layout = Layout(stages=stages, spares=spares, reason=reason)
+    return [(change, layout)], ""
 
 
-def _pays(
-    objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
-) -> bool:
-    """True if moving to `found` pays: within `horizon_s` the swarm makes more steps, the move included, than with
-    `current`, where a step takes `before_s` seconds. Until the movers compute, only the stayers work, and travelling
-    state takes half of their lines. A mover computes once it has its state, or, if that takes long and the run has
-    learners, its weights."""
-    stop_and_copy_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
-    if stop_and_copy_s > LIGHT_STATE_S:
-        stop_and_copy_s *= objective.workload.needed_first
-    stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(current.stages, found.stages, strict=True))
-    meanwhile = ThroughputObjective(_giving(objective.topology, stay, found), objective.workload)
-    meanwhile_s = meanwhile.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf
-    steps = (
-        max(0.0, horizon_s - stop_and_copy_s) / objective.cost(found).seconds
-        + min(stop_and_copy_s, horizon_s) / meanwhile_s
+def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[Change | None, Layout]]:
+    """Return the best layout found with each number of stages, and other boundaries than the live ones, with its
+    change, which is None if the live layout cannot be compared. Raises: NoLayout, LocalError."""
+    topology, workload = topology_of(snapshot), snapshot.workload
+    assert workload is not None
+    current = placement_of(previous.stages, snapshot.peers)
+    objective, losses = LayoutObjective(snapshot, topology, workload, current), SoleHolders(snapshot, topology)
+    each = plan_each(
+        topology,
+        workload,
+        num_stages=snapshot.num_stages,
+        seed=seed,
+        work=_work(topology.num_devices),
+        bias=snapshot.forecast_bias,
     )
-    return steps > horizon_s / before_s
+    found = []
+    for searched in each:
+        placement = with_fewest_moves(objective.throughput, current, filled(objective.throughput, losses, searched))
+        if placement.bounds == current.bounds:
+            continue
+        change = objective.change_to(placement) if all(current.stages) else None
+        stages, spares = _stages_of(snapshot, topology, workload, placement)
+        layout = Layout(stages=stages, spares=spares, reason="")
+        gain = f"for {100 * change.gain:.0f} % more" if change is not None else ""
+        found.append((change, replace(layout, reason=f"search: {_in_place_of(layout, previous)} {gain}")))
+    return found
 
 
-def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """Return the line rates that remain for steps while members of `stay` send their stage's state to newcomers."""
-    left = np.ones(topology.num_devices)
-    for stayers, members in zip(stay, found.stages, strict=True):
-        if len(members) > len(stayers):
-            left[list(stayers)] = 1.0 - STATE_PART
-    up = left * topology.up_bytes_per_s
-    return replace(topology, bytes_per_s=left[:, None] * topology.bytes_per_s, up_bytes_per_s=up)
+def _in_place_of(layout: Layout, previous: Plan) -> str:
+    noun = "stage" if len(layout.stages) == 1 else "stages"
+    return f"{len(layout.stages)} {noun} in place of {len(previous.stages)}"
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
@@ -367,40 +336,6 @@ def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
     if all(max(a, SHARE_MIN) < SHARE_DRIFT * max(b, SHARE_MIN) for pair in shares for a, b in (pair, pair[::-1])):
         return None
     return Layout(stages=stages, spares=previous.spares, reason="search: shares follow what is measured now")
-
-
-def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """Return the layout with other boundaries that is most worth its change; else the best of the number of stages that
-    the run asks for, if the live plan has another; else None. Raises: NoLayout, LocalError."""
-
-    topology, workload = topology_of(snapshot), snapshot.workload
-    assert workload is not None
-    current, objective = placement_of(previous.stages, snapshot.peers), ThroughputObjective(topology, workload)
-    each = plan_each(
-        topology,
-        workload,
-        num_stages=snapshot.num_stages,
-        seed=seed,
-        work=_work(topology.num_devices),
-        bias=snapshot.forecast_bias,
-    )
-    each = [
-        with_fewest_moves(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each
-    ]
-    asked = snapshot.num_stages not in (None, len(previous.stages))
-    changes = [(worth_its_standstill(snapshot, topology, current, found), found) for found in each]
-    worthy = [(change, found) for change, found in changes if change is not None]
-    if worthy:
-        change, found = max(worthy, key=lambda one: one[0].work(snapshot.horizon_s))
-        why = f"for {100 * change.gain:.0f} % more"
-    elif asked:
-        found, why = each[0], "as the run asks for"
-    else:
-        return None
-    stages, spares = _stages_of(snapshot, topology, workload, found)
-    noun = "stage" if len(stages) == 1 else "stages"
-    reason = f"search: {len(stages)} {noun} in place of {len(previous.stages)} {why}"
-    return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
 def _stages_of(

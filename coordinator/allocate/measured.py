@@ -1,4 +1,4 @@
-"""Keeps the measurements that peers report until a plan needs them. Pure.
+"""What is believed of the figures that peers report: estimates with their variances, and the caps on claims. Pure.
 
 Claims are not trusted. For a link, the receiver's figure bounds the sender's, and of two round trips over one link the
 longer counts: a peer gains nothing by claiming a better link, and loses work by claiming a worse one. For a device, the
@@ -9,17 +9,15 @@ about its device and its line: six boasting peers beside six working ones get th
 a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only."""
 
 import math
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from statistics import median, median_low
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
-from shoal.protocol.messages import LinkReport
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
@@ -29,34 +27,50 @@ ODD_REPORTS = 3
 """A figure replaces the average after this many reports in a row that are more than a factor of `ODD` off."""
 SPEED_REPORTS = 3
 """Reports before a device's figure counts, because its first forward includes one-time costs."""
-LINKS_KEPT_MAX = 64
-"""Links kept of each reporter, the last reported ones. An honest reporter reports no more."""
 BOAST = 4.0
 """A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
 """Bound of a claim over the median claim before anything is measured: cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
 """Bound of a device's report about its own work over the median: a data centre's card among processors."""
-PROBES_CERTAIN = 3
-"""Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
-SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
+WIDE = math.log(2.0) ** 2
+"""Variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six homes
+worked at 0.26 to 0.4 of theirs), a link that nobody has measured, one probe on a busy line."""
+JOB_VARIANCE = 0.1**2
+"""The same of one report of a microbatch's seconds."""
+LEAST_VARIANCE = 0.05**2
+"""What no number of reports removes: another stage or another hour has another speed."""
+VARIANCE_PER_S = 0.2**2 / 600.0
+"""A figure that nobody measures again is off by 20 % more after ten minutes."""
+PROBES_WORTH = 2
+"""Number of devices as which `WIDE` counts in the observed variance of measured over claimed speed."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing arrives as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
 """Bytes/s and, in seconds, the inverse: figures beyond are no measurements."""
 
+Pair = tuple[PeerID, PeerID]
+"""Two peers that cannot reach each other, the lesser identifier first."""
 
-class Smoothed:
-    """A positive figure with its noise removed, which still follows changes."""
 
-    __slots__ = ("_odd", "count", "log")
+def pair_of(one: PeerID, other: PeerID) -> Pair:
+    return (one, other) if one < other else (other, one)
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.log = math.nan
-        """The figure's logarithm; NaN: none yet."""
-        self._odd = 0
+
+@dataclass(slots=True)
+class Estimate:
+    """A positive figure with its noise removed, which still follows changes, and its variance."""
+
+    log: float = math.nan
+    """The figure's natural logarithm; NaN: no report yet."""
+    var: float = math.nan
+    """The variance of `log` at `at_s`."""
+    n: int = 0
+    """The reports behind it, at most `STEADY_REPORTS`."""
+    at_s: float = -math.inf
+    """When the figure was measured last."""
+    _odd: int = 0
+    """Number of reports in a row that are far off; negative: below."""
 
     @property
     def value(self) -> float:
@@ -67,28 +81,34 @@ class Smoothed:
         """True if the last reports are far below the average, but too few to be believed."""
         return self._odd < 0
 
-    def add(self, figure: float) -> None:
-        if not self.count:
-            self.log, self.count = math.log(figure), 1
+    def variance(self, now_s: float) -> float:
+        """Return the variance of the figure's natural logarithm now; NaN: there is no figure yet."""
+        return LEAST_VARIANCE + self._aged(now_s)
+
+    def _aged(self, now_s: float) -> float:
+        return self.var + VARIANCE_PER_S * max(0.0, now_s - self.at_s)
+
+    def add(self, figure: float, now_s: float, variance: float, *, is_new: bool = True) -> None:
+        """Add a report unless it is impossible or 0, which means unknown.
+        Args: variance: of its logarithm. is_new: False: an old measurement, reported again."""
+        if not 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
             return
-        off = math.log(figure) - self.log
+        log = math.log(figure)
+        if not self.n:
+            self.log, self.var, self.n, self.at_s = log, variance, 1, now_s
+            return
+        off = log - self.log
         direction = 0 if abs(off) <= math.log(ODD) else 1 if off > 0 else -1
         self._odd = self._odd + direction if self._odd * direction > 0 else direction
         if abs(self._odd) >= ODD_REPORTS:
-            self.log, self.count, self._odd = math.log(figure), 1, 0
+            self.log, self.var, self.n, self.at_s, self._odd = log, variance, 1, now_s, 0
             return
-        self.count = min(self.count + 1, STEADY_REPORTS)
-        self.log += min(max(off, -math.log(ODD)), math.log(ODD)) / self.count
-
-
-@dataclass(slots=True)
-class _Link:
-    """One peer's report about its link with another."""
-
-    round_trip_s: Smoothed
-    sent: Smoothed
-    received: Smoothed
-    num_probes: int = 0
+        self.n = min(self.n + 1, STEADY_REPORTS)
+        self.log += min(max(off, -math.log(ODD)), math.log(ODD)) / self.n
+        if is_new:
+            kept, added = (1.0 - 1.0 / self.n) ** 2, (1.0 / self.n) ** 2
+            self.var = kept * self._aged(now_s) + added * max(variance, off * off)
+            self.at_s = now_s
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,196 +120,58 @@ class MeasuredNetwork:
     bytes_per_s: Floats
     is_certain: Bools
     """[N, N], True if several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
+    rate_variance: Floats = field(default_factory=lambda: np.array(math.nan))
+    """[N, N], of the natural logarithm of `bytes_per_s`; NaN: not measured, as everywhere in the default."""
 
 
-class LinkBook:
-    """The links, as both of their ends report them."""
+class BelievedSpeed(NamedTuple):
+    flop_per_s: float
+    variance: float
+    """The variance of the natural logarithm of `flop_per_s`."""
 
-    def __init__(self) -> None:
-        self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
-        self.targets: set[PeerID] = set()
-        """Peers towards which another peer has probed its link."""
-        self._degraded: dict[tuple[PeerID, PeerID], float] = {}
-        """(from, towards) -> bytes/s of each link that has become slow and has stayed so."""
 
-    def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
-        """Record the links in a heartbeat of `reporter`, which is not trusted."""
-        for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
-            if report.peer == reporter:
-                continue
-            links = self._links.setdefault(reporter, OrderedDict())
-            link = links.setdefault(report.peer, _Link(Smoothed(), Smoothed(), Smoothed()))
-            links.move_to_end(report.peer)
-            _add(link.round_trip_s, report.round_trip_s)
-            before = link.sent.value if link.sent.count else 0.0
-            if report.has_fallen and report.bytes_per_s < before / ODD:
-                link.sent = Smoothed()  # its reporter has measured twice
-            _add(link.sent, report.bytes_per_s)
-            pair = reporter, report.peer
-            if link.sent.count and link.sent.value < before / ODD:
-                self._degraded[pair] = link.sent.value
-            elif report.bytes_per_s > ODD * self._degraded.get(pair, math.inf):
-                del self._degraded[pair]
-            _add(link.received, report.received_bytes_per_s)
-            link.num_probes = PROBES_CERTAIN if report.has_fallen else min(max(report.num_probes, 0), PROBES_CERTAIN)
-            if link.num_probes:
-                self.targets.add(report.peer)
-            if len(links) > LINKS_KEPT_MAX:
-                target, _ = links.popitem(last=False)
-                self._degraded.pop((reporter, target), None)
+def speeds(
+    claims: Mapping[PeerID, float],
+    reports: Mapping[PeerID, Estimate],
+    machines: Mapping[PeerID, str],
+    now_s: float,
+    *,
+    seen: Collection[PeerID],
+) -> dict[PeerID, BelievedSpeed]:
+    """Return the speed of every peer. A measured peer counts as measured. Any other counts as claimed, times the ratio
+    of measurements to claims, but at most as the measured median and as its own report. The ratio is there because a
+    microbatch's forward is slower than the single layer of a probe, on every device. A probe is as uncertain as probes
+    have been in this run, and more if several devices of one machine may have worked at once.
 
-    def keep(self, peers: Collection[PeerID]) -> None:
-        self._links = {peer: links for peer, links in self._links.items() if peer in peers}
-        self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
-        self._degraded = {pair: rate for pair, rate in self._degraded.items() if pair[0] in peers and pair[1] in peers}
-
-    def seen_by_others(self) -> frozenset[PeerID]:
-        """The peers from which another peer has received data."""
-        links = ((peer, link) for links in self._links.values() for peer, link in links.items())
-        return frozenset(peer for peer, link in links if link.received.count)
-
-    def is_falling(self, peers: Collection[PeerID]) -> bool:
-        """True if a link between two of these may have become slow, and a few more reports will decide."""
-        among = set(peers)
-        return any(
-            link.sent.is_falling
-            for reporter in among
-            for target, link in self._links.get(reporter, {}).items()
-            if target in among
+    Args:
+        claims: FLOP/s of each peer by its probe.
+        reports: the peers' reports of their own work.
+        machines: the claimed machine of each peer; empty: one of its own.
+        seen: the peers that others have seen at work; the reports of other peers are claims, which count for the ratio
+            while there is nothing better."""
+    own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
+    found = {peer: speed for peer, speed in own.items() if peer in seen}
+    ratios = [speed / claims[peer] for peer, speed in (found or own).items()]
+    worth = median_low(ratios) if ratios else 1.0
+    claimed = {peer: min(worth * claim, own.get(peer, math.inf)) for peer, claim in claims.items() if peer not in found}
+    speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf
+    believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
+    logs = [min(abs(math.log(ratio / worth)), math.log(BOAST_CLAIMED)) for ratio in ratios]  # one liar moves it little
+    of_probe = (PROBES_WORTH * WIDE + sum(log * log for log in logs)) / (PROBES_WORTH + len(logs))
+    beside = Counter(machines[peer] or peer for peer in claims)
+    variances = {peer: reports[peer].variance(now_s) for peer in found}
+    return {
+        peer: BelievedSpeed(
+            believed[peer], variances.get(peer, of_probe + math.log(beside[machines[peer] or peer]) ** 2)
         )
-
-    def degraded_links(self) -> dict[PeerID, int]:
-        """Return peer -> number of its slow links, if several, and more than at any peer at the other ends."""
-        ends: dict[PeerID, set[PeerID]] = {}
-        for reporter, target in self._degraded:
-            ends.setdefault(reporter, set()).add(target)
-            ends.setdefault(target, set()).add(reporter)
-        return {
-            peer: len(others)
-            for peer, others in ends.items()
-            if len(others) > 1 and all(len(ends[other]) < len(others) for other in others)
-        }
-
-    def _has_slow_line(self, num_others: int) -> set[PeerID]:
-        """Return the peers with so many slow links that older figures of their other links are out of date."""
-        return {
-            peer for peer, slow in self.degraded_links().items() if slow >= max(SLOW_LINE_MIN, SLOW_LINE * num_others)
-        }
-
-    def _is_out_of_date(self, sender: PeerID, receiver: PeerID, slow_lines: set[PeerID]) -> bool:
-        return not slow_lines.isdisjoint((sender, receiver)) and (sender, receiver) not in self._degraded
-
-    def known_from(self, peer: PeerID) -> set[PeerID]:
-        """The peers towards which `peer` has probed its link."""
-        return {target for target, link in self._links.get(peer, {}).items() if link.num_probes}
-
-    def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
-        measurements it counts as it claims, at most as the median of the others, or as that median if it claims
-        nothing."""
-        measured: dict[PeerID, float] = {}
-        found: dict[PeerID, float] = {}
-        for peer, claim in claims.items():
-            rates = [rate for target in self._links.get(peer, {}) if (rate := self._sent(peer, target)) is not None]
-            if rates:
-                measured[peer] = median(rates)
-            elif claim >= CLAIM_MIN:
-                found[peer] = claim
-        found = bounded(found, measured) | measured
-        usual = median(found.values()) if found else 0.0
-        return {peer: found.get(peer, max(usual, claim)) for peer, claim in claims.items()}
-
-    def _sent(self, sender: PeerID, receiver: PeerID) -> float | None:
-        """Return bytes/s; None: the receiver has not seen data."""
-        said = self._links[sender][receiver].sent
-        links = self._links.get(receiver)
-        seen = links.get(sender) if links is not None else None
-        if not said.count or seen is None or not seen.received.count:
-            return None
-        return min(said.value, BOAST * seen.received.value)
-
-    def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
-        number = {peer: index for index, peer in enumerate(peers)}
-        slow_lines = self._has_slow_line(len(peers) - 1)
-        found = [
-            (
-                number[reporter],
-                number[target],
-                link.round_trip_s.log,
-                math.nan if self._is_out_of_date(reporter, target, slow_lines) else link.sent.log,
-                link.received.log,
-                link.num_probes >= PROBES_CERTAIN,
-            )
-            for reporter, links in self._links.items()
-            if reporter in number
-            for target, link in links.items()
-            if target in number
-        ]
-        latency_s, sent, received = (np.full((len(peers), len(peers)), np.nan) for _ in range(3))
-        is_certain = np.zeros((len(peers), len(peers)), dtype=np.bool_)
-        if found:
-            columns = np.array(found)
-            i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
-            latency_s[i, j] = np.exp(columns[:, 2]) / 2
-            sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
-            is_certain[i, j] = columns[:, 5] > 0.0
-        seen = ~np.isnan(received)
-        if seen.any():
-            sent = np.where(seen, sent, np.minimum(sent, BOAST * np.median(received[seen])))
-        return MeasuredNetwork(
-            latency_s=np.fmax(latency_s, latency_s.T),
-            bytes_per_s=np.where(np.isnan(sent), np.nan, np.fmin(sent, BOAST * received)),
-            is_certain=is_certain & ~np.isnan(sent),
-        )
-
-
-class SpeedBook:
-    """The speeds of devices with the stage that they hold."""
-
-    def __init__(self) -> None:
-        self._speeds: dict[PeerID, tuple[object, Smoothed]] = {}
-
-    def note(self, peer: PeerID, place: object, flop_per_s: float) -> None:
-        """Record a device's speed from a heartbeat; another `place` starts a new average."""
-        held, speed = self._speeds.get(peer, (None, None))
-        if speed is None or held != place:
-            speed = Smoothed()
-            self._speeds[peer] = place, speed
-        _add(speed, flop_per_s)
-
-    def keep(self, peers: Collection[PeerID]) -> None:
-        self._speeds = {peer: speed for peer, speed in self._speeds.items() if peer in peers}
-
-    def measured(self, peer: PeerID) -> float | None:
-        """The device's FLOP/s; None: not measured yet."""
-        _, speed = self._speeds.get(peer, (None, None))
-        return speed.value if speed is not None and speed.count >= SPEED_REPORTS else None
-
-    def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
-        """Return the FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times the
-        ratio of measurements to claims, but at most as the measured median and as its own report. The ratio is there
-        because a microbatch's forward is slower than the single layer of a probe, on every device.
-
-        Args: seen: the peers that others have seen at work; the other peers' reports of their own work are claims."""
-        found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
-        worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
-        own = {peer: speed for peer in claims if (speed := self.measured(peer)) is not None}
-        claimed = {peer: min(worth * claim, own.get(peer, math.inf)) for peer, claim in claims.items()}
-        claimed = {peer: claim for peer, claim in claimed.items() if peer not in found}
-        speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf
-        believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
-        return {peer: believed[peer] for peer in claims}
+        for peer in claims
+    }
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
+    """Bound claims by the median of what is measured; if nothing is, by a multiple of the median claim."""
     if measured:
         most = median_low(measured.values())
     elif claimed:
         most = BOAST_CLAIMED * median_low(claimed.values())
     return {peer: min(claim, most) for peer, claim in claimed.items()}
-
-
-def _add(smoothed: Smoothed, figure: float) -> None:
-    """Add a figure unless it is impossible or 0, which means unknown."""
-    if 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
-        smoothed.add(figure)

@@ -22,12 +22,12 @@ Memory is a claim: no other peer can measure it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.measured import CLAIM_MIN
+from shoal.coordinator.allocate.measured import CLAIM_MIN, WIDE
 from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -97,6 +97,27 @@ def topology_of(snapshot: SwarmSnapshot) -> Topology:
         card=card,
         names=tuple(peer.peer for peer in peers),
         may_feed=[float(peer.has_data) for peer in peers],
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Variances:
+    """How certain the figures of a topology are: variances of their natural logarithms."""
+
+    speed_variance: Floats
+    """[N], of `Topology.flop_per_s`."""
+    rate_variance: Floats
+    """[N, N], of `Topology.bytes_per_s`; row = sender."""
+
+
+def variances_of(snapshot: SwarmSnapshot, topology: Topology) -> Variances:
+    """Return the variances of `topology`, which is that of `snapshot`. A rate that is no measurement is `WIDE`."""
+    peers, network = snapshot.peers, snapshot.network
+    assert network is not None
+    is_measured = (topology.bytes_per_s == network.bytes_per_s) & ~np.isnan(network.rate_variance)
+    return Variances(
+        speed_variance=np.array([peer.speed_variance for peer in peers]),
+        rate_variance=np.where(is_measured, network.rate_variance, WIDE),
     )
 
 
@@ -195,22 +216,19 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 
 
 def predict_step_time(
-    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
+    snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None
 ) -> Foreseen | None:
     """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
         wire: the bytes of travelling tensors; None: as in the snapshot's workload.
-        synchronous: without running ahead (s_max = 0).
     """
     workload = snapshot.workload
     assert workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
-    if synchronous:
-        workload = replace(workload, s_max=0, control=None)
     objective = ThroughputObjective(topology_of(snapshot), workload, wire)
     cost, bound = objective.cost(placement), objective.bottleneck(placement)
     if bound is None or not math.isfinite(cost.seconds):

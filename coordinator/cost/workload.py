@@ -1,7 +1,7 @@
 """Describes the demands of one training step on devices and network, for any layout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.coordinator.cost.memory import BF16, FP32, StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
@@ -112,6 +112,10 @@ class Workload:
         if self.memory.base is None:
             return STATE_BYTES_PER_PARAMETER
         return sum(self.layer_state_bytes) / sum(self.layer_parameters)
+
+    def synchronous(self) -> "Workload":
+        """Return the workload of steps before which nothing runs ahead."""
+        return replace(self, s_max=0, control=None)
 
     @property
     def needed_first(self) -> float:

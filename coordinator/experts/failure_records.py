@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
-from shoal.protocol.messages import PeerRecord
+from shoal.protocol.messages import FailureRecord
 
 PRIOR_FAILURES = 1.0
 PRIOR_S = 6 * 3600.0
@@ -75,14 +75,14 @@ class FailureRecords:
         pasts = [self._pasts.get(peer, _Past()) for peer in peers]
         return [failure_probability(p.failures, p.seen_s, prior_s=prior_s) for p in pasts]
 
-    def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
+    def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
         """Return the records for the next coordinator: of `members` first, then of the peers seen last."""
         order = dict.fromkeys(peer for peer in members if peer in self._pasts)
         order |= dict.fromkeys(reversed(self._pasts))
         known = ((peer, self._pasts[peer]) for peer in tuple(order)[:HANDED_OVER_MAX])
-        return tuple(PeerRecord(peer, past.failures, past.seen_s) for peer, past in known)
+        return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)
 
-    def take_over(self, records: Iterable[PeerRecord]) -> None:
+    def take_over(self, records: Iterable[FailureRecord]) -> None:
         """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer.
         Figures are never added, so a record received twice counts once."""
         for past in self._pasts.values():

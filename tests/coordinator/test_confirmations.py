@@ -33,7 +33,6 @@ def test_who_is_not_of_the_group_is_no_witness(confirmations, make_plan):
     for peer in ("d", "stranger"):
         confirmations.note(peer, 0, 50, holds=True)
     confirmations.note("a", 77, 50, holds=True)
-    confirmations.note("a", None, 50, holds=True)
     assert [confirmations.version(group) for group in (0, 1, 2, 77)] == [0, 0, 0, 0]
     confirmations.note("a", 0, 50, holds=True)
     confirmations.obey(make_plan([["b", "c"], ["d", "a"], ["f"]], coordinator="a", order=(1, 2)).plan)

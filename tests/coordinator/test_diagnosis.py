@@ -183,7 +183,7 @@ def test_spans_are_read_at_a_glance(span_s, words):
 def lose(policy, one, other):
     for here, there in ((one, other), (other, one)):
         report = LinkReport(peer=PeerID(there), round_trip_s=0.1, bytes_per_s=0.0, num_failed=2)
-        policy.view.survey.reach.note(PeerID(here), [report], 10.0)
+        policy.view.links.note(PeerID(here), [report], 10.0)
 
 
 def test_a_pair_that_cannot_reach_each_other_is_named(swarm, make_advert):

@@ -9,7 +9,7 @@ from shoal.coordinator.experts import expert_groups
 from shoal.coordinator.experts.failure_records import FailureRecords
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import PeerRecord, TransferLeadership
+from shoal.protocol.messages import FailureRecord, TransferLeadership
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
 GROUPS = [["a", "d"], ["b", "e"], ["c", "f"]]
@@ -111,8 +111,8 @@ def test_only_who_coordinates_knows_why_somebody_is_gone(policy, make_plan, make
 
 
 def test_a_liar_hands_over_what_harms_nobody(policy, make_plan):
-    lies = [PeerRecord(PeerID(f"x{number}"), 1e300, float("nan")) for number in range(2000)]
-    transfer = TransferLeadership(plan=b"", roster=(), records=(PeerRecord(PeerID("a"), 1e300, 1e300), *lies))
+    lies = [FailureRecord(PeerID(f"x{number}"), 1e300, float("nan")) for number in range(2000)]
+    transfer = TransferLeadership(plan=b"", roster=(), records=(FailureRecord(PeerID("a"), 1e300, 1e300), *lies))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(transfer), type=TransferLeadership)
     policy.view.inherit(again)
     assert [record.peer for record in policy.view.experts.records.tell(())] == ["a"]

@@ -2,16 +2,15 @@
 
 import pytest
 
-from shoal.coordinator.allocate.measured import LinkBook
-from shoal.coordinator.allocate.reachability import (
-    CLAIMS_KEPT_MAX,
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.link_survey import (
     EXPIRY_HEARTBEATS,
+    LINKS_KEPT_MAX,
     PATIENCE_HEARTBEATS,
     RETRY_HEARTBEATS,
-    Reachability,
+    LinkSurvey,
 )
-from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.link_survey import LinkSurvey
+from shoal.coordinator.roster import Roster
 from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
@@ -20,8 +19,13 @@ AB = ("a", "b")
 
 
 @pytest.fixture
-def reach():
-    return Reachability(1.0)
+def roster():
+    return Roster(1.0)
+
+
+@pytest.fixture
+def reach(roster):
+    return LinkSurvey(roster)
 
 
 def fails(peer, tries=2, *, has_met=True):
@@ -91,17 +95,17 @@ def test_what_nobody_has_said_for_long_is_forgotten(reach):
     assert reach.pairs(100.0 + EXPIRY_HEARTBEATS) == frozenset()
 
 
-def test_nobody_fills_the_book(reach):
+def test_nobody_fills_the_book(roster, reach):
     for number in range(1000):
         reach.note("a", [fails(f"p{number}")], 0.0)
-    assert len(reach.failed_from("a")) == CLAIMS_KEPT_MAX
-    reach.keep({"b", "c"})
-    assert not reach.failed_from("a")
+    assert len(roster.at("a").failing) == LINKS_KEPT_MAX
+    roster.begin_term(frozenset("bc"))
+    assert not roster.at("a").failing
 
 
 def test_the_next_coordinator_is_told_and_believes_it_at_once_until_a_member_says_otherwise(reach):
     lose(reach)
-    heir = Reachability(1.0)
+    heir = LinkSurvey(Roster(1.0))
     heir.take_over(reach.tell(20.0), 500.0)
     assert heir.pairs(500.0) == {AB}
     assert heir.pairs(500.0 + EXPIRY_HEARTBEATS - 20.0) == frozenset(), "it is no newer for being told on"
@@ -120,28 +124,24 @@ def test_a_hand_over_that_cannot_be_is_ignored(reach, age_s):
 
 def test_who_is_said_to_be_out_of_reach_is_asked_to_try_as_well(reach, make_plan):
     plan = make_plan([["a"], ["b"], ["c"]], coordinator="c").plan
-    survey = LinkSurvey(LinkBook(), 1.0, reach)
     reach.note("a", [fails("b")], 0.0)
-    assert survey.choose_one("b", plan, 0.0) == ("a",)
-    assert "a" not in survey.choose_one("b", plan, 1.0), "it has just been asked"
+    assert reach.choose_one("b", plan, 0.0) == ("a",)
+    assert "a" not in reach.choose_one("b", plan, 1.0), "it has just been asked"
 
 
 def test_both_ends_try_again_now_and_then(reach, make_plan):
     plan = make_plan([["a"], ["b"], ["c"]], coordinator="c").plan
-    survey = LinkSurvey(LinkBook(), 1.0, reach)
     lose(reach)
-    asked = [now_s for now_s in range(100) if survey.choose_one("a", plan, float(now_s)) == ("b",)]
+    asked = [now_s for now_s in range(100) if reach.choose_one("a", plan, float(now_s)) == ("b",)]
     assert asked == [0, RETRY_HEARTBEATS, 2 * RETRY_HEARTBEATS, 3 * RETRY_HEARTBEATS]
 
 
 def test_the_first_plan_does_not_wait_for_links_that_there_are_not(reach):
-    book = LinkBook()
-    survey = LinkSurvey(book, 1.0, reach)
     for peer, others in (("a", "c"), ("b", "c"), ("c", "ab")):
-        book.note(peer, [LinkReport(peer=o, round_trip_s=0.1, bytes_per_s=1e6, num_probes=1) for o in others])
-    assert not survey.is_enough(["a", "b", "c"], 0.0)
+        reach.note(peer, [LinkReport(peer=o, round_trip_s=0.1, bytes_per_s=1e6, num_probes=1) for o in others], 0.0)
+    assert not reach.is_enough(["a", "b", "c"], 0.0)
     lose(reach)
-    assert survey.is_enough(["a", "b", "c"], SOON)
+    assert reach.is_enough(["a", "b", "c"], SOON)
 
 
 # --- who coordinates ---
@@ -163,27 +163,27 @@ def test_whom_members_cannot_reach_comes_last_and_the_best_one_where_nobody_is_r
     view, live = view
     order = view.successors(live, SOON)
     first, second, *rest = order
-    lose(view.survey.reach, first, second)
-    lose(view.survey.reach, first, rest[0])
+    lose(view.links, first, second)
+    lose(view.links, first, rest[0])
     assert view.successors(live, SOON) == (*rest[1:], second, rest[0], first)
     for one, other in zip(rest[1::2], rest[2::2], strict=False):
-        lose(view.survey.reach, one, other)
+        lose(view.links, one, other)
     assert set(view.successors(live, SOON)) == set(order), "nobody is barred"
 
 
 def test_a_liar_bars_nobody_from_the_role(view):
     view, live = view
     order = view.successors(live, SOON)
-    view.survey.reach.note(order[3], [fails(peer) for peer in order if peer != order[3]], 0.0)
+    view.links.note(order[3], [fails(peer) for peer in order if peer != order[3]], 0.0)
     assert view.successors(live, SOON) == order
 
 
 def test_unreachable_pairs_are_handed_over(view, make_plan):
     view, live = view
-    lose(view.survey.reach, "b", "e")
+    lose(view.links, "b", "e")
     signed = make_plan([["a", "b", "c"], ["d", "e", "f"]], coordinator="a")
     heir = ClusterView("run", view.spec)
     heir.obey(live, 0.0)
     heir.inherit(view.hand_over(signed, SOON, searched=True))
     heir.begin_term(live, 100.0, continuing=False, silent=None)
-    assert heir.survey.reach.pairs(100.0) == {("b", "e")}
+    assert heir.links.pairs(100.0) == {("b", "e")}

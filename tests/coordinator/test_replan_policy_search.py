@@ -10,8 +10,8 @@ from shoal.coordinator import replan_policy
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import ODD_REPORTS
+from shoal.coordinator.allocate.objective import Change, lacking_bytes
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.allocate.repartitioning import Change, lacking_bytes
 from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS, Calibration
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Searched
@@ -315,8 +315,15 @@ def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
 
 def price(monkeypatch, **fields):
     """Let the change to another layout cost so much."""
-    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "stop_and_copy_s": 20.0, "precopy_s": 60.0, "meanwhile": 0.9}
-    change = Change(**{**usual, "residual_s": 5.0, **fields})
+    usual = {
+        "gain": 0.21,
+        "trust": 0.5,
+        "drain_s": 4.0,
+        "stop_and_copy_s": 20.0,
+        "precopy_s": 60.0,
+        "meanwhile": 0.99,
+    }
+    change = Change(**{**usual, "meanwhile": 0.99, "residual_s": 5.0, **fields})
     monkeypatch.setattr(replan_policy, "next_layout_change", lambda snapshot, plan, following: change)
 
 

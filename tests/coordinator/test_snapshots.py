@@ -1,14 +1,16 @@
 from collections.abc import Callable
 
-from shoal.coordinator.snapshots import SnapshotSchedule
+from shoal.coordinator.ledger import SnapshotSchedule
 from shoal.protocol.messages import Heartbeat
+from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec
 
 INTERVAL_S, HEARTBEAT_S = 300.0, 1.0
 OLD_S = 10 * INTERVAL_S
 
 
 def schedule(interval_s: float = INTERVAL_S) -> SnapshotSchedule:
-    return SnapshotSchedule(interval_s=interval_s, heartbeat_s=HEARTBEAT_S, lead_steps=2)
+    swarm = SwarmSpec(snapshot_interval_s=interval_s, heartbeat_s=HEARTBEAT_S)
+    return SnapshotSchedule(RunSpec(swarm=swarm, training=TrainingSpec(s_max=1)))
 
 
 def test_nothing_is_due_before_the_interval_is_over(make_heartbeat: Callable[..., Heartbeat]) -> None:
@@ -64,8 +66,10 @@ def test_who_only_fetches_or_trains_nothing_does_not_count(make_heartbeat: Calla
     assert made.save_at == 0
 
 
-def test_an_interval_of_zero_is_no_clock() -> None:
-    assert not schedule(interval_s=0.0).is_due_to_look(1e9)
+def test_an_interval_of_zero_is_no_clock(make_heartbeat: Callable[..., Heartbeat]) -> None:
+    made = schedule(interval_s=0.0)
+    made.look([make_heartbeat("a", stage=0, synced=True, version=7, unsaved_s=1e9)], 1e9, elapsed_s=1e9)
+    assert made.save_at == 0
 
 
 def test_a_young_run_writes_each_time_it_is_twice_as_old(make_heartbeat: Callable[..., Heartbeat]) -> None:

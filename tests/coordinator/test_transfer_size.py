@@ -5,13 +5,14 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
-from shoal.coordinator.cluster_view import ADVERTS_MAX, LEAST_NEEDED, ClusterView, fitting
+from shoal.coordinator.cluster_view import LEAST_NEEDED, ClusterView, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.roster import TOLD_MAX
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import (
     Absence,
     ArrivalStatistics,
-    PeerRecord,
+    FailureRecord,
     PlanNote,
     TransferLeadership,
     UnreachablePair,
@@ -38,12 +39,12 @@ def size(transfer):
 def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
     transfer = TransferLeadership(
         plan=bytes(plan_bytes),
-        roster=tuple((name, make_large(name)) for name in NAMES[:ADVERTS_MAX]),
+        roster=tuple((name, make_large(name)) for name in NAMES[:TOLD_MAX]),
         version=57,
         plans=tuple(PlanNote(1, sequence, 1.0, NAMES[0], "why " * 40) for sequence in range(16)),
         absent=(Absence(NAMES[0], make_large(NAMES[0]), 9.0),),
         loads=((1.0,) * 1024,) * 4,
-        records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
+        records=tuple(FailureRecord(name, 1.0, 1.0) for name in NAMES),
         arrivals=(ArrivalStatistics(NAMES[0], 1.0, 1.0, 9.0),),
         unreachable=(UnreachablePair(NAMES[0], NAMES[1], 9.0),),
     )
@@ -58,7 +59,7 @@ def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_
     policy = ReplanPolicy(ClusterView("run", spec), GreedyAllocator())
     live = msgspec.structs.replace(make_plan(GROUPS, coordinator="a"), envelope=bytes(200 * 1024))
     policy.obey(live.plan, 0.0)
-    for name in NAMES[: 2 * ADVERTS_MAX]:
+    for name in NAMES[: 2 * TOLD_MAX]:
         policy.view.hear(name, make_heartbeat(name, advert=make_large(name), version=57), 0.0)
     transfer = policy.hand_over(live, 0.0)
     assert size(transfer) <= CONTROL_BYTES_MAX

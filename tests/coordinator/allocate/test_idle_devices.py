@@ -2,10 +2,13 @@
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import with_idle_devices
+from shoal.coordinator.allocate.adjustments import filled
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.topology import make_topology
 
@@ -21,8 +24,24 @@ def objective_of(num_devices, *, slow=(), speeds=2e10, may_feed=1.0):
     for device in slow:
         rate[device, :] = rate[:, device] = 125.0
     latency = np.full((num_devices, num_devices), 1e-4)
-    topology = make_topology(latency, rate, flop_per_s=speeds, memory_bytes=16e9, may_feed=may_feed)
+    topology = make_topology(
+        latency,
+        rate,
+        flop_per_s=speeds,
+        memory_bytes=16e9,
+        may_feed=may_feed,
+        names=[f"p{n}" for n in range(num_devices)],
+    )
     return ThroughputObjective(topology, WORKLOAD)
+
+
+def with_idle_devices(throughput, placement):
+    peers = tuple(
+        MeasuredPeer(peer=PeerID(name), flop_per_s=1.0, upload_bytes_per_s=1.0, memory_bytes=1, has_data=True)
+        for name in throughput.topology.names
+    )
+    snapshot = SwarmSnapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None)
+    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
 
 
 def test_a_device_that_costs_nothing_joins_the_stage_that_computes_longest():

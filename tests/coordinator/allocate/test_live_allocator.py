@@ -10,20 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordinator.allocate import live_allocator
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import RATE_MAX, MeasuredNetwork
 from shoal.coordinator.allocate.measured_topology import predict_step_time, topology_of
 from shoal.coordinator.cost.memory import FrozenBase
-from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload, layer_costs
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
-from shoal.protocol.topology import make_topology
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
 
 SPEC = RunSpec(
     model=ModelSpec(num_layers=6, dim=256, ffn_dim=704),
@@ -68,6 +64,7 @@ def snapshot_of(names="abcdefghijkl", *, previous=None, says=None, noise=0.0, se
                 upload_bytes_per_s=1e7,
                 memory_bytes=1 << 34,
                 has_data=True,
+                speed_variance=0.0,
                 synced_stage=previous.stage_of(PeerID(name)) if previous else None,
             ),
             **(says or {}).get(name, {}),
@@ -83,6 +80,7 @@ def snapshot_of(names="abcdefghijkl", *, previous=None, says=None, noise=0.0, se
             latency_s=noisy(np.where(near, 0.002, 0.04)),
             bytes_per_s=noisy(np.where(near, 1e8, 5e5)),
             is_certain=np.full(near.shape, fill_value=True),
+            rate_variance=np.zeros(near.shape),
         ),
     )
 
@@ -187,15 +185,13 @@ def test_nobody_moves_for_less_than_what_is_seen():
     layout, _ = search(previous)
     promised = predict_step_time(snapshot_of(previous=previous), layout.stages).tokens_per_s
     slower, faster = (
-        replace(snapshot_of(previous=previous), seen_tokens_per_s=part * promised) for part in (0.99, 1.01)
+        replace(snapshot_of(previous=previous), seen_tokens_per_s=part * promised) for part in (0.5, 1.01)
     )
     moved, _ = ALLOCATOR.search(slower, previous, seed=3)
     assert moved is not None
     assert moved.stages == layout.stages
-    stays, why = ALLOCATOR.search(faster, previous, seed=3)
-    assert stays is None
-    told = f"{promised:,.0f} tokens/s, and the live one makes {1.01 * promised:,.0f}"
-    assert why == f"stays: the layout found should make {told}"
+    stays, _ = ALLOCATOR.search(faster, previous, seed=3)
+    assert groups(stays) == [set(group) for group in SPLIT], "at most the shares change"
 
 
 def test_searches_end_where_nothing_is_worth_a_move():
@@ -286,7 +282,9 @@ def test_a_newcomer_that_slows_the_others_down_joins_a_lone_holder_only_if_that_
 def test_a_newcomer_goes_first_where_somebody_is_alone():
     previous = plan_of([["a", "b", "c"], ["e"], ["i", "j", "k"]])
     says = {peer: {"flop_per_s": 1e8} for peer in "abcijk"}  # a step waits for them, and hardly for e
-    layout = ALLOCATOR.allocate(snapshot_of("abcdeijk", previous=previous, says=says), previous, seed=2)
+    often = snapshot_of("abcdeijk", previous=previous, says=says | {"e": OFTEN})
+    assert ALLOCATOR.allocate(often, previous, seed=2).spares == ("d",), "going back would cost nothing"
+    layout = ALLOCATOR.allocate(replace(often, going_back_s=3000.0), previous, seed=2)
     assert "d" in groups(layout)[1]
 
 
@@ -316,47 +314,6 @@ def test_the_shares_of_a_layout_that_stays_follow_what_is_measured():
     )
     again = replace_stages(previous, layout)
     assert ALLOCATOR.search(snapshot_of(names, previous=again, says=says), again, seed=2)[0] is None
-
-
-def test_a_move_pays_if_its_gain_makes_up_for_the_time_in_which_only_those_work_who_stay():
-    """`c` takes the place of `a`; until it has the state the slow `b` is alone."""
-    snapshot = snapshot_of("abcefij", says={"b": {"flop_per_s": 1e8}})
-    objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)
-    current, found = (Placement(stages=(first, (3, 4), (5, 6)), bounds=(0, 2, 4, 6)) for first in ((0, 1), (1, 2)))
-    before_s = 1.2 * objective.cost(found).seconds
-    meanwhile_s = objective.cost(replace(found, stages=((1,), (3, 4), (5, 6)))).seconds
-    assert meanwhile_s > before_s
-    paying = [live_allocator._pays(objective, current, found, before_s, horizon_s) for horizon_s in (1.0, 10.0, 1e4)]
-    assert paying == sorted(paying)
-    assert (paying[0], paying[-1]) == (False, True)
-
-
-@pytest.mark.parametrize("computes_early", [False, True])
-def test_a_place_on_a_slow_line_pays_if_a_newcomer_computes_with_its_weights_first(monkeypatch, computes_early):
-    """The state of 11.6 GB takes 1,857 s on half of the newcomer's line, longer than the layout should last; its
-    weights in bf16 take 310 s."""
-    spec = RunSpec(
-        model=ModelSpec(dim=2048, num_layers=20, num_heads=16, num_kv_heads=16, ffn_dim=5632, context=1024),
-        training=TrainingSpec(microbatches_per_step=64, microbatch_size=2),
-        wire=WireSpec(gradients="hadamard4"),
-    )
-    rate = np.array([1.25e8, 1.25e8, 1.25e8, 1.25e7])
-    between = 1.0 - np.eye(4)
-    topology = make_topology(
-        0.02 * between,
-        1.25e8 * between,
-        flop_per_s=1.5e12,
-        memory_bytes=1e12,
-        up_bytes_per_s=rate,
-        down_bytes_per_s=rate,
-    )
-    objective = ThroughputObjective(topology, Workload.of(spec))
-    current, found = (Placement(stages=(stage,), bounds=(0, 20)) for stage in ((0, 1, 2), (0, 1, 2, 3)))
-    before_s = objective.cost(current).seconds
-    assert before_s > 1.15 * objective.cost(found).seconds
-    if not computes_early:
-        monkeypatch.setattr(Workload, "needed_first", 1.0)
-    assert live_allocator._pays(objective, current, found, before_s, 600.0) is computes_early
 
 
 def test_with_one_stage_a_member_without_the_text_stays_aside():

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.allocate.measured import MeasuredNetwork
-from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork
+from shoal.coordinator.allocate.measured_topology import topology_of, variances_of
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
@@ -142,3 +142,22 @@ def test_a_peer_of_whose_links_outwards_little_is_known_is_as_slow_as_those_towa
     found = believed(latency_s, bytes_per_s, card_bytes_per_s=1e9)
     assert found.bytes_per_s[0, 1:] == pytest.approx(1e7, rel=0.05)
     assert found.bytes_per_s[1, 2:] == pytest.approx(1e8)
+
+
+def test_a_rate_that_is_an_estimate_is_as_uncertain_as_can_be() -> None:
+    rates = np.full((3, 3), 1e6)
+    rates[0, 2] = np.nan
+    rates[2, 0] = 9e5
+    certain = np.ones((3, 3), dtype=np.bool_)
+    certain[0, 2] = certain[2, 0] = False
+    network = MeasuredNetwork(
+        latency_s=np.full((3, 3), 0.02), bytes_per_s=rates, is_certain=certain, rate_variance=np.full((3, 3), 0.01)
+    )
+    first, *others = peers_of(3)
+    peers = (replace(first, speed_variance=0.02), *others)
+    snapshot = SwarmSnapshot(peers=peers, layer_costs=(1.0,), num_stages=None, network=network)
+    found = variances_of(snapshot, topology_of(snapshot))
+    assert found.rate_variance[0, 1] == found.rate_variance[1, 2] == 0.01
+    assert found.rate_variance[0, 2] == WIDE, "nobody has measured it"
+    assert found.rate_variance[2, 0] == WIDE, "the far end may have been busy, and the estimate is higher"
+    assert found.speed_variance.tolist() == [0.02, WIDE, WIDE]

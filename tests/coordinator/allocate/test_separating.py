@@ -9,10 +9,9 @@ from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator, separated
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.allocate.measured import MeasuredNetwork
+from shoal.coordinator.allocate.measured import MeasuredNetwork, pair_of
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.planner import plan
-from shoal.coordinator.allocate.reachability import pair_of
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.plan import Plan

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.adjustments import loss_alone, with_second_holders
+from shoal.coordinator.allocate.adjustments import filled
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -38,46 +39,64 @@ def objective_of(num_peers, bytes_per_s, has_data=1.0, card=None):
     links = np.full((num_peers, num_peers), bytes_per_s)
     links[0, 1] = links[1, 0] = 1e8
     latency = np.full((num_peers, num_peers), 0.01)
-    topology = make_topology(latency, links, flop_per_s=2e10, memory_bytes=16e9, may_feed=has_data, card=card)
+    topology = make_topology(
+        latency,
+        links,
+        flop_per_s=2e10,
+        memory_bytes=16e9,
+        may_feed=has_data,
+        card=card,
+        names=[f"p{n}" for n in range(num_peers)],
+    )
     return ThroughputObjective(topology, WORKLOAD)
 
 
+def settle(throughput, placement, snapshot):
+    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
+
+
 def test_what_a_lone_holder_costs_is_its_chance_to_fail_times_what_going_back_costs():
-    snapshot = snapshot_of(2, probability=0.1, going_back_s=300.0)
-    assert loss_alone(snapshot, snapshot.peers[0]) == pytest.approx(0.05)
-    assert loss_alone(replace(snapshot, going_back_s=0.0), snapshot.peers[0]) == 0.0
+    snapshot = snapshot_of(3, probability=0.1, going_back_s=300.0)
+    lone, both, all_three = (
+        Placement(stages=stages, bounds=tuple(range(len(stages) + 1)))
+        for stages in (((0,), (1,)), ((0, 1), (2,)), ((0, 1, 2),))
+    )
+    topology = objective_of(3, 1e8).topology
+    losses = SoleHolders(snapshot, topology)
+    assert losses.of(lone) == pytest.approx(2 * 0.05)
+    assert losses.of(both) == pytest.approx(0.05)
+    assert losses.of(all_three) == 0.0
+    assert SoleHolders(replace(snapshot, going_back_s=0.0), topology).of(lone) == 0.0
 
 
 @pytest.mark.parametrize(("bytes_per_s", "sizes"), [(1e8, [2, 2]), (1e3, [1, 1])])
 def test_a_second_holder_comes_where_reducing_with_it_costs_less_than_the_first_ones_death(bytes_per_s, sizes):
     lone = Placement(stages=((0,), (1,)), bounds=(0, 3, 6))
     snapshot = snapshot_of(4, probability=0.03, going_back_s=200.0)
-    placed = with_second_holders(objective_of(4, bytes_per_s), lone, snapshot)
+    placed = settle(objective_of(4, bytes_per_s), lone, snapshot)
     assert [len(stage) for stage in placed.stages] == sizes
     assert all(before[0] in after for before, after in zip(lone.stages, placed.stages, strict=True))
-    often = snapshot_of(4, probability=1.0, going_back_s=1e9)
-    assert [len(stage) for stage in with_second_holders(objective_of(4, bytes_per_s), lone, often).stages] == [2, 2]
 
 
 def test_a_stage_of_three_gives_one_away_and_a_stage_of_two_does_not():
     often = snapshot_of(4, probability=1.0, going_back_s=1e9)
     three = Placement(stages=((0,), (1, 2, 3)), bounds=(0, 3, 6))
-    assert [len(stage) for stage in with_second_holders(objective_of(4, 1e8), three, often).stages] == [2, 2]
+    assert [len(stage) for stage in settle(objective_of(4, 1e8), three, often).stages] == [2, 2]
     two = Placement(stages=((0,), (1, 2)), bounds=(0, 3, 6))
     often = snapshot_of(3, probability=1.0, going_back_s=1e9)
-    assert with_second_holders(objective_of(3, 1e8), two, often) == two
+    assert settle(objective_of(3, 1e8), two, often) == two
 
 
 @pytest.mark.parametrize("card", [[0, 0, 1, 2], [0, 0, 1, 1]])
 def test_two_peers_of_one_machine_are_one_holder(card):
     often = snapshot_of(4, probability=1.0, going_back_s=1e9)
     beside = Placement(stages=((0, 1), (2,)), bounds=(0, 3, 6))
-    placed = with_second_holders(objective_of(4, 1e8, card=card), beside, often)
+    placed = settle(objective_of(4, 1e8, card=card), beside, often)
     assert [len({card[device] for device in stage}) for stage in placed.stages] == [2, 2]
 
 
 def test_who_has_no_text_does_not_come_to_the_first_stage():
     lone = Placement(stages=((0,), (1,)), bounds=(0, 3, 6))
     often = snapshot_of(3, probability=1.0, going_back_s=1e9)
-    placed = with_second_holders(objective_of(3, 1e8, has_data=[1.0, 1.0, 0.0]), lone, often)
+    placed = settle(objective_of(3, 1e8, has_data=[1.0, 1.0, 0.0]), lone, often)
     assert placed.stages == ((0,), (1, 2))

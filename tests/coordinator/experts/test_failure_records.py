@@ -19,7 +19,7 @@ from shoal.coordinator.experts.failure_records import (
 from shoal.coordinator.experts.recovery import holder_masks, loss_of_masks
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
-from shoal.protocol.messages import PeerRecord
+from shoal.protocol.messages import FailureRecord
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
 HOUR_S = 3600.0
@@ -61,7 +61,7 @@ def test_who_was_lost_keeps_its_record_when_it_is_back() -> None:
 
 def test_a_record_fades_with_the_weeks() -> None:
     records = FailureRecords()
-    records.take_over([PeerRecord(A, 8.0, SEEN_S_MAX)])
+    records.take_over([FailureRecord(A, 8.0, SEEN_S_MAX)])
     heard(records, A, end_s=SEEN_S_MAX, apart_s=GAP_S_MAX)
     ((failures, seen_s),) = told(records, A).values()
     assert failures == pytest.approx(8.0 / math.e, rel=0.01)
@@ -109,8 +109,8 @@ def test_who_was_here_longest_ago_is_forgotten_first() -> None:
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_word_that_cannot_be_is_not_taken(figure: float) -> None:
     records = FailureRecords()
-    records.take_over([PeerRecord(A, figure, 1.0), PeerRecord(A, 1.0, figure)])
-    records.take_over([PeerRecord(PeerID("x" * (PEER_ID_CHARS_MAX + 1)), 1.0, 1.0)])
+    records.take_over([FailureRecord(A, figure, 1.0), FailureRecord(A, 1.0, figure)])
+    records.take_over([FailureRecord(PeerID("x" * (PEER_ID_CHARS_MAX + 1)), 1.0, 1.0)])
     assert records == FailureRecords()
 
 
@@ -118,7 +118,7 @@ def test_a_predecessor_that_lies_costs_bounded_memory_and_drives_out_nobody() ->
     records = FailureRecords()
     heard(records, *PEERS, end_s=HOUR_S)
     for term in range(20):
-        lies = (PeerRecord(PeerID(f"{term}/{number}"), 1e300, 1e300) for number in range(10**9))
+        lies = (FailureRecord(PeerID(f"{term}/{number}"), 1e300, 1e300) for number in range(10**9))
         records.take_over(islice(lies, 2 * HANDED_OVER_MAX))
     assert len(records._pasts) == RECORDS_MAX
     assert {*PEERS} <= {*records._pasts}
@@ -148,7 +148,7 @@ def test_experts_are_safer_where_it_is_known_who_often_fails() -> None:
     sums = [0.0, 0.0]
     for flaky in combinations(PEERS, 2):
         knows, guesses = (ExpertPlaces(num_experts=4, slots=2) for _ in range(2))
-        knows.records.take_over([PeerRecord(peer, 3.0 * (peer in flaky), 24 * HOUR_S) for peer in PEERS])
+        knows.records.take_over([FailureRecord(peer, 3.0 * (peer in flaky), 24 * HOUR_S) for peer in PEERS])
         for places in (knows, guesses):
             places.take_over([[5.0, 3.0, 1.0, 1.0]])
         informed, blind = (loss(placed(places).experts, knows.records) for places in (knows, guesses))
@@ -163,7 +163,7 @@ def test_while_records_only_grow_older_nobody_moves(num_experts: int, slots: int
     places = ExpertPlaces(num_experts=num_experts, slots=slots)
     places.take_over([[1.0 / (1 + expert) for expert in range(num_experts)]])
     pasts = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (1, 24), (0, 24), (6, 100)]
-    places.records.take_over([PeerRecord(p, float(n), h * HOUR_S) for p, (n, h) in zip(PEERS, pasts, strict=True)])
+    places.records.take_over([FailureRecord(p, float(n), h * HOUR_S) for p, (n, h) in zip(PEERS, pasts, strict=True)])
     plan = first = placed(places)
     seen = [[rounded(places.records.probability(peer)) for peer in PEERS]]
     for hour in range(48):

@@ -3,9 +3,9 @@
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import trunk_costs
 from shoal.coordinator.era import CheckpointCatalog
-from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop
 from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
@@ -18,29 +18,28 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
     """The last stage's figure is of its whole job, the others' of a forward."""
     model = ModelSpec(vocab_size=64, dim=32, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=64, context=16)
     spec = RunSpec(model=model, training=TrainingSpec(keep=keep))
-    survey = Survey(spec)
+    view = ClusterView("run", spec)
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
-    survey.obey(plan)
-    forward = [sum(survey.workload.layer_flop[s.first_layer : s.last_layer]) for s in plan.stages]
+    view.obey(plan, 0.0)
+    forward = [sum(view.workload.layer_flop[s.first_layer : s.last_layer]) for s in plan.stages]
     loss = job_flop(spec, forward[1]).loss
     for _ in range(20):
         for stage, (peer, flop) in enumerate((("a", forward[0]), ("b", loss))):
             says = {"plan_sequence": plan.sequence, "stage": stage, "forward_s": flop / SPEED}
-            survey.hear(PeerID(peer), make_heartbeat(peer, **says))
-    speeds = survey._speeds.speeds({PeerID("a"): 1.0, PeerID("b"): 1.0}, seen="ab")
-    assert speeds == pytest.approx({"a": SPEED, "b": SPEED})
+            view.hear(PeerID(peer), make_heartbeat(peer, **says), 0.0)
+    assert [view.roster.at(PeerID(name)).speed.value for name in "ab"] == pytest.approx([SPEED, SPEED])
 
 
 def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_plan):
     model = ModelSpec(num_layers=4, num_experts=4)
-    survey = Survey(RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
+    view = ClusterView("run", RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
-    survey.obey(plan)
-    flop = survey.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
+    view.obey(plan, 0.0)
+    flop = view.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
     for _ in range(20):
         says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
-        survey.hear(PeerID("a"), make_heartbeat("a", **says))
-    assert survey._speeds.speeds({PeerID("a"): 1.0}, seen="a") == pytest.approx({"a": SPEED})
+        view.hear(PeerID("a"), make_heartbeat("a", **says), 0.0)
+    assert view.roster.at(PeerID("a")).speed.value == pytest.approx(SPEED)
 
 
 def peers_with(memory_bytes, names):
@@ -53,20 +52,21 @@ def peers_with(memory_bytes, names):
 
 
 def test_a_run_says_how_much_memory_it_waits_for():
-    survey = Survey(RunSpec(model=ModelSpec(dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, ffn_dim=5632)))
-    assert survey.shortage(peers_with(8_000_000_000, "a")) == (
+    model = ModelSpec(dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, ffn_dim=5632)
+    view = ClusterView("run", RunSpec(model=model))
+    assert view.shortage(peers_with(8_000_000_000, "a")) == (
         "waiting for peers with 12.6 GB of memory in all: the model takes 20.6 GB while it trains, and the one "
         "peer has 8.0 GB"
     )
-    assert "the 2 peers have 16.0 GB" in survey.shortage(peers_with(8_000_000_000, "ab"))
-    assert survey.shortage(peers_with(8_000_000_000, "abc")) == ""
+    assert "the 2 peers have 16.0 GB" in view.shortage(peers_with(8_000_000_000, "ab"))
+    assert view.shortage(peers_with(8_000_000_000, "abc")) == ""
 
 
 @pytest.mark.parametrize(("stages", "wanted"), [("auto", [None, None, None]), (2, [None, 2, 2])])
 def test_a_layout_is_to_have_the_number_of_stages_as_soon_as_there_are_so_many_peers(stages, wanted):
-    survey = Survey(RunSpec(swarm=SwarmSpec(stages=stages)))
+    view = ClusterView("run", RunSpec(swarm=SwarmSpec(stages=stages)))
     made = [
-        survey.snapshot(peers_with(1, names), None, CheckpointCatalog.of(()), knows_network=False)
+        view.snapshot(peers_with(1, names), None, CheckpointCatalog.of(()), 0.0, knows_network=False)
         for names in ("a", "ab", "abc")
     ]
     assert [snapshot.num_stages for snapshot in made] == wanted

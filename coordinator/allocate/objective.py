@@ -1,0 +1,400 @@
+"""J, the one objective of live layouts: the work that a swarm is expected to do within the horizon. Pure.
+
+Let R be the foreseen rate of a layout, H the time for which layouts are expected to last (`SwarmSnapshot.horizon_s`),
+and x0 the live layout, which makes R0. A layout x is worth, in seconds of the live layout's work,
+
+    J(x)  = max over ways (mu A + r (H - A - S)) / (1 + loss(x)),    J(x0) = H / (1 + loss(x0))
+    r     = (R(x) / max(R(x0), seen))^kappa,                         kappa = d^2 / (d^2 + tau^2 + v(x)); 1 for losses
+    loss  = G / T * sum of p over the stages that one machine holds alone
+
+- **The way there.** State travels for A seconds, in which the swarm makes mu R0; then the run stands still for S.
+  *In place* (the boundaries stay): members that stay work meanwhile, and state takes a part of their lines; S is what
+  coordination costs. *Pre-copy* (other boundaries): all work meanwhile, on what the lines have left; S is the drain
+  of the pipeline and the rest of the state. *Stop-and-copy*: A = 0, and S is the drain and the whole state, which peers
+  that lack the same layers pass on to each other (`peer/handoff/relay.py`).
+- **The gain is shrunk.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
+  figures err upwards. With d, the true spread of the layouts that a search compares, tau, the error of this run's
+  earlier promises (`SwarmSnapshot.forecast_error`), and v, the variance of the figures that bound x, all of the
+  logarithm, the mean of the true gain is kappa times the promised one. The live layout was once the best of such a
+  search: so d is small at first, and grows by as much as the figures have changed since then.
+  Source: regression to the mean, for normal errors.
+- **A sole holder.** If the only machine that holds a stage fails, which it does within T with probability p, the run
+  goes back, which costs G seconds. Peers of one machine fail together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, SwarmSnapshot
+from shoal.coordinator.allocate.measured_topology import placement_of, topology_of, variances_of
+from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.experts.failure_records import HORIZON_S
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LIGHT_STATE_S
+from shoal.protocol.plan import Plan, Stage
+from shoal.protocol.topology import Floats, Topology
+
+AGREED_S = 5.0
+"""The seconds that a change of plan costs alone: real peers take 4 to 6 s from a plan that divides a small model anew to
+its first step (`tests/lab/MEASURED.md`)."""
+FOLLOWED_PART = 0.5
+"""A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
+AHEAD_PART = 0.2
+"""The least part of a line that state fetched ahead gets while training uses the line all the time: a holder waits for
+a quiet moment, but no more than four times as long as the transfer takes (`peer/handoff/server.py`). So steps that are
+bound by their lines are estimated to be 20 % slower meanwhile (17 % measured in two-universities), others no slower."""
+STATE_PART = 0.5
+"""The assumed part of its holders' lines that state takes if the boundaries stay."""
+GAIN_LOG_MAX = 10.0
+"""Larger gains are promised by no layout."""
+FROM_ONE_TIMES = 1.6
+"""The factor on the upload time of state with one holder and several peers that lack it: parts that one of them is slow
+to pass on are fetched again (measured once: 148 s for 90 s)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Going from the live layout to another. Work is in seconds of the live layout."""
+
+    gain: float
+    """The estimated gain in tokens/s: 0.1 is 10 % more."""
+    trust: float
+    """kappa, how far a promised gain is believed, in [0, 1]."""
+    loss: float = 0.0
+    """The time that failures of sole holders cost in the new layout, divided by the time of work."""
+    loss_before: float = 0.0
+    """The same in the live layout."""
+    drain_s: float
+    """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
+    stop_and_copy_s: float
+    """Seconds of travel if the run halts for all of it; inf: the run need not halt."""
+    precopy_s: float
+    """Seconds of travel beside training."""
+    meanwhile: float
+    """The rate while state travels beside training, divided by the rate of the live layout."""
+    residual_s: float
+    """Seconds of halt after that, for the rest of the state."""
+
+    @property
+    def believed(self) -> float:
+        """The mean of the true gain. SoleHolders, and an infinite gain, are believed as they are."""
+        if self.gain <= 0.0 or math.isinf(self.gain):
+            return max(self.gain, -1.0)
+        return math.expm1(self.trust * math.log1p(self.gain))
+
+    def stands_still(self, precopy_s: float | None = None) -> bool:
+        """True if halting at once costs less than travel beside training.
+        Args: precopy_s: the seconds that this is measured to take; None: as estimated."""
+        precopy_s = self.precopy_s if precopy_s is None else precopy_s
+        return self.stop_and_copy_s <= self.residual_s + (1.0 - self.meanwhile / (1.0 + self.believed)) * precopy_s
+
+    def work_s(self, horizon_s: float) -> float:
+        """Return J, the work expected within `horizon_s`."""
+        rate, copies_s = 1.0 + self.believed, min(self.precopy_s, horizon_s)
+        halted = rate * max(0.0, horizon_s - self.drain_s - self.stop_and_copy_s)
+        ahead = self.meanwhile * copies_s + rate * max(0.0, horizon_s - copies_s - self.drain_s - self.residual_s)
+        return max(halted, ahead) / (1.0 + self.loss)
+
+    def pays(self, horizon_s: float) -> bool:
+        return self.work_s(horizon_s) > horizon_s / (1.0 + self.loss_before)
+
+    def gain_needed(self, horizon_s: float) -> float:
+        """Return the gain that this change would have to promise to be worth its price; inf: none is enough."""
+        work_s = horizon_s * (1.0 + self.loss) / (1.0 + self.loss_before)
+        copies_s = min(self.precopy_s, horizon_s)
+        ways = (
+            (work_s, horizon_s - self.drain_s - self.stop_and_copy_s),
+            (work_s - self.meanwhile * copies_s, horizon_s - copies_s - self.drain_s - self.residual_s),
+        )
+        rate = min((work_s / seconds for work_s, seconds in ways if seconds > 0.0), default=math.inf)
+        if rate <= 1.0:
+            return 0.0
+        needed = math.log(rate) / self.trust if self.trust > 0.0 else math.inf
+        return math.expm1(needed) if needed < GAIN_LOG_MAX else math.inf
+
+
+class LayoutObjective:
+    """The value of other layouts of one swarm.
+
+    Args:
+        topology: of all or some of `snapshot.peers`; its numbers are those of all placements here.
+        workload: of the run, or with each stage as one layer.
+        current: the live layout."""
+
+    def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload, current: Placement) -> None:
+        self.throughput = ThroughputObjective(topology, workload)
+        self._snapshot, self._topology, self._workload, self._current = snapshot, topology, workload, current
+        self._live = self.throughput.cost(current)
+        self._losses = SoleHolders(snapshot, topology)
+        self._changed = 0.0
+        """log(what was foreseen of the live layout when it was chosen / what today's figures give it)."""
+        if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
+            factor = snapshot.forecast_bias.factor(len(current.stages))
+            self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
+
+    @property
+    def why_not(self) -> str:
+        """Why the live layout is impossible by the figures; empty: it is possible."""
+        return self._live.why
+
+    def change_to(self, found: Placement) -> Change | None:
+        """Estimate gain and cost of `found`; None: it is infeasible, or the live layout is and stays without state."""
+        cost = self.throughput.cost(found)
+        if not math.isfinite(cost.seconds):
+            return None
+        in_place = found.bounds == self._current.bounds
+        if not in_place and not math.isfinite(self._live.seconds):
+            return None
+        gain = self._gain(found, cost)
+        trust = trust_in(
+            spread=math.hypot(FORECAST_ERROR, self._changed),
+            error=self._snapshot.forecast_error,
+            variance=figures_variance(self._snapshot, self.throughput, found),
+        )
+        price = self._in_place(found) if in_place else self._divided(found, cost)
+        loss_before = self._losses.of(self._current)
+        return Change(gain=gain, trust=trust, loss=self._losses.of(found), loss_before=loss_before, **price)
+
+    def _gain(self, found: Placement, cost: Cost) -> float:
+        """Return the relative gain in tokens/s by the foreseen step; infinite if the live layout is impossible.
+
+        The live layout counts as fast as it is seen or foreseen, whichever is more: leaving a fast layout gains
+        nothing, whatever its figures say. The objective's known bias by number of stages corrects this, but never
+        upwards: if a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
+        if not math.isfinite(self._live.seconds):
+            return math.inf
+        before, after = (
+            min(1.0, self._snapshot.forecast_bias.factor(len(each.stages))) for each in (self._current, found)
+        )
+        return self._before_s / cost.parts["foreseen_s"] * after / before - 1.0
+
+    @property
+    def _before_s(self) -> float:
+        """Seconds of a step of the live layout, the lower of measurement and estimate."""
+        seen = self._snapshot.seen_tokens_per_s
+        return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
+
+    def _in_place(self, found: Placement) -> dict[str, float]:
+        """Price moves that keep the boundaries. Until the movers compute, only those that stay work. A mover computes
+        once it has its state or, if that takes long and the run has learners, its weights."""
+        copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
+        if copies_s > LIGHT_STATE_S:
+            copies_s *= self._workload.needed_first
+        stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(self._current.stages, found.stages, strict=True))
+        meanwhile = 0.0
+        if all(stay) and math.isfinite(self._live.seconds):
+            giving = ThroughputObjective(_giving(self._topology, stay, found), self._workload)
+            cost = giving.cost(replace(found, stages=stay))
+            meanwhile = self._before_s / cost.parts["foreseen_s"] if math.isfinite(cost.seconds) else 0.0
+        return {
+            "drain_s": AGREED_S,
+            "stop_and_copy_s": math.inf,
+            "precopy_s": copies_s,
+            "meanwhile": meanwhile,
+            "residual_s": 0.0,
+        }
+
+    def _divided(self, found: Placement, cost: Cost) -> dict[str, float]:
+        """Price other boundaries."""
+        topology, workload, current, live = self._topology, self._workload, self._current, self._live
+        slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
+        assert math.isfinite(slowed.seconds), "slower lines take no memory"
+        stop_and_copy_s = fetch_s(topology, workload, current, found, together=True)
+        part = max(AHEAD_PART, 1.0 - _busy(self.throughput, current, step_s=live.parts["foreseen_s"]))
+        return {
+            "drain_s": AGREED_S + sum(each.parts["round_trip_s"] + each.parts["commit_s"] for each in (live, cost)),
+            "stop_and_copy_s": stop_and_copy_s,
+            "precopy_s": fetch_s(_beside_training(topology, current, part), workload, current, found),
+            "meanwhile": live.parts["foreseen_s"] / slowed.parts["foreseen_s"]
+            if math.isfinite(slowed.seconds)
+            else 0.0,
+            "residual_s": residual_s(workload, stop_and_copy_s, step_s=self._before_s),
+        }
+
+
+class SoleHolders:
+    """What failures of sole holders cost."""
+
+    def __init__(self, snapshot: SwarmSnapshot, topology: Topology) -> None:
+        chance = {peer.peer: peer.failure_probability for peer in snapshot.peers}
+        self._card = topology.card  # peers of one machine share its network card, and fail together
+        self._chances = [chance[PeerID(name)] for name in topology.names]
+        self._going_back_s = snapshot.going_back_s
+
+    def of(self, placement: Placement) -> float:
+        """Return the time that failures of sole holders cost, divided by the time of work."""
+        return self._going_back_s / HORIZON_S * sum(map(self._lost, placement.stages))
+
+    def step_s(self, throughput: ThroughputObjective, placement: Placement) -> float:
+        """Return the foreseen seconds of a step and of its part of what failures cost; inf if infeasible."""
+        cost = throughput.cost(placement)
+        return cost.parts["foreseen_s"] * (1.0 + self.of(placement)) if math.isfinite(cost.seconds) else math.inf
+
+    def _lost(self, stage: Sequence[int]) -> float:
+        """Return the chance that the run loses this stage; with two machines it gets a new copy before both fail."""
+        machines = {int(self._card[device]) for device in stage}
+        return max(self._chances[device] for device in stage) if len(machines) == 1 else 0.0
+
+
+def trust_in(*, spread: float, error: float, variance: float) -> float:
+    """Return kappa. Args: d, tau (standard deviations) and v of the module's formula."""
+    return spread**2 / (spread**2 + error**2 + variance)
+
+
+def figures_variance(snapshot: SwarmSnapshot, throughput: ThroughputObjective, placement: Placement) -> float:
+    """Return v, the variance of the logarithm of the figures that bound a layout: the mean over the devices of its
+    slowest stage or, if lines bound it, over the links of these with each other and with the neighbouring stages."""
+    bound = throughput.bottleneck(placement)
+    if bound is None or snapshot.network is None:
+        return 0.0
+    what, k = bound
+    topology = throughput.topology
+    number = {peer.peer: index for index, peer in enumerate(snapshot.peers)}
+    rows = [number[PeerID(name)] for name in topology.names]
+    stage = [rows[device] for device in placement.stages[k]]
+    if what == "compute":
+        return float(np.mean([snapshot.peers[index].speed_variance for index in stage]))
+    near = [rows[device] for members in placement.stages[max(0, k - 1) : k + 2] for device in members]
+    pairs = [(i, j) for i in stage for j in near if i != j]
+    variance = variances_of(snapshot, topology_of(snapshot)).rate_variance
+    return float(np.mean([variance[pair] for pair in pairs])) if pairs else 0.0
+
+
+def next_layout_change(snapshot: SwarmSnapshot, live: Plan, next_layout: Sequence[Stage]) -> Change | None:
+    """Return the change to the `next_layout` stages; None if a stage has no known peer or a layout is infeasible."""
+    current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, next_layout))
+    if not all(current.stages) or not all(found.stages):
+        return None
+    assert snapshot.workload is not None
+    return LayoutObjective(snapshot, topology_of(snapshot), snapshot.workload, current).change_to(found)
+
+
+def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) -> dict[PeerID, float]:
+    """Return for each member of `next_layout` the bytes of state that it does not hold in the live plan."""
+    lacking = {}
+    for stage in next_layout:
+        for peer in stage.peers:
+            now = live.stage_of(peer)
+            held = range(*live.stages[now].layers) if now is not None else range(0)
+            layers = (layer for layer in range(*stage.layers) if layer not in held)
+            lacking[peer] = sum(workload.layer_state_bytes[layer] for layer in layers)
+    return lacking
+
+
+def fetch_s(
+    topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
+) -> float:
+    """Return the seconds until all peers hold the layers of `found`, if the lines carry nothing else: the longest of
+    the paths from all holders of a layer at once, the busiest card, and (if `together`) the upload of each stage's
+    state.
+
+    Args: together: peers that lack the same layers pass received parts on, and all other peers relay over their own
+    paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there."""
+    layer_bytes = np.array(workload.layer_state_bytes)
+    _, card = np.unique(topology.card, return_inverse=True)
+    same_card = card[:, None] == card[None, :]
+    ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])
+    rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
+    paths_s, into, out = np.zeros((3, topology.num_devices))
+    leave_bytes, lacks = [0.0] * len(current.stages), [set[int]() for _ in current.stages]
+    for devices, first, last in _ranges(found):
+        for stage, (holders, held_first, held_last) in enumerate(_ranges(current)):
+            num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
+            lacking = [device for device in devices if device not in holders]
+            if not num_bytes or not lacking:
+                continue
+            givers = np.array(holders)
+            others = np.setdiff1d(np.arange(topology.num_devices), givers)
+            leave_bytes[stage] += num_bytes
+            lacks[stage].update(lacking)
+            for device in lacking:
+                mates = np.array([mate for mate in lacking if mate != device and together], dtype=np.int64)
+                passed = len(mates) / len(lacking)
+                carriers = others[others != device] if together else mates
+                carried = np.minimum(rate[np.ix_(givers, carriers)].sum(axis=0), rate[carriers, device])
+                paths_s[device] += num_bytes / (rate[givers, device].sum() + carried.sum())
+                for sources, part in ((givers, 1.0 - passed), (mates, passed)):
+                    parts = part * num_bytes * rate[sources, device] / max(rate[sources, device].sum(), 1.0)
+                    away = ~same_card[sources, device]
+                    np.add.at(out, card[sources[away]], parts[away])
+                    into[card[device]] += parts[away].sum()
+    cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
+    leave_s = [
+        _leave_s(topology, rate, np.array(holders), num_bytes, peers)
+        for holders, num_bytes, peers in zip(current.stages, leave_bytes, lacks, strict=True)
+        if together and num_bytes
+    ]
+    return float(max(paths_s.max(), cards_s.max(), *leave_s))
+
+
+def _leave_s(
+    topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
+) -> float:
+    """Estimate the seconds in which `num_bytes` of state leave their holders over all paths and cards.
+
+    Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers."""
+    others = np.setdiff1d(np.arange(topology.num_devices), givers)
+    _, one_of_each = np.unique(np.array(topology.card)[givers], return_index=True)
+    line = min(rate[np.ix_(givers, others)].sum(), topology.up_bytes_per_s[givers[one_of_each]].sum())
+    times = FROM_ONE_TIMES if len(givers) == 1 and len(lacking) > 1 else 1.0
+    return float(times * num_bytes / line)
+
+
+def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
+    """Return the part that is left for the halt: one step's gradient of fetched layers, and other layers."""
+    part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
+    gradients_s = part * stop_and_copy_s
+    followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
+    return stop_and_copy_s * (1.0 - followed * (1.0 - part))
+
+
+def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
+    """Return the part of a step in which the busiest device sends, one transfer after the other over its paths."""
+    topology = objective.topology
+    members = np.array([device for stage in current.stages for device in stage])
+    if len(members) < 2:
+        return 0.0
+    sent_bytes = np.array([sent for stage in objective.sent_bytes(current) for sent in stage])
+    paths = topology.bytes_per_s[np.ix_(members, members)].sum(axis=1) / (len(members) - 1)
+    rates = np.maximum(np.minimum(paths, topology.up_bytes_per_s[members]), 1.0)
+    return float((sent_bytes / rates).max()) / step_s
+
+
+def _with_part(topology: Topology, part: float) -> Topology:
+    return replace(
+        topology,
+        bytes_per_s=part * topology.bytes_per_s,
+        up_bytes_per_s=part * topology.up_bytes_per_s,
+        down_bytes_per_s=part * topology.down_bytes_per_s,
+    )
+
+
+def _beside_training(topology: Topology, current: Placement, part: float) -> Topology:
+    """Return `topology` with `part` of the line rates of peers that train. Spares keep all of theirs."""
+    left = np.ones(topology.num_devices)
+    left[[device for stage in current.stages for device in stage]] = part
+    return replace(
+        topology,
+        bytes_per_s=np.maximum(left[:, None], left[None, :]) * topology.bytes_per_s,
+        up_bytes_per_s=left * topology.up_bytes_per_s,
+        down_bytes_per_s=left * topology.down_bytes_per_s,
+    )
+
+
+def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:
+    return list(zip(placement.stages, placement.bounds, placement.bounds[1:], strict=False))
+
+
+def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
+    """Return the line rates that remain for steps while members of `stay` send their stage's state to newcomers."""
+    left = np.ones(topology.num_devices)
+    for stayers, members in zip(stay, found.stages, strict=True):
+        if len(members) > len(stayers):
+            left[list(stayers)] = 1.0 - STATE_PART
+    up = left * topology.up_bytes_per_s
+    return replace(topology, bytes_per_s=left[:, None] * topology.bytes_per_s, up_bytes_per_s=up)
