@@ -41,7 +41,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.coordinator.chain_log import ChainLog
-from shoal.coordinator.exclusions import Exclusions
+from shoal.coordinator.membership import Exclusions
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.admission import Admission
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.cluster_view import ClusterView
@@ -50,6 +49,7 @@ from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.judge import HEARD_HEARTBEATS, NOBODY, UNMET_MIN, Acquaintance
 from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
