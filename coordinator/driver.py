@@ -53,7 +53,7 @@ from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
-from shoal.coordinator.store import PlanStore, WriteAhead
+from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.verified_plans import VerifiedPlans
 from shoal.protocol.endpoint import Endpoint
@@ -200,7 +200,7 @@ class Coordination:
         self.turned_away = ""
         """Why the coordinator refuses us; empty: it does not, or we have not met it."""
         self._times_turned_away = 0
-        self._write_ahead = WriteAhead(store, clock)
+        self._store = store
         self._discovery = Discovery(endpoint, directory, clock)
         self._reports = ReportQueue()
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
@@ -363,8 +363,9 @@ class Coordination:
         if self._closed:
             return Refusal(reason="is closing")
         try:
-            commands = self._core.handle(event, now_s=self._clock.now_s())
-            replies = [reply for command in self._write_ahead.backed(commands) if (reply := self._carry_out(command))]
+            now_s = self._clock.now_s()
+            commands = self._store.backed(self._core.handle(event, now_s=now_s), now_s)
+            replies = [reply for command in commands if (reply := self._carry_out(command))]
         finally:
             self._timer.set(self._core.next_timer_s())
         assert len(replies) <= 1
@@ -421,7 +422,7 @@ class Coordination:
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._write_ahead.begin(self._core.record())
+        record = self._store.begin(self._core.record())
         if record is None:
             return
         before, live = self._stored(record.before), self._stored(record.live)
