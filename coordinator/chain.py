@@ -33,19 +33,26 @@ alarm.
 A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
 term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 
-from shoal.coordinator.chain_log import ChainLog
 from shoal.coordinator.membership import Exclusions
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
+from shoal.protocol.limits import (
+    CONTROL_BYTES_MAX,
+    ERA_JUMP_MAX,
+    LINKS_KEPT_BYTES,
+    LINKS_PER_REPLY_MAX,
+    SEQUENCE_JUMP_MAX,
+    TERM_JUMP_MAX,
+    TERM_MAX,
+)
 from shoal.protocol.messages import Heartbeat, PlanOffer, PlanVote, Standing, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
@@ -53,6 +60,8 @@ from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
 """How many plans are remembered, to detect forks: four hours of terms."""
+ENVELOPE_BYTES = 1024
+"""Upper bound of what an envelope and a message's own fields take in a control message."""
 
 
 class Adoption(NamedTuple):
@@ -77,6 +86,56 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The predecessor of `live`, with which other peers can check its votes."""
     mandated: bytes = b""
     """The plan that began the reign of `live`, if an owner's mandate began it."""
+
+
+class ChainLog:
+    """The last live plans with their votes, bounded in bytes: from them returning peers catch up. A peer that was away
+    for longer takes a plan on trust (`chain_sync`)."""
+
+    def __init__(self) -> None:
+        self._links: deque[SignedPlan] = deque()
+        """Oldest first; the last is the live plan."""
+        self._bytes = 0
+        self.mandated: SignedPlan | None = None
+        """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
+
+    @property
+    def before_last(self) -> SignedPlan | None:
+        """The predecessor of the live plan."""
+        return self._links[-2] if len(self._links) > 1 else None
+
+    def add(self, plan: SignedPlan) -> None:
+        if self._links and plan.plan.previous != self._links[-1].digest:
+            self._links.clear()  # a peer at an earlier plan could not continue across this gap
+            self._bytes = 0
+        self._links.append(plan)
+        self._bytes += len(plan.link)
+        while self._bytes > LINKS_KEPT_BYTES and len(self._links) > 2:
+            self._bytes -= len(self._links.popleft().link)
+        if plan.plan.mandate:
+            self.mandated = plan
+
+    def find(self, digest: str) -> SignedPlan | None:
+        return next((plan for plan in self._links if plan.digest == digest), None)
+
+    def after(self, digest: str, override_epoch: int) -> tuple[bytes, ...]:
+        """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
+        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's
+        `override_epoch` is lower."""
+        links = list(self._links)
+        at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
+        wanted = links[at + 1 :] if at is not None else links[-2:]
+        mandated = self.mandated
+        if mandated is not None and mandated.plan.override_epoch > override_epoch and mandated not in wanted:
+            wanted.insert(0, mandated)
+        fitting: list[bytes] = []
+        spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES
+        for plan in wanted[:LINKS_PER_REPLY_MAX]:
+            spare_bytes -= len(plan.link) + 8
+            if spare_bytes < 0:
+                break
+            fitting.append(plan.link)
+        return tuple(fitting)
 
 
 class PlanChain:
@@ -246,27 +305,21 @@ class PlanChain:
             mandated=mandated.link if (mandated := self.links.mandated) else b"",
         )
 
-    def restore(
-        self,
-        record: ChainRecord,
-        *,
-        live: SignedPlan | None,
-        accepted: SignedPlan | None,
-        before: SignedPlan | None = None,
-        mandated: SignedPlan | None = None,
-    ) -> None:
+    def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None]) -> None:
         """Continue from `record`. Its plans are trusted, because we wrote them. Drop a promise that no honest candidate
-        could outbid: older releases could be tricked into one."""
+        could outbid: older releases could be tricked into one.
+        Args: opened: opens a plan of the record; None: it holds none there, or one that no peer can follow."""
         assert record.run == self.run
-        self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
-        if live is not None:
-            self.exclusions.obeyed(live.plan)
+        live = opened(record.live)
+        self.live, self.accepted_term = live, record.accepted_term
+        self.accepted = opened(record.accepted) if live is not None else None
         if record.granted_term < TERM_MAX:
             self.granted_term, self.granted_to = record.granted_term, record.granted_to
-        for plan in (mandated, before, live):
+        for plan in (opened(record.mandated), opened(record.before), live):
             if plan is not None:
                 self.links.add(plan)
         if live is not None:
+            self.exclusions.obeyed(live.plan)
             self._remember(live)
 
     def _remember(self, plan: SignedPlan) -> None:

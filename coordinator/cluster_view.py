@@ -16,7 +16,7 @@ from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.reachability import Pair
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain_log import ENVELOPE_BYTES
+from shoal.coordinator.chain import ENVELOPE_BYTES
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces

@@ -208,18 +208,10 @@ class CoordinationCore:
         self._leaving = False
         self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
-    def restore(
-        self,
-        record: ChainRecord,
-        now_s: float,
-        *,
-        live: SignedPlan | None,
-        accepted: SignedPlan | None,
-        before: SignedPlan | None,
-        mandated: SignedPlan | None,
-    ) -> None:
-        """Continue after a restart, before any event. The caller has opened the plans of `record`."""
-        self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
+    def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
+        """Continue after a restart, before any event. Args: opened: as in `PlanChain.restore`."""
+        self.chain.restore(record, opened)
+        live = self.chain.live
         if live is not None:
             self.policy.obey(live.plan, now_s)
             self.view.electorate.obey(live.plan, now_s, follows=False)

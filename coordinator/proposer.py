@@ -7,8 +7,7 @@ import msgspec
 
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import PlanChain, link_flaw
-from shoal.coordinator.chain_log import ENVELOPE_BYTES
+from shoal.coordinator.chain import ENVELOPE_BYTES, PlanChain, link_flaw
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.judge import APART_MAX

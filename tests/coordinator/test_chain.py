@@ -66,7 +66,7 @@ def test_a_fork_is_noticed_long_after_and_after_a_restart(make_chain, make_plan,
     chain.adopt(make_plan(ABC, coordinator="a", order=(1, 2), base=first, reason="another"))
     assert chain.num_forks == 1
     again = make_chain()
-    again.restore(chain.record(), live=chain.live, accepted=None, before=second)
+    again.restore(chain.record(), {plan.link: plan for plan in (second, chain.live)}.get)
     again.adopt(make_plan(ABC, coordinator="b", order=(2, 3), base=second, reason="another"))
     assert again.num_forks == 1
     assert again.live is third
@@ -168,6 +168,6 @@ def test_a_record_brings_everything_back(make_chain, make_plan, chain, first):
     chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first)
     chain.grant("b", 2, first)
     again = make_chain()
-    again.restore(chain.record(), live=chain.live, accepted=chain.accepted)
+    again.restore(chain.record(), {chain.live.link: chain.live, chain.accepted.envelope: chain.accepted}.get)
     assert again.record() == chain.record()
     assert again.grant("c", 2, first) != ""

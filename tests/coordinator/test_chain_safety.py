@@ -175,9 +175,8 @@ class Bag:
             self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
         elif dice >= 0.99:
             chain = PlanChain("run", owner=OWNER, verify=believe, verify_order=believe)
-            record, old = self.chains[peer].record(), self.chains[peer]
-            before = self.open(record.before)
-            chain.restore(record, live=old.live, accepted=old.accepted, before=before)
+            record = self.chains[peer].record()
+            chain.restore(record, lambda data: self.plans.get(data) or self.open(data))
             self.chains[peer], self.proposers[peer] = chain, self.proposer(peer, chain)
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.chain_log import ENVELOPE_BYTES
+from shoal.coordinator.chain import ENVELOPE_BYTES
 from shoal.coordinator.cluster_view import ADVERTS_MAX, LEAST_NEEDED, ClusterView, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.limits import CONTROL_BYTES_MAX
