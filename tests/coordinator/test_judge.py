@@ -93,8 +93,7 @@ def test_an_honest_member_does_not_vote_for_it(run_swarm, evil):
         layout = evil(live.plan, me=leader.peer_id, others=[peer.peer_id for peer in others])
 
         async def propose():
-            commands, _ = core._proposer.propose(live, layout, swarm.world.now_s())
-            for command in commands:
+            for command in core._proposer.propose(live, layout, swarm.world.now_s()):
                 leader.coordination._carry_out(command)
             return core._proposer._ballot.plan
 
