@@ -17,7 +17,7 @@ for it that it cannot have a majority (`Ballot.found`). Without this rule the ch
 its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
 later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote: `judge` refuses plans that contradict what the member knows. Hence the live plans
+A member may always refuse its vote: `voting` refuses plans that contradict what the member knows. Hence the live plans
 of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live plan above its own,
 so every peer that has moved on refuses a coordinator that wakes up after its term.
 

@@ -22,10 +22,10 @@ from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
-from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
+from shoal.coordinator.voting import Electorate, InviteOf
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX

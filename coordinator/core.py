@@ -73,12 +73,12 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.follower import Follower
-from shoal.coordinator.judge import Judge, goes_back
 from shoal.coordinator.leader import Leader, transfer_body
 from shoal.coordinator.ledger import Ends, end_body, proves_end
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.swarm_status import swarm_status
+from shoal.coordinator.voting import Judge, goes_back
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.membership import Excluded

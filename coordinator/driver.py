@@ -48,7 +48,6 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.judge import HEARD_HEARTBEATS, NOBODY, UNMET_MIN, Acquaintance
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
@@ -56,6 +55,7 @@ from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
+from shoal.coordinator.voting import HEARD_HEARTBEATS, UNMET_MIN, Acquaintance
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
@@ -456,7 +456,7 @@ class Coordination:
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
         mandate: Mandate | None = None
-        knows = NOBODY
+        knows = Acquaintance()
         match message:
             case Heartbeat():
                 if reason := self._why_not_enter(source, message.advert):
@@ -482,7 +482,7 @@ class Coordination:
         """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
         base = base if base is not None else self._core.plan
         if base is None:
-            return NOBODY
+            return Acquaintance()
         members = self._endpoint.members
         lately_s = self._clock.now_s() - HEARD_HEARTBEATS * self._spec.swarm.heartbeat_s
         keys: set[bytes] = set()

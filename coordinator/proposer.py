@@ -23,10 +23,10 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.follower import Agreed
-from shoal.coordinator.judge import APART_MAX
 from shoal.coordinator.leader import KeepRole, Want
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
+from shoal.coordinator.voting import APART_MAX
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Done, Holding, PlanLive, PlanOffer, PlanVote, Refusal, Reset, TermGrant, TermRequest

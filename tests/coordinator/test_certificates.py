@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.certificates import ATTESTED_MAX, KEPT, Certificates, certified_flaw
-from shoal.coordinator.roll import Electorate
+from shoal.coordinator.voting import Electorate
 from shoal.protocol.certificate import JURY, Attested, Certified, jury, layers_at
 from shoal.protocol.layers import all_layer_keys, group_keys
 from shoal.protocol.messages import Holding

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.coordinator import proposer
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
-from shoal.coordinator.judge import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
+from shoal.coordinator.voting import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Holding, Ping, Standing
 
