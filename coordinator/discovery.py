@@ -117,13 +117,7 @@ class Discovery:
         records = await self._records(self._peers_key)
         adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
         news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
-        waiting = iter(news)
-
-        async def introduce_some() -> None:
-            for peer, addresses in waiting:
-                await self.introduce(peer, addresses)
-
-        await asyncio.gather(*(introduce_some() for _ in range(min(DIALS_MAX, len(news)))))
+        await asyncio.gather(*(self.introduce(peer, addresses) for peer, addresses in news))
         return adverts
 
     def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
