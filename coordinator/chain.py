@@ -53,7 +53,7 @@ from shoal.protocol.limits import (
     TERM_JUMP_MAX,
     TERM_MAX,
 )
-from shoal.protocol.messages import Heartbeat, PlanOffer, PlanVote, Standing, TermGrant, TermRequest
+from shoal.protocol.messages import Heartbeat, PlanVote, Standing, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import VerifySignature
@@ -336,6 +336,58 @@ class PlanChain:
         self.granted_term, self.granted_to = term, candidate
         return ""
 
+    # --- answers; make the record durable before sending one ---
+
+    def answer_request(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+        """Grant a term or refuse it."""
+        if refusal := self.grant(source, request.term, base):
+            return self.no_grant(base, refusal)
+        accepted = self.accepted.envelope if self.accepted else b""
+        return TermGrant(granted=True, term=self.granted_term, accepted=accepted, accepted_term=self.accepted_term)
+
+    def answer_pre_vote(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+        """Say whether the request would be granted, without a promise."""
+        if self.live is None or self.live.digest != base.digest or not base.plan.has(source):
+            return self.no_grant(base, f"obeys plan {self.order}")
+        if request.term <= self.granted_term:
+            return self.no_grant(base, f"granted term {self.granted_term}, not below {request.term}")
+        if not self.takes_term(request.term):
+            return self.no_grant(base, f"no honest candidate is at term {request.term}")
+        return TermGrant(granted=True, term=self.granted_term)
+
+    def no_grant(self, base: SignedPlan, reason: str) -> TermGrant:
+        """Refuse a term to a candidate that obeys `base`."""
+        return TermGrant(granted=False, reason=reason, term=self.granted_term, live=self._newer(base))
+
+    def answer_offer(
+        self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None, sign_vote: Callable[[bytes], bytes]
+    ) -> PlanVote:
+        """Vote for a plan or refuse it."""
+        if refusal := self.vote(source, term, plan, base):
+            newer = self._newer(base) if base is not None else b""
+            return PlanVote(accepted=False, reason=refusal, term=self.granted_term, live=newer)
+        return PlanVote(accepted=True, term=self.granted_term, signature=sign_vote(vote_body(term, plan.digest)))
+
+    def answer_standing(self, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
+        """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a
+        recovery, a voter before it refuses a plan. Args: own: this peer's last heartbeat."""
+        return Standing(
+            live=self.live.link if self.live else b"",
+            term=max(self.granted_term, self.order[0]),
+            era=own.era if own else 0,
+            stage=own.stage if own else None,
+            version=own.version if own else 0,
+            synced=own is not None and own.synced,
+            holdings=own.holdings if own else (),
+            held=own.held if own else (),
+            leaves=leaves,
+            revision=revision,
+        )
+
+    def _newer(self, base: SignedPlan) -> bytes:
+        """Return our live plan if it is above `base`, that of the asking peer; else nothing."""
+        return self.live.link if self.live and self.height > base.plan.height else b""
+
 
 def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     """Say why `plan` cannot be the successor of `base`; empty: it can."""
@@ -387,69 +439,3 @@ def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: Ver
     body = vote_body(proof.ballot, plan.digest)
     forged = next((peer for peer, signature in votes.items() if not verify(peer, signature, body)), None)
     return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""
-
-
-# --- answers ---
-
-
-def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Grant a term or refuse it. Make the chain's record durable before sending the answer."""
-    if refusal := chain.grant(source, request.term, base):
-        return no_grant(chain, base, refusal)
-    accepted = chain.accepted.envelope if chain.accepted else b""
-    return TermGrant(granted=True, term=chain.granted_term, accepted=accepted, accepted_term=chain.accepted_term)
-
-
-def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Say whether the request would be granted, without a promise."""
-    live = chain.live
-    if live is None or live.digest != base.digest or not base.plan.has(source):
-        return no_grant(chain, base, f"obeys plan {chain.order}")
-    if request.term <= chain.granted_term:
-        return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
-    if not chain.takes_term(request.term):
-        return no_grant(chain, base, f"no honest candidate is at term {request.term}")
-    return TermGrant(granted=True, term=chain.granted_term)
-
-
-def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
-    """Refuse a term; attach our live plan if the candidate's is older."""
-    return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
-
-
-def answer_offer(
-    chain: PlanChain,
-    source: PeerID,
-    offer: PlanOffer,
-    plan: SignedPlan,
-    base: SignedPlan | None,
-    *,
-    sign_vote: Callable[[bytes], bytes],
-) -> PlanVote:
-    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer."""
-    if refusal := chain.vote(source, offer.term, plan, base):
-        newer = b"" if base is None else _newer(chain, base)
-        return PlanVote(accepted=False, reason=refusal, term=chain.granted_term, live=newer)
-    signature = sign_vote(vote_body(offer.term, plan.digest))
-    return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
-
-
-def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
-    """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
-    voter before it refuses a plan. Args: own: this peer's last heartbeat."""
-    return Standing(
-        live=chain.live.link if chain.live else b"",
-        term=max(chain.granted_term, chain.order[0]),
-        era=own.era if own else 0,
-        stage=own.stage if own else None,
-        version=own.version if own else 0,
-        synced=own is not None and own.synced,
-        holdings=own.holdings if own else (),
-        held=own.held if own else (),
-        leaves=leaves,
-        revision=revision,
-    )
-
-
-def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
-    return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

@@ -34,15 +34,7 @@ from functools import partial
 import msgspec
 
 from shoal.coordinator.certificates import certified_flaw, newest_whole
-from shoal.coordinator.chain import (
-    ChainRecord,
-    PlanChain,
-    answer_offer,
-    answer_pre_vote,
-    answer_request,
-    answer_standing,
-    no_grant,
-)
+from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import (
     Alarm,
@@ -350,7 +342,7 @@ class CoordinationCore:
             case Ping() as ping:
                 return [Reply(message=ping)]
             case StandingRequest():
-                standing = answer_standing(self.chain, self._own, leaves=self._leaves, revision=self.revision)
+                standing = self.chain.answer_standing(self._own, leaves=self._leaves, revision=self.revision)
                 return [Reply(message=standing)]
             case Reset() as reset:
                 assert event.base is not None
@@ -438,13 +430,13 @@ class CoordinationCore:
         if heard_lately and source != self.me and not self._may_succeed(source, request.permit, base.plan):
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self._watch.alarm(now_s)
-            return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
+            return [*commands, Reply(message=self.chain.no_grant(base, "still hears the coordinator"))]
         if request.prevote:
-            opinion = answer_pre_vote(self.chain, source, request, base)
+            opinion = self.chain.answer_pre_vote(source, request, base)
             if opinion.granted:
                 self._follower.gives_way(source, base.plan, now_s)
             return [*commands, Reply(message=opinion)]
-        reply = answer_request(self.chain, source, request, base)
+        reply = self.chain.answer_request(source, request, base)
         if reply.granted:
             self._follower.hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
@@ -475,7 +467,7 @@ class CoordinationCore:
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
                 return [*commands, Reply(message=vote)]
-        reply = answer_offer(self.chain, event.source, offer, plan, event.base, sign_vote=self._sign_vote)
+        reply = self.chain.answer_offer(event.source, offer.term, plan, event.base, self._sign_vote)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:

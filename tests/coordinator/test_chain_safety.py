@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.chain import PlanChain, answer_offer, answer_request
+from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Answered, Ask
@@ -137,11 +137,11 @@ class Bag:
             case TermRequest():
                 base = self.open(message.live)
                 self.obey(target, base, source)
-                self.under_way.append((target, source, answer_request(chain, source, message, base), message))
+                self.under_way.append((target, source, chain.answer_request(source, message, base), message))
             case PlanOffer():
                 base = self.open(message.predecessor)
                 self.obey(target, base, source)
-                reply = answer_offer(chain, source, message, self.plans[message.plan], base, sign_vote=sign_vote)
+                reply = chain.answer_offer(source, message.term, self.plans[message.plan], base, sign_vote)
                 self.under_way.append((target, source, reply, message))
             case TermGrant() | PlanVote():
                 newer, accepted = self.open(message.live), None
