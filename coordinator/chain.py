@@ -95,7 +95,6 @@ class ChainLog:
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
         """Oldest first; the last is the live plan."""
-        self._bytes = 0
         self.mandated: SignedPlan | None = None
         """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
 
@@ -107,11 +106,9 @@ class ChainLog:
     def add(self, plan: SignedPlan) -> None:
         if self._links and plan.plan.previous != self._links[-1].digest:
             self._links.clear()  # a peer at an earlier plan could not continue across this gap
-            self._bytes = 0
         self._links.append(plan)
-        self._bytes += len(plan.link)
-        while self._bytes > LINKS_KEPT_BYTES and len(self._links) > 2:
-            self._bytes -= len(self._links.popleft().link)
+        while len(self._links) > 2 and sum(len(kept.link) for kept in self._links) > LINKS_KEPT_BYTES:
+            self._links.popleft()
         if plan.plan.mandate:
             self.mandated = plan
 

@@ -58,20 +58,14 @@ class Electorate:
     def __init__(self, heartbeat_s: float, invite_of: InviteOf) -> None:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
-        self._placed_s: dict[PeerID, float] = {}
-        """Member with a place -> when it got the place, as far as we have seen."""
-        self._came_s: dict[PeerID, float] = {}
-        """The same for members that we have seen arrive."""
+        self._placed: dict[PeerID, tuple[float, bool]] = {}
+        """Member with a place -> (when it got the place, as far as we have seen; whether we have seen it arrive)."""
         self._refused: set[PeerID] = set()
         self._one_by_one = False
 
     def obey(self, plan: Plan, now_s: float, *, follows: bool) -> None:
         """Record a live plan. Args: follows: it is the successor of the plan that we obeyed before."""
-        holders = _holders(plan)
-        came = [peer for peer in holders if peer not in self._placed_s] if follows else []
-        self._placed_s = {peer: self._placed_s.get(peer, now_s) for peer in holders}
-        self._came_s = {peer: at_s for peer, at_s in self._came_s.items() if peer in self._placed_s}
-        self._came_s.update(dict.fromkeys(came, now_s))
+        self._placed = {peer: self._placed.get(peer, (now_s, follows)) for peer in _holders(plan)}
 
     def begin_term(self) -> None:
         self._refused, self._one_by_one = set(), False
@@ -86,18 +80,17 @@ class Electorate:
     def roll(self, before: Plan | None, plan: Plan, now_s: float) -> Roll:
         """Return the roll of `plan`, which has none yet and follows `before`."""
         holders = _holders(plan)
+        placed_s = {peer: self._placed[peer][0] if peer in self._placed else now_s for peer in holders}
         if before is None:
             return self._numbered(plan, (), holders)
-        kept = [peer for peer in plan.members if peer in _on_roll(before)]
-        waiting = sorted(
-            {*holders} - {*kept} - self._refused,
-            key=lambda peer: (self._placed_s.get(peer, now_s), peer),
-        )
+        voted = _on_roll(before)
+        kept = [peer for peer in plan.members if peer in voted]
+        waiting = sorted({*holders} - {*kept} - self._refused, key=lambda peer: (placed_s[peer], peer))
         needed = ELECTORS_MIN - len(kept)
         added = [
             peer
             for at, peer in enumerate(peer for peer in waiting if self._invite_of(peer) is not None)
-            if at < needed or now_s >= self._placed_s.get(peer, now_s) + self._probation_s
+            if at < needed or now_s >= placed_s[peer] + self._probation_s
         ]
         if len(kept) + len(added) == 0:
             added = holders
@@ -141,7 +134,8 @@ class Electorate:
         added = sorted(new - kept)
         if idle := [peer for peer in added if not plan.groups_of(peer)]:
             return f"it gives {name_of(idle[0])} a vote, which holds no place"
-        early = [peer for peer in added if now_s < self._came_s.get(peer, -self._probation_s) + self._probation_s / 2]
+        came_s = {peer: at_s for peer, (at_s, is_seen) in self._placed.items() if is_seen}
+        early = [peer for peer in added if peer in came_s and now_s < came_s[peer] + self._probation_s / 2]
         if len(early) > max(0, ELECTORS_MIN - len(kept)):
             return f"it gives {name_of(early[0])} a vote, which came a moment ago"
         for peer in added:
