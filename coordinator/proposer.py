@@ -318,11 +318,11 @@ class Proposer:
             return []
         base = ballot.base.plan
         if ballot.plan is not None:
-            self._ballot, plan = None, ballot.proven()
-            commands = self._went_live(plan, base.members, now_s)
-            if plan.plan.coordinator != self._me and self._chain.live is plan:
+            self._ballot, won = None, ballot.proven()
+            commands = self._went_live(won, base.members, now_s)
+            if won.plan.coordinator != self._me and self._chain.live is won:
                 # This finishes a dead coordinator's plan; our own plan follows in the same term.
-                commands += self.campaign(plan, now_s, permit=ballot.permit, term=ballot.term)
+                commands += self.campaign(won, now_s, permit=ballot.permit, term=ballot.term)
             return commands
         plan = ballot.found
         if plan is None:

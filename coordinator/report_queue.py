@@ -29,7 +29,7 @@ class ReportQueue:
         contains its age.
         Returns: (the heartbeat to send, the argument for `arrived` or `failed`)."""
         known = [report for _, report in self._waiting]
-        new = (*heartbeat.commits, *heartbeat.validations)
+        new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
         self._waiting.extend((now_s, report) for report in new if report not in known)
         sent: tuple[Waiting, ...] = ()
         if not self._sent:
