@@ -46,6 +46,7 @@ from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import (
     CONTROL_BYTES_MAX,
+    ENVELOPE_BYTES_MAX,
     ERA_JUMP_MAX,
     LINKS_KEPT_BYTES,
     LINKS_PER_REPLY_MAX,
@@ -60,8 +61,6 @@ from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
 """How many plans are remembered, to detect forks: four hours of terms."""
-ENVELOPE_BYTES = 1024
-"""Upper bound of what an envelope and a message's own fields take in a control message."""
 
 
 class Adoption(NamedTuple):
@@ -126,7 +125,7 @@ class ChainLog:
         if mandated is not None and mandated.plan.override_epoch > override_epoch and mandated not in wanted:
             wanted.insert(0, mandated)
         fitting: list[bytes] = []
-        spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES
+        spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES_MAX
         for plan in wanted[:LINKS_PER_REPLY_MAX]:
             spare_bytes -= len(plan.link) + 8
             if spare_bytes < 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
-from shoal.coordinator.chain import ENVELOPE_BYTES, PlanChain, link_flaw
+from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.coordination_events import (
     Answered,
     Ask,
@@ -28,7 +28,7 @@ from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.voting import APART_MAX
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import Done, Holding, PlanLive, PlanOffer, PlanVote, Refusal, Reset, TermGrant, TermRequest
 from shoal.protocol.plan import Mandate, Plan, PlanProof, SignedPlan, Stage, vote_body
 from shoal.protocol.quorum import is_quorum
@@ -67,7 +67,7 @@ class Ballot:
         if self.plan is None:
             return TermRequest(term=self.term, live=base, permit=self.permit)
         plan = self.plan.envelope
-        fits = len(plan) + len(base) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX
+        fits = len(plan) + len(base) + ENVELOPE_BYTES_MAX <= CONTROL_BYTES_MAX
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
     def ask(self) -> list[Command]:
