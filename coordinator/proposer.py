@@ -381,6 +381,8 @@ class Proposer:
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
         ended = before if before and begins and _ends_with(before, begins) else None
+        # A new era is no roll-back after the end of its layout, or if all peers had stopped.
+        goes_back = begins is not None and begins.loses and ended is None
         stages = _since(tuple(map(_sane, layout.stages)), goes_on, sequence)
         restored = (before.restore_era, before.restore_version) if before else (0, 0)
         restored = (begins.from_era, begins.version) if begins else restored
@@ -393,7 +395,7 @@ class Proposer:
             stages=stages,
             spares=layout.spares,
             era=era,
-            rollbacks=_rollbacks(before, begins),
+            rollbacks=(before.rollbacks if before else 0) + goes_back,
             restore_version=restored[1],
             restore_era=restored[0],
             not_started=base is None or begins is not None or self._is_fresh(base),
@@ -443,13 +445,6 @@ def _sane(stage: Stage) -> Stage:
         for m in stage.members
     )
     return msgspec.structs.replace(stage, members=tuple(raised))
-
-
-def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """Count the run's roll-backs. A new era is none after the end of its layout, or if all peers had stopped."""
-    told = before.rollbacks if before else 0
-    goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
-    return told + goes_back
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:

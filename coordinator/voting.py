@@ -261,7 +261,12 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
     """Return the groups of `live` with a state that a peer reports, at a version that counts."""
-    held = [(peer, group, version) for peer, each in said.items() for group, version in _held_by(each, live)]
+    held: list[tuple[PeerID, int, int]] = []
+    for peer, each in said.items():
+        if each.era == live.era:
+            held += [(peer, group, version) for group, version in each.held]
+            if each.synced and each.stage is not None:
+                held.append((peer, each.stage, each.version))
     # A holder behind the version at which the plan begins loses nothing. But a version that no peer except the
     # coordinator has reached is no version of this run. Certificates are checked elsewhere.
     version_max = max((version for peer, _, version in held if peer != plan.coordinator), default=0)
@@ -274,13 +279,6 @@ def _stored(said: Mapping[PeerID, Standing | Heartbeat], age: tuple[int, int]) -
     """Return the layers of the snapshot (era, version) that are on a disk of these peers."""
     held = (holding for each in said.values() for holding in each.holdings)
     return frozenset(key for holding in held if (holding.era, holding.version) == age for key in holding.layers)
-
-
-def _held_by(said: Standing | Heartbeat, live: Plan) -> list[tuple[int, int]]:
-    if said.era != live.era:
-        return []
-    own = [(said.stage, said.version)] if said.synced and said.stage is not None else []
-    return [*said.held, *own]
 
 
 def _apart(members: tuple[Member, ...]) -> float:
