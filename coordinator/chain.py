@@ -33,7 +33,7 @@ alarm.
 A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
 term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -155,7 +155,7 @@ class PlanChain:
         self.accepted_term = 0
         self.num_forks = 0
         """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
-        self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
+        self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
         """The highest term to which insisting peers have raised the bound of believable terms."""
 
@@ -232,7 +232,7 @@ class PlanChain:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
         Args: after: the predecessor of `plan`, taken on trust: this peer knows no plan, or was away for longer than
         links are kept."""
-        known = self._obeyed.get(plan.plan.height)
+        known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
         if self.live is not None:
@@ -248,7 +248,7 @@ class PlanChain:
             self.links.add(after)
         self.live = plan
         self.links.add(plan)
-        self._remember(plan)
+        self._obeyed.append(plan)
         self.exclusions.obeyed(plan.plan)
         self.accepted, self.accepted_term = None, 0
         if plan.plan.term >= self.granted_term or plan.plan.override_epoch > override_epoch:
@@ -316,12 +316,7 @@ class PlanChain:
                 self.links.add(plan)
         if live is not None:
             self.exclusions.obeyed(live.plan)
-            self._remember(live)
-
-    def _remember(self, plan: SignedPlan) -> None:
-        self._obeyed[plan.plan.height] = plan
-        if len(self._obeyed) > OBEYED_MAX:
-            self._obeyed.popitem(last=False)
+            self._obeyed.append(live)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
         """Bind `term` to `candidate`. Returns: why not; empty: it is bound."""
