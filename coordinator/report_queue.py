@@ -21,9 +21,6 @@ class ReportQueue:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
         self._sent: tuple[Waiting, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
         """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight. A commit
         contains its age.
