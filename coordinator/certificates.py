@@ -30,8 +30,8 @@ class Certificates:
         self._are_enough = are_enough
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
-        self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
-        """Layers of a group -> member -> (era, version) -> its attestation, with a valid signature."""
+        self._said: dict[tuple[tuple[str, ...], PeerID], dict[tuple[int, int], Attested]] = {}
+        """(layers of a group, member) -> (era, version) -> its attestation, with a valid signature."""
         self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
         """((era, version), layers) of all that the live plan certifies."""
         self._new: tuple[Certified, ...] = ()
@@ -40,13 +40,10 @@ class Certificates:
         """Record a live plan, and drop the attestations that it no longer needs."""
         self._plan = plan
         self._known = frozenset((entry.age, entry.keys) for entry in plan.certified)
-        for keys, by_peer in list(self._said.items()):
-            for peer, said in list(by_peer.items()):
-                by_peer[peer] = {age: word for age, word in said.items() if (age, keys) not in self._known}
-                if not by_peer[peer]:
-                    del by_peer[peer]
-            if not by_peer:
-                del self._said[keys]
+        for (keys, peer), said in list(self._said.items()):
+            self._said[keys, peer] = {age: word for age, word in said.items() if (age, keys) not in self._known}
+            if not self._said[keys, peer]:
+                del self._said[keys, peer]
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
@@ -60,7 +57,7 @@ class Certificates:
             age, keys = (word.era, word.version), word.keys
             if keys not in groups or (age, keys) in self._known or word.era > plan.era or word.version <= 0:
                 continue
-            said = self._said.setdefault(keys, {}).setdefault(peer, {})
+            said = self._said.setdefault((keys, peer), {})
             if said.get(age) == word or not verify(peer, word.signature, word.body):
                 continue
             said[age] = word
@@ -73,14 +70,12 @@ class Certificates:
     @property
     def is_due(self) -> bool:
         """True if a plan could certify a complete version that is newer than those of the live plan."""
-        plan = self._plan
-        newest = max(_whole(plan.certified, self._wanted), default=(0, 0)) if plan is not None else self.newest
-        return self.newest > newest
+        return self._plan is not None and self.newest > _newest(self._plan.certified, self._wanted)
 
     @property
     def newest(self) -> tuple[int, int]:
         """(era, version) of the newest completely certified version; (0, 0): none."""
-        return max(_whole(self._all, self._wanted), default=(0, 0))
+        return _newest(self._all, self._wanted)
 
     @property
     def are_any(self) -> bool:
@@ -105,14 +100,15 @@ class Certificates:
 
     def _proven(self, plan: Plan) -> Iterator[Certified]:
         """Yield what a majority of a group's jury has signed."""
+        heard = {keys for keys, _ in self._said}
         for group in range(len(plan.stages) + len(plan.experts)):
-            by_peer = self._said.get(group_keys(self._model, plan, group))
-            if not by_peer:
+            keys = group_keys(self._model, plan, group)
+            if keys not in heard:
                 continue
             signers = jury([member.peer for member in plan.group_members(group)], plan.previous)
             votes: dict[tuple[tuple[int, int], Proofs], list[tuple[int, bytes]]] = {}
             for at, peer in enumerate(signers):
-                for age, word in by_peer.get(peer, {}).items():
+                for age, word in self._said.get((keys, peer), {}).items():
                     votes.setdefault((age, word.proofs), []).append((at, word.signature))
             for ((era, version), proofs), signatures in votes.items():
                 if self._are_enough({signers[at] for at, _ in signatures}, signers):
@@ -127,11 +123,15 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
     return [age for age, keys in found.items() if keys >= wanted]
 
 
+def _newest(entries: Iterable[Certified], wanted: frozenset[str]) -> tuple[int, int]:
+    return max(_whole(entries, wanted), default=(0, 0))
+
+
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySignature, are_enough: AreEnough) -> str:
     """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
     missing, or an era that begins at an uncertified version; empty: nothing."""
     newest, wanted = newest_whole(base, model)
-    if max(_whole(plan.certified, wanted), default=(0, 0)) < newest:
+    if _newest(plan.certified, wanted) < newest:
         return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
@@ -148,7 +148,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
 def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
     """Return the newest (era, version) of which `plan` certifies every layer, (0, 0) if none, and these layers."""
     wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
-    return max(_whole(plan.certified, wanted), default=(0, 0)), wanted
+    return _newest(plan.certified, wanted), wanted
 
 
 def _signatures_flaw(

@@ -17,7 +17,7 @@ for it that it cannot have a majority (`Ballot.found`). Without this rule the ch
 its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
 later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote: `judge` refuses plans that contradict what the member knows. Hence the live plans
+A member may always refuse its vote: `voting` refuses plans that contradict what the member knows. Hence the live plans
 of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live plan above its own,
 so every peer that has moved on refuses a coordinator that wakes up after its term.
 
@@ -33,20 +33,28 @@ alarm.
 A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
 term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 
-from shoal.coordinator.chain_log import ChainLog
-from shoal.coordinator.exclusions import Exclusions
+from shoal.coordinator.membership import Exclusions
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
-from shoal.protocol.messages import Heartbeat, PlanOffer, PlanVote, Standing, TermGrant, TermRequest
+from shoal.protocol.limits import (
+    CONTROL_BYTES_MAX,
+    ENVELOPE_BYTES_MAX,
+    ERA_JUMP_MAX,
+    LINKS_KEPT_BYTES,
+    LINKS_PER_REPLY_MAX,
+    SEQUENCE_JUMP_MAX,
+    TERM_JUMP_MAX,
+    TERM_MAX,
+)
+from shoal.protocol.messages import Heartbeat, PlanVote, Standing, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import VerifySignature
@@ -79,6 +87,53 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The plan that began the reign of `live`, if an owner's mandate began it."""
 
 
+class ChainLog:
+    """The last live plans with their votes, bounded in bytes: from them returning peers catch up. A peer that was away
+    for longer takes a plan on trust (`chain_sync`)."""
+
+    def __init__(self) -> None:
+        self._links: deque[SignedPlan] = deque()
+        """Oldest first; the last is the live plan."""
+        self.mandated: SignedPlan | None = None
+        """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
+
+    @property
+    def before_last(self) -> SignedPlan | None:
+        """The predecessor of the live plan."""
+        return self._links[-2] if len(self._links) > 1 else None
+
+    def add(self, plan: SignedPlan) -> None:
+        if self._links and plan.plan.previous != self._links[-1].digest:
+            self._links.clear()  # a peer at an earlier plan could not continue across this gap
+        self._links.append(plan)
+        while len(self._links) > 2 and sum(len(kept.link) for kept in self._links) > LINKS_KEPT_BYTES:
+            self._links.popleft()
+        if plan.plan.mandate:
+            self.mandated = plan
+
+    def find(self, digest: str) -> SignedPlan | None:
+        return next((plan for plan in self._links if plan.digest == digest), None)
+
+    def after(self, digest: str, override_epoch: int) -> tuple[bytes, ...]:
+        """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
+        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's
+        `override_epoch` is lower."""
+        links = list(self._links)
+        at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
+        wanted = links[at + 1 :] if at is not None else links[-2:]
+        mandated = self.mandated
+        if mandated is not None and mandated.plan.override_epoch > override_epoch and mandated not in wanted:
+            wanted.insert(0, mandated)
+        fitting: list[bytes] = []
+        spare_bytes = CONTROL_BYTES_MAX - ENVELOPE_BYTES_MAX
+        for plan in wanted[:LINKS_PER_REPLY_MAX]:
+            spare_bytes -= len(plan.link) + 8
+            if spare_bytes < 0:
+                break
+            fitting.append(plan.link)
+        return tuple(fitting)
+
+
 class PlanChain:
     """One peer's end of the chain: the plan that it obeys (`live`), the plan that it voted for after that, and its
     promises.
@@ -100,7 +155,7 @@ class PlanChain:
         self.accepted_term = 0
         self.num_forks = 0
         """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
-        self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
+        self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
         """The highest term to which insisting peers have raised the bound of believable terms."""
 
@@ -177,7 +232,7 @@ class PlanChain:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
         Args: after: the predecessor of `plan`, taken on trust: this peer knows no plan, or was away for longer than
         links are kept."""
-        known = self._obeyed.get(plan.plan.height)
+        known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
         if self.live is not None:
@@ -193,7 +248,7 @@ class PlanChain:
             self.links.add(after)
         self.live = plan
         self.links.add(plan)
-        self._remember(plan)
+        self._obeyed.append(plan)
         self.exclusions.obeyed(plan.plan)
         self.accepted, self.accepted_term = None, 0
         if plan.plan.term >= self.granted_term or plan.plan.override_epoch > override_epoch:
@@ -246,33 +301,22 @@ class PlanChain:
             mandated=mandated.link if (mandated := self.links.mandated) else b"",
         )
 
-    def restore(
-        self,
-        record: ChainRecord,
-        *,
-        live: SignedPlan | None,
-        accepted: SignedPlan | None,
-        before: SignedPlan | None = None,
-        mandated: SignedPlan | None = None,
-    ) -> None:
+    def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None]) -> None:
         """Continue from `record`. Its plans are trusted, because we wrote them. Drop a promise that no honest candidate
-        could outbid: older releases could be tricked into one."""
+        could outbid: older releases could be tricked into one.
+        Args: opened: opens a plan of the record; None: it holds none there, or one that no peer can follow."""
         assert record.run == self.run
-        self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
-        if live is not None:
-            self.exclusions.obeyed(live.plan)
+        live = opened(record.live)
+        self.live, self.accepted_term = live, record.accepted_term
+        self.accepted = opened(record.accepted) if live is not None else None
         if record.granted_term < TERM_MAX:
             self.granted_term, self.granted_to = record.granted_term, record.granted_to
-        for plan in (mandated, before, live):
+        for plan in (opened(record.mandated), opened(record.before), live):
             if plan is not None:
                 self.links.add(plan)
         if live is not None:
-            self._remember(live)
-
-    def _remember(self, plan: SignedPlan) -> None:
-        self._obeyed[plan.plan.height] = plan
-        if len(self._obeyed) > OBEYED_MAX:
-            self._obeyed.popitem(last=False)
+            self.exclusions.obeyed(live.plan)
+            self._obeyed.append(live)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
         """Bind `term` to `candidate`. Returns: why not; empty: it is bound."""
@@ -282,6 +326,58 @@ class PlanChain:
             return f"granted term {term} to another candidate"
         self.granted_term, self.granted_to = term, candidate
         return ""
+
+    # --- answers; make the record durable before sending one ---
+
+    def answer_request(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+        """Grant a term or refuse it."""
+        if refusal := self.grant(source, request.term, base):
+            return self.no_grant(base, refusal)
+        accepted = self.accepted.envelope if self.accepted else b""
+        return TermGrant(granted=True, term=self.granted_term, accepted=accepted, accepted_term=self.accepted_term)
+
+    def answer_pre_vote(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
+        """Say whether the request would be granted, without a promise."""
+        if self.live is None or self.live.digest != base.digest or not base.plan.has(source):
+            return self.no_grant(base, f"obeys plan {self.order}")
+        if request.term <= self.granted_term:
+            return self.no_grant(base, f"granted term {self.granted_term}, not below {request.term}")
+        if not self.takes_term(request.term):
+            return self.no_grant(base, f"no honest candidate is at term {request.term}")
+        return TermGrant(granted=True, term=self.granted_term)
+
+    def no_grant(self, base: SignedPlan, reason: str) -> TermGrant:
+        """Refuse a term to a candidate that obeys `base`."""
+        return TermGrant(granted=False, reason=reason, term=self.granted_term, live=self._newer(base))
+
+    def answer_offer(
+        self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None, sign_vote: Callable[[bytes], bytes]
+    ) -> PlanVote:
+        """Vote for a plan or refuse it."""
+        if refusal := self.vote(source, term, plan, base):
+            newer = self._newer(base) if base is not None else b""
+            return PlanVote(accepted=False, reason=refusal, term=self.granted_term, live=newer)
+        return PlanVote(accepted=True, term=self.granted_term, signature=sign_vote(vote_body(term, plan.digest)))
+
+    def answer_standing(self, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
+        """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a
+        recovery, a voter before it refuses a plan. Args: own: this peer's last heartbeat."""
+        return Standing(
+            live=self.live.link if self.live else b"",
+            term=max(self.granted_term, self.order[0]),
+            era=own.era if own else 0,
+            stage=own.stage if own else None,
+            version=own.version if own else 0,
+            synced=own is not None and own.synced,
+            holdings=own.holdings if own else (),
+            held=own.held if own else (),
+            leaves=leaves,
+            revision=revision,
+        )
+
+    def _newer(self, base: SignedPlan) -> bytes:
+        """Return our live plan if it is above `base`, that of the asking peer; else nothing."""
+        return self.live.link if self.live and self.height > base.plan.height else b""
 
 
 def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
@@ -334,69 +430,3 @@ def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, verify: Ver
     body = vote_body(proof.ballot, plan.digest)
     forged = next((peer for peer, signature in votes.items() if not verify(peer, signature, body)), None)
     return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""
-
-
-# --- answers ---
-
-
-def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Grant a term or refuse it. Make the chain's record durable before sending the answer."""
-    if refusal := chain.grant(source, request.term, base):
-        return no_grant(chain, base, refusal)
-    accepted = chain.accepted.envelope if chain.accepted else b""
-    return TermGrant(granted=True, term=chain.granted_term, accepted=accepted, accepted_term=chain.accepted_term)
-
-
-def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Say whether the request would be granted, without a promise."""
-    live = chain.live
-    if live is None or live.digest != base.digest or not base.plan.has(source):
-        return no_grant(chain, base, f"obeys plan {chain.order}")
-    if request.term <= chain.granted_term:
-        return no_grant(chain, base, f"granted term {chain.granted_term}, not below {request.term}")
-    if not chain.takes_term(request.term):
-        return no_grant(chain, base, f"no honest candidate is at term {request.term}")
-    return TermGrant(granted=True, term=chain.granted_term)
-
-
-def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
-    """Refuse a term; attach our live plan if the candidate's is older."""
-    return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
-
-
-def answer_offer(
-    chain: PlanChain,
-    source: PeerID,
-    offer: PlanOffer,
-    plan: SignedPlan,
-    base: SignedPlan | None,
-    *,
-    sign_vote: Callable[[bytes], bytes],
-) -> PlanVote:
-    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer."""
-    if refusal := chain.vote(source, offer.term, plan, base):
-        newer = b"" if base is None else _newer(chain, base)
-        return PlanVote(accepted=False, reason=refusal, term=chain.granted_term, live=newer)
-    signature = sign_vote(vote_body(offer.term, plan.digest))
-    return PlanVote(accepted=True, term=chain.granted_term, signature=signature)
-
-
-def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
-    """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
-    voter before it refuses a plan. Args: own: this peer's last heartbeat."""
-    return Standing(
-        live=chain.live.link if chain.live else b"",
-        term=max(chain.granted_term, chain.order[0]),
-        era=own.era if own else 0,
-        stage=own.stage if own else None,
-        version=own.version if own else 0,
-        synced=own is not None and own.synced,
-        holdings=own.holdings if own else (),
-        held=own.held if own else (),
-        leaves=leaves,
-        revision=revision,
-    )
-
-
-def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
-    return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

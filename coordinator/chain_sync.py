@@ -1,28 +1,66 @@
-"""Fetches the links of the chain that a peer lacks. Pure.
+"""Opens the plans that others send, and fetches the links of the chain that this peer lacks. Pure.
 
 A plan that does not follow ours may still be live. We ask the peer that named it for the links after ours, and each
 link proves itself against the one before. A newcomer, and a peer that was away for longer than links are kept, have no
 base for that: they take the oldest link that they receive on trust, and check all later ones against it. A peer that
 hears its coordinator never trusts a link."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
+
+import msgspec
 
 from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.coordination_events import Ask, Command
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ChainRequest
-from shoal.protocol.plan import SignedPlan
+from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_mandate
+from shoal.protocol.seals import Seals
 
-ASK_AGAIN_HEARTBEATS = 1.0
-"""A question without an answer counts as lost after this time."""
 ASKED_MAX = 8
 """Maximum number of peers that are asked at the same time: a silent peer must not block the sync."""
+PLANS_OPENED_MAX = 16
+"""Plans that are remembered: one that arrives with twenty heartbeats is verified once."""
+
+
+class VerifiedPlans:
+    """Opens plans and mandates from the network, and verifies each once."""
+
+    def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals) -> None:
+        self._run, self._owner, self._shape, self._seals = run, owner, shape, seals
+        self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()
+
+    def open(self, data: bytes, source: PeerID) -> SignedPlan:
+        """Open and verify a plan. Raises: RemoteError: `source` sent an invalid plan, or none."""
+        if not data:
+            raise RemoteError(source, "left out a plan")
+        plan = self._opened.pop(data, None)
+        if plan is None:
+            plan = self._seals.open_plan(data, run=self._run, owner=self._owner, source=source, shape=self._shape)
+        self._opened[data] = plan
+        if len(self._opened) > PLANS_OPENED_MAX:
+            self._opened.popitem(last=False)
+        return plan
+
+    def open_link(self, data: bytes, source: PeerID) -> SignedPlan:
+        """Open a plan that should be live, with its votes, which are not checked here.
+        Raises: RemoteError: as `open`."""
+        envelope, proof = open_link(data, source=source) if data else (b"", None)
+        return msgspec.structs.replace(self.open(envelope, source), proof=proof)
+
+    def open_mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
+        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
+        if mandate.coordinator != coordinator:
+            raise RemoteError(source, "sent the mandate for another peer")
+        return mandate
 
 
 class ChainSync:
     def __init__(self, *, me: PeerID, chain: PlanChain, heartbeat_s: float) -> None:
         self._me, self._chain = me, chain
-        self._patience_s = ASK_AGAIN_HEARTBEATS * heartbeat_s
+        self._patience_s = heartbeat_s  # a question without an answer counts as lost after this time
         self._asked: dict[PeerID, float] = {}
         """Peers that have been asked -> the time until which they are not asked again."""
         self._trusted: dict[PeerID, SignedPlan] = {}

@@ -17,18 +17,17 @@ from shoal.coordinator.allocate.measured_topology import choose_formats, predict
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
-from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import TOLD_MAX, Roster
+from shoal.coordinator.voting import Electorate, InviteOf
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
-from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import Heartbeat, Reset, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
@@ -542,7 +541,7 @@ class ClusterView:
 def fitting(handover: TransferLeadership) -> TransferLeadership:
     """Drop fields from `handover` until it fits in a message; a plan that is too large alone cannot be sent at all."""
     for name in LEAST_NEEDED:
-        if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
+        if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES_MAX <= CONTROL_BYTES_MAX:
             break
         handover = msgspec.structs.replace(handover, **{name: ()})
     return handover

@@ -4,9 +4,9 @@ import msgspec
 
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import ChainRecord
-from shoal.coordinator.judge import NOBODY, Acquaintance
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.search_schedule import SearchJob
+from shoal.coordinator.voting import Acquaintance
 from shoal.protocol.exclusion import Exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, Heartbeat, PlanHead
@@ -33,7 +33,7 @@ class Received(CoordinationEvent, frozen=True):
     base: SignedPlan | None = None
     mandate: Mandate | None = None
     """The owner's permission, in a `Reset`."""
-    knows: Acquaintance = NOBODY
+    knows: Acquaintance = Acquaintance()
     """The driver's knowledge of the peers in a `PlanOffer`."""
 
 

@@ -34,15 +34,7 @@ from functools import partial
 import msgspec
 
 from shoal.coordinator.certificates import certified_flaw, newest_whole
-from shoal.coordinator.chain import (
-    ChainRecord,
-    PlanChain,
-    answer_offer,
-    answer_pre_vote,
-    answer_request,
-    answer_standing,
-    no_grant,
-)
+from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import (
     Alarm,
@@ -73,13 +65,12 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.follower import Follower
-from shoal.coordinator.judge import Judge, goes_back
 from shoal.coordinator.leader import Leader, transfer_body
 from shoal.coordinator.ledger import Ends, end_body, proves_end
-from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.swarm_status import swarm_status
+from shoal.coordinator.voting import Judge, goes_back
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.membership import Excluded
@@ -174,14 +165,13 @@ class CoordinationCore:
             me=me,
             owner=owner,
             chain=chain,
+            policy=policy,
             sign=sign,
             sign_vote=self._sign_vote,
             verify=partial(verify, "vote"),
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
-            experts=self.view.experts,
-            certificates=self.view.certificates,
-            roll=self.view.electorate.roll,
-            heartbeat_s=spec.swarm.heartbeat_s,
+            adopt=lambda plan, now_s: self._adopt(plan, now_s, self.me),
+            lost=self._lost,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
@@ -196,30 +186,13 @@ class CoordinationCore:
             sign_transfer=partial(sign_statement, "transfer"),
             now_s=now_s,
         )
-        self._rounds = PlanRounds(
-            me=me,
-            chain=chain,
-            policy=policy,
-            proposer=self._proposer,
-            follower=self._follower,
-            leader=self._leader,
-            adopt=lambda plan, now_s: self._adopt(plan, now_s, self.me),
-        )
         self._leaving = False
         self._heartbeat_at_s = self._head_at_s = self._tick_at_s = self._ticked_s = now_s
 
-    def restore(
-        self,
-        record: ChainRecord,
-        now_s: float,
-        *,
-        live: SignedPlan | None,
-        accepted: SignedPlan | None,
-        before: SignedPlan | None,
-        mandated: SignedPlan | None,
-    ) -> None:
-        """Continue after a restart, before any event. The caller has opened the plans of `record`."""
-        self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
+    def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
+        """Continue after a restart, before any event. Args: opened: as in `PlanChain.restore`."""
+        self.chain.restore(record, opened)
+        live = self.chain.live
         if live is not None:
             self.policy.obey(live.plan, now_s)
             self.view.electorate.obey(live.plan, now_s, follows=False)
@@ -319,8 +292,11 @@ class CoordinationCore:
                 if self._watch.found(event.head, self.plan, me=self.me, now_s=now_s):
                     self._heartbeat_at_s = now_s  # the coordinator of a plan above ours will answer with that plan
             case Searched():
-                self._tick_at_s = now_s  # act on the result at once
-                return self._rounds.searched(event)
+                self._tick_at_s = now_s  # act on the result at once, if it still fits
+                wanted = self.policy.searched(event)
+                if event.is_bug:
+                    return [Alarm(text=event.reason)]
+                return [LogReason(text=event.reason)] if wanted else []
             case Leaving():
                 self._leaving = True
                 self._leader.hasten(now_s)
@@ -366,12 +342,12 @@ class CoordinationCore:
             case Ping() as ping:
                 return [Reply(message=ping)]
             case StandingRequest():
-                standing = answer_standing(self.chain, self._own, leaves=self._leaves, revision=self.revision)
+                standing = self.chain.answer_standing(self._own, leaves=self._leaves, revision=self.revision)
                 return [Reply(message=standing)]
             case Reset() as reset:
                 assert event.base is not None
                 assert event.mandate is not None
-                return self._rounds.reset(reset, event.base, event.mandate, now_s)
+                return self._proposer.reset(reset, event.base, event.mandate, now_s)
             case other:
                 return [Reply(message=Refusal(reason=f"{type(other).__name__} is not answered here"))]
 
@@ -391,7 +367,9 @@ class CoordinationCore:
             self._hear_end(source, heartbeat)
             self.view.certificates.hear(source, heartbeat.attested, verify=self._verify_state)
         commands: list[Command] = [Reply(message=self._answer(source, heartbeat, now_s, leads=leads, ends=self.ends))]
-        commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
+        if heartbeat.plan_sequence > (live.plan.sequence if live else 0):
+            self._watch.is_behind(now_s)
+            commands.append(LookUp())  # the chain has grown without us
         commands += [Alarm(text=text) for text in flaws]
         if self.is_coordinator and live is not None:
             self._leader.heard(source, heartbeat, live.plan, now_s)
@@ -452,13 +430,13 @@ class CoordinationCore:
         if heard_lately and source != self.me and not self._may_succeed(source, request.permit, base.plan):
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self._watch.alarm(now_s)
-            return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
+            return [*commands, Reply(message=self.chain.no_grant(base, "still hears the coordinator"))]
         if request.prevote:
-            opinion = answer_pre_vote(self.chain, source, request, base)
+            opinion = self.chain.answer_pre_vote(source, request, base)
             if opinion.granted:
                 self._follower.gives_way(source, base.plan, now_s)
             return [*commands, Reply(message=opinion)]
-        reply = answer_request(self.chain, source, request, base)
+        reply = self.chain.answer_request(source, request, base)
         if reply.granted:
             self._follower.hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
@@ -489,7 +467,7 @@ class CoordinationCore:
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
                 return [*commands, Reply(message=vote)]
-        reply = answer_offer(self.chain, event.source, offer, plan, event.base, sign_vote=self._sign_vote)
+        reply = self.chain.answer_offer(event.source, offer.term, plan, event.base, self._sign_vote)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
     def _take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
@@ -505,7 +483,7 @@ class CoordinationCore:
         if self._proposer.is_busy:
             return commands  # asked twice, or already a candidate
         self.view.inherit(message)
-        return commands + self._rounds.inherit(live, message.permit, now_s)
+        return commands + self._proposer.campaign(live, now_s, permit=message.permit)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
         """True if the coordinator of `plan` has transferred its role to `heir`, or that of the plan before: an heir
@@ -526,7 +504,10 @@ class CoordinationCore:
                 self._watch.replied(event.peer, reply, self.plan, me=self.me, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
                     self.view.ledger.pace.take_over(reply.pace, now_s)
-                return commands + self._rounds.remind(event.peer, reply)
+                live = self.live
+                if live and event.peer == live.plan.coordinator != self.me and reply.term < live.plan.term:
+                    commands.append(Ask(peer=event.peer, message=PlanLive(plan=live.link)))  # it has lost its disk
+                return commands
             case Ping():
                 self._watch.answered(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
                 return commands
@@ -535,10 +516,11 @@ class CoordinationCore:
             case Standing() as standing:
                 self.judge.told(event.peer, standing)
                 return commands
-            case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.prevote:
-                return commands + self._rounds.sounded(event, now_s)
+            case TermGrant() as grant if isinstance(event.asked, TermRequest) and event.asked.prevote:
+                agreed = self._follower.count(event) if self.chain.takes_term(grant.term + 1) else None
+                return commands + self._proposer.succeed(agreed, now_s)
             case _:
-                return commands + self._rounds.count(event, now_s)
+                return commands + self._proposer.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
         match event.asked:
@@ -571,7 +553,7 @@ class CoordinationCore:
             self._watch.excuse(now_s)
             commands.append(LookUp())
         self._watch.weigh_hint(now_s)
-        commands += self._rounds.press(now_s)
+        commands += self._proposer.press(now_s)
         return commands + (self._govern(now_s) if self.is_coordinator else self._follow(now_s))
 
     def _govern(self, now_s: float) -> list[Command]:
@@ -585,7 +567,7 @@ class CoordinationCore:
             outranked=self.coordinator != self.me,
             sequence=self._proposer.next_sequence(live),
         )
-        return self._tell(now_s) + commands + self._rounds.pursue(want, live, now_s)
+        return self._tell(now_s) + commands + self._proposer.pursue(want, live, now_s)
 
     def _follow(self, now_s: float) -> list[Command]:
         live = self.chain.live
@@ -597,14 +579,23 @@ class CoordinationCore:
             self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
+            if self.me != self.owner or not self._watch.head_known:
+                return commands
+            if self._watch.run_exists(now_s):
+                return [*commands, LogReason(text="waiting for the plan of this run")]
             own = self._own.holdings if self._own is not None else ()
-            return commands + (self._rounds.found_run(own, now_s) if self.me == self.owner else [])
+            return commands + self._proposer.found_run(own, now_s)
         eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
         asked, agreed = self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)
-        return commands + asked + self._rounds.succeed(agreed, now_s)
+        return commands + asked + self._proposer.succeed(agreed, now_s)
 
     # --- plans ---
+
+    def _lost(self, now_s: float, outbid: bool) -> None:
+        """Wait after a failed ballot of ours. Args: outbid: a member has promised a higher term than ours."""
+        self._follower.back_off(now_s)
+        self._leader.lost(now_s, outbid=outbid)
 
     def _catch_up(self, event: Answered, now_s: float) -> list[Command]:
         lost = self.chain.live is None or self._is_out_of_touch(self.chain.live.plan, now_s)

@@ -46,16 +46,15 @@ class Discovery:
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
-        self._addresses: dict[PeerID, tuple[str, ...]] = {}
-        self._moves_s: dict[PeerID, float] = {}
-        """Peer -> the time at which its allowance of address changes is full again."""
+        self._introduced: dict[PeerID, tuple[tuple[str, ...], float]] = {}
+        """Peer -> (its addresses, the time at which its allowance of address changes is full again)."""
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = self._read_at_s = 0.0
         self._has_posted = False
 
     def knows(self, peer: PeerID) -> bool:
-        return peer == self._endpoint.peer_id or peer in self._addresses
+        return peer == self._endpoint.peer_id or peer in self._introduced
 
     def should_read(self, plan: Plan) -> bool:
         """True if `plan` has a member with unknown addresses and we should read the directory now. We look up members
@@ -110,33 +109,27 @@ class Discovery:
     async def meet(self) -> None:
         """Read the adverts of all peers; in a swarm of hundreds less often, because every peer reads every record."""
         await self.adverts()
-        self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
+        self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._introduced) // READERS)
 
     async def adverts(self) -> dict[PeerID, Advert]:
         """Return every peer's advert. Introduce new or moved peers to the transport."""
         records = await self._records(self._peers_key)
         adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
         news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
-        waiting = iter(news)
-
-        async def introduce_some() -> None:
-            for peer, addresses in waiting:
-                await self.introduce(peer, addresses)
-
-        await asyncio.gather(*(introduce_some() for _ in range(min(DIALS_MAX, len(news)))))
+        await asyncio.gather(*(self.introduce(peer, addresses) for peer, addresses in news))
         return adverts
 
     def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
         """True if the peer should be introduced under these addresses."""
-        if not addresses or peer == self._endpoint.peer_id or self._addresses.get(peer) == addresses:
+        if not addresses or peer == self._endpoint.peer_id:
             return False
-        return self._clock.now_s() + (MOVES_AT_ONCE - 1) * MOVE_S >= self._moves_s.get(peer, -math.inf)
+        known, full_s = self._introduced.get(peer, ((), -math.inf))
+        return addresses != known and self._clock.now_s() + (MOVES_AT_ONCE - 1) * MOVE_S >= full_s
 
     async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
         """Tell the transport the addresses of a peer. This may take seconds, because the transport may dial at once."""
-        self._addresses[peer] = addresses
-        now_s = self._clock.now_s()
-        self._moves_s[peer] = max(now_s, self._moves_s.get(peer, now_s)) + MOVE_S
+        _, full_s = self._introduced.get(peer, ((), -math.inf))
+        self._introduced[peer] = addresses, max(self._clock.now_s(), full_s) + MOVE_S
         async with self._dials:
             await self._endpoint.transport.introduce(peer, addresses)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.admission import Admission
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import (
     Alarm,
@@ -48,14 +48,14 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.judge import HEARD_HEARTBEATS, NOBODY, UNMET_MIN, Acquaintance
 from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
-from shoal.coordinator.store import PlanStore, WriteAhead
+from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
-from shoal.coordinator.verified_plans import VerifiedPlans
+from shoal.coordinator.voting import HEARD_HEARTBEATS, UNMET_MIN, Acquaintance
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
@@ -200,7 +200,7 @@ class Coordination:
         self.turned_away = ""
         """Why the coordinator refuses us; empty: it does not, or we have not met it."""
         self._times_turned_away = 0
-        self._write_ahead = WriteAhead(store, clock)
+        self._store = store
         self._discovery = Discovery(endpoint, directory, clock)
         self._reports = ReportQueue()
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
@@ -363,8 +363,9 @@ class Coordination:
         if self._closed:
             return Refusal(reason="is closing")
         try:
-            commands = self._core.handle(event, now_s=self._clock.now_s())
-            replies = [reply for command in self._write_ahead.backed(commands) if (reply := self._carry_out(command))]
+            now_s = self._clock.now_s()
+            commands = self._store.backed(self._core.handle(event, now_s=now_s), now_s)
+            replies = [reply for command in commands if (reply := self._carry_out(command))]
         finally:
             self._timer.set(self._core.next_timer_s())
         assert len(replies) <= 1
@@ -421,25 +422,23 @@ class Coordination:
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._write_ahead.begin(self._core.record())
+        record = self._store.begin(self._core.record())
         if record is None:
             return
-        before, live = self._stored(record.before), self._stored(record.live)
-        accepted = self._stored(record.accepted, voted=True) if live is not None else None
-        mandated = self._stored(record.mandated)
-        now_s = self._clock.now_s()
-        self._core.restore(record, now_s, live=live, accepted=accepted, before=before, mandated=mandated)
-        if live is not None:
-            self._obey(live)
+        self._core.restore(record, self._stored, self._clock.now_s())
+        if self._core.live is not None:
+            self._obey(self._core.live)
 
-    def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
+    def _stored(self, data: bytes) -> SignedPlan | None:
         """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
         me = self._endpoint.peer_id
-        if not voted:
-            with contextlib.suppress(RemoteError):
-                return self._plans.open_link(data, me)
+        if not data:
+            return None
+        with contextlib.suppress(RemoteError):
+            return self._plans.open_link(data, me)
         try:
-            return self._plans.open(data, me)  # older releases kept live plans without their votes
+            # A plan that is only voted for has no votes yet; older releases kept live plans without theirs.
+            return self._plans.open(data, me)
         except RemoteError as error:
             logger.error("dropped a stored plan that is not valid: %s", error)
             return None
@@ -457,22 +456,23 @@ class Coordination:
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
         mandate: Mandate | None = None
-        knows = NOBODY
+        knows = Acquaintance()
         match message:
             case Heartbeat():
                 if reason := self._why_not_enter(source, message.advert):
                     return Refusal(reason=reason)
                 self._introduce(source, message.advert.addresses)
             case TermRequest():
-                base = self._plans.need_link(message.live, source)
+                base = self._plans.open_link(message.live, source)
             case PlanOffer():
-                plan, base = self._plans.need(message.plan, source), self._plans.open_link(message.predecessor, source)
+                plan = self._plans.open(message.plan, source)
+                base = self._plans.open_link(message.predecessor, source) if message.predecessor else None
                 knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
             case PlanLive() | TransferLeadership():
-                plan = self._plans.need_link(message.plan, source)
+                plan = self._plans.open_link(message.plan, source)
             case Reset():
-                base = self._plans.need_link(message.live, source)
-                mandate = self._plans.mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
+                base = self._plans.open_link(message.live, source)
+                mandate = self._plans.open_mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
         event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate, knows=knows)
         reply = self._feed(event)
         assert reply is not None
@@ -482,7 +482,7 @@ class Coordination:
         """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
         base = base if base is not None else self._core.plan
         if base is None:
-            return NOBODY
+            return Acquaintance()
         members = self._endpoint.members
         lately_s = self._clock.now_s() - HEARD_HEARTBEATS * self._spec.swarm.heartbeat_s
         keys: set[bytes] = set()
@@ -553,10 +553,12 @@ class Coordination:
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
-            live = self._plans.open_link(reply.live, peer) if isinstance(reply, TermGrant | PlanVote) else None
+            newer = reply.live if isinstance(reply, TermGrant | PlanVote) else b""
+            live = self._plans.open_link(newer, peer) if newer else None
             links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()
-            opened = tuple(self._plans.need_link(link, peer) for link in links)
-            accepted = self._plans.open(reply.accepted, peer) if isinstance(reply, TermGrant) else None
+            opened = tuple(self._plans.open_link(link, peer) for link in links)
+            voted = reply.accepted if isinstance(reply, TermGrant) else b""
+            accepted = self._plans.open(voted, peer) if voted else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
             return
@@ -587,7 +589,7 @@ class Coordination:
         asked_s = self._clock.now_s()
         try:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
-            live = self._plans.open_link(reply.plan, target)
+            live = self._plans.open_link(reply.plan, target) if reply.plan else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._reports.failed(sent)
             self._note_refusal(error)

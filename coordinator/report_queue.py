@@ -1,7 +1,6 @@
 """Keeps a peer's reports until a coordinator has them. Pure."""
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
@@ -11,19 +10,8 @@ from shoal.protocol.messages import CommitReport, Heartbeat, ValidationReport
 WAITING_MAX = 4096
 """Reports kept while there is no coordinator: an hour of one a second. Beyond that the oldest are dropped."""
 
-Report = CommitReport | ValidationReport
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    report: Report
-    since_s: float
-
-    def now(self, now_s: float) -> Report:
-        """Return the report to send; a commit contains its age."""
-        if not isinstance(self.report, CommitReport):
-            return self.report
-        return msgspec.structs.replace(self.report, age_s=self.report.age_s + max(0.0, now_s - self.since_s))
+Waiting = tuple[float, CommitReport | ValidationReport]
+"""(the time since which a report waits, the report)."""
 
 
 class ReportQueue:
@@ -33,21 +21,22 @@ class ReportQueue:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
         self._sent: tuple[Waiting, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight.
+        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight. A commit
+        contains its age.
         Returns: (the heartbeat to send, the argument for `arrived` or `failed`)."""
-        known = [waiting.report for waiting in self._waiting]
-        new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
-        self._waiting.extend(Waiting(report, now_s) for report in new if report not in known)
+        known = [report for _, report in self._waiting]
+        new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
+        self._waiting.extend((now_s, report) for report in new if report not in known)
         sent: tuple[Waiting, ...] = ()
         if not self._sent:
             sent = self._sent = tuple(self._waiting)[:REPORTS_PER_HEARTBEAT_MAX]
-        reports = [waiting.now(now_s) for waiting in sent]
-        commits = tuple(r for r in reports if isinstance(r, CommitReport))
-        validations = tuple(r for r in reports if isinstance(r, ValidationReport))
+        commits = tuple(
+            msgspec.structs.replace(report, age_s=report.age_s + max(0.0, now_s - since_s))
+            for since_s, report in sent
+            if isinstance(report, CommitReport)
+        )
+        validations = tuple(report for _, report in sent if isinstance(report, ValidationReport))
         return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
 
     def arrived(self, sent: tuple[Waiting, ...]) -> None:

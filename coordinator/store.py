@@ -19,7 +19,7 @@ from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.coordination_events import Ask, Command, Persist, Reply
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
-from shoal.protocol.ports import Clock, Disk
+from shoal.protocol.ports import Disk
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ PLANS: Final = PurePosixPath("plans.msgpack")
 
 
 class PlanStore:
-    """One `ChainRecord` in one file.
+    """Keeps one `ChainRecord` in one file, and holds back commands that depend on a record until it is saved.
 
     Args:
         disk: None: the record is kept in memory, for worlds in which peers never restart.
@@ -41,6 +41,17 @@ class PlanStore:
         self._path = path
         self._record: ChainRecord | None = None
         self._has_folder = False
+        self._owed: ChainRecord | None = None
+        """The record that is promised in memory and not durable yet."""
+        self._complained_s = -math.inf
+
+    def begin(self, first: ChainRecord) -> ChainRecord | None:
+        """Read the promises from before a restart; None if there are none, and then save `first`.
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
+        record = self.load(first.run)
+        if record is None:
+            self.save(first)
+        return record
 
     def load(self, run: str) -> ChainRecord | None:
         """Read the record that was saved for `run`; None if nothing was ever saved.
@@ -67,6 +78,35 @@ class PlanStore:
                     "make room, or restart with a --state-dir on another disk"
                 ) from error
         self._record = record
+
+    def backed(self, commands: Iterable[Command], now_s: float) -> Iterator[Command]:
+        """Save the records of `commands`, and yield the commands that may be carried out, in order. A promise that
+        cannot be saved becomes a refusal."""
+        tried = False
+        for command in commands:
+            if isinstance(command, Persist):
+                self._owed, tried = command.record, False
+            elif self._owed is None or not _is_promise(command):
+                yield command
+                continue
+            if not tried:
+                self._save_owed(now_s)
+                tried = True
+            if isinstance(command, Reply):
+                yield Reply(message=Refusal(reason="cannot save its promise on disk")) if self._owed else command
+            elif not isinstance(command, Persist) and self._owed is None:
+                yield command
+
+    def _save_owed(self, now_s: float) -> None:
+        assert self._owed is not None
+        try:
+            self.save(self._owed)
+        except LocalError as error:
+            if now_s >= self._complained_s + COMPLAIN_EVERY_S:
+                self._complained_s = now_s
+                logger.error("this peer cannot vote: %s", error)
+        else:
+            self._owed = None
 
     @property
     def _where(self) -> str:
@@ -105,56 +145,8 @@ class PlanStore:
         disk.sync_folder(self._path.parent)
 
 
-class WriteAhead:
-    """Saves the core's records, and holds back commands that depend on a record until it is saved."""
-
-    def __init__(self, store: PlanStore, clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-        self._owed: ChainRecord | None = None
-        """The record that is promised in memory and not durable yet."""
-        self._complained_s = -math.inf
-
-    def begin(self, first: ChainRecord) -> ChainRecord | None:
-        """Read the promises from before a restart; None if there are none, and then save `first`.
-        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
-        record = self._store.load(first.run)
-        if record is None:
-            self._store.save(first)
-        return record
-
-    def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """Yield the commands that may be carried out, in order. A promise that cannot be saved becomes a refusal."""
-        tried = False
-        for command in commands:
-            if isinstance(command, Persist):
-                self._owed, tried = command.record, False
-            elif self._owed is None or not _is_promise(command):
-                yield command
-                continue
-            if not tried:
-                self._save()
-                tried = True
-            if isinstance(command, Reply):
-                yield Reply(message=Refusal(reason="cannot save its promise on disk")) if self._owed else command
-            elif not isinstance(command, Persist) and self._owed is None:
-                yield command
-
-    def _save(self) -> None:
-        assert self._owed is not None
-        try:
-            self._store.save(self._owed)
-        except LocalError as error:
-            now_s = self._clock.now_s()
-            if now_s >= self._complained_s + COMPLAIN_EVERY_S:
-                self._complained_s = now_s
-                logger.error("this peer cannot vote: %s", error)
-        else:
-            self._owed = None
-
-
 def _is_promise(command: Command) -> bool:
-    message: msgspec.Struct | None = command.message if isinstance(command, Ask | Reply) else None
+    message = command.message if isinstance(command, Ask | Reply) else None
     match message:
         case TermGrant():
             return message.granted

@@ -7,6 +7,8 @@ PROTOCOL_VERSION: Final = 6
 
 CONTROL_BYTES_MAX: Final = 256 * 1024
 """Bytes of a control message. A plan for 1,000 peers has about 80 KiB, and an offer carries two."""
+ENVELOPE_BYTES_MAX: Final = 1024
+"""Upper bound of what an envelope and a message's own fields take of a control message."""
 CONTROL_DEPTH_MAX: Final = 8
 """Nesting depth of a control message. Ours nest four deep, hivemind's DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024

@@ -40,8 +40,8 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 5.0
-"""The seconds that a change of plan costs alone: real peers take 4 to 6 s from a plan that divides a small model anew to
-its first step (`tests/lab/MEASURED.md`)."""
+"""The seconds that a change of plan costs alone: from a plan that divides a small model anew to its first step, real
+peers take 4 to 6 s (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2

@@ -23,6 +23,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.plan_layout import Beginning
+from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.deploy.state.spec_record import FIND_S
@@ -33,10 +34,10 @@ from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite
 from shoal.protocol.layers import held_keys
-from shoal.protocol.limits import CONTROL_BYTES_MAX, ERA_MAX, TERM_JUMP_MAX, TERM_MAX
+from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX, ERA_MAX, TERM_JUMP_MAX, TERM_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
-from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, open_link, open_plan, sign_mandate
+from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_mandate
 from shoal.protocol.ports import Clock, Directory, Disk
 from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
@@ -51,7 +52,6 @@ ASKED_MAX = 32
 FOLLOW_S = 30.0
 """The time to wait until the reachable peers obey the new plan."""
 _LOOK_AGAIN_S = 0.5
-_ENVELOPE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +164,7 @@ class Recovery:
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
         self._endpoint, self._owner, self._spec = endpoint, owner, spec
         self._notices = Discovery(endpoint, directory, clock)
+        self._plans = VerifiedPlans(endpoint.run, owner=owner, shape=PlanShape.of(spec), seals=endpoint.seals)
         self._clock = clock
 
     async def look(self, *, era: int | None = None) -> Situation:
@@ -205,7 +206,7 @@ class Recovery:
         )
         mandate = sign_mandate(owner, leave, run=run)
         live = situation.base.link
-        roster = _roster(situation, spare_bytes=CONTROL_BYTES_MAX - len(live) - len(mandate) - _ENVELOPE_BYTES)
+        roster = _roster(situation, spare_bytes=CONTROL_BYTES_MAX - len(live) - len(mandate) - ENVELOPE_BYTES_MAX)
         reset = Reset(mandate=mandate, live=live, version=situation.version, roster=roster)
         try:
             await self._endpoint.ask(coordinator, reset, Done)
@@ -241,21 +242,14 @@ class Recovery:
             async with gate:
                 try:
                     standing = await self._endpoint.ask(peer, StandingRequest(), Standing, timeout_s=ASK_TIMEOUT_S)
-                    return Found(peer=peer, advert=advert, standing=standing, plan=self._open(standing.live, peer))
+                    plan = self._plans.open_link(standing.live, peer) if standing.live else None
+                    return Found(peer=peer, advert=advert, standing=standing, plan=plan)
                 except (Unreachable, Refused, RemoteError) as error:
                     logger.info("%s", error)
                     return None
 
         found = await asyncio.gather(*(ask(peer, advert) for peer, advert in sorted(adverts.items())))
         return [each for each in found if each is not None]
-
-    def _open(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        run = self._endpoint.run
-        if not data:
-            return None
-        envelope, proof = open_link(data, source=source)
-        plan = open_plan(envelope, run=run, owner=self._owner, source=source, shape=PlanShape.of(self._spec))
-        return msgspec.structs.replace(plan, proof=proof)
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.coordinator.admission import Admission, network_of
+from shoal.coordinator.membership import Admission, network_of
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import (

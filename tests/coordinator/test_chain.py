@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from shoal.coordinator.chain import answer_pre_vote, answer_request
 from shoal.protocol.limits import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX
 from shoal.protocol.messages import TermRequest
 
@@ -66,7 +65,7 @@ def test_a_fork_is_noticed_long_after_and_after_a_restart(make_chain, make_plan,
     chain.adopt(make_plan(ABC, coordinator="a", order=(1, 2), base=first, reason="another"))
     assert chain.num_forks == 1
     again = make_chain()
-    again.restore(chain.record(), live=chain.live, accepted=None, before=second)
+    again.restore(chain.record(), {plan.link: plan for plan in (second, chain.live)}.get)
     again.adopt(make_plan(ABC, coordinator="b", order=(2, 3), base=second, reason="another"))
     assert again.num_forks == 1
     assert again.live is third
@@ -117,7 +116,7 @@ def test_no_promise_is_given_that_nobody_could_outbid(make_plan, chain, first):
     for _ in range(1000):
         assert chain.grant("b", far, first) != ""
         assert chain.vote("b", far, offer, first) != ""
-        assert not answer_pre_vote(chain, "b", TermRequest(term=far, live=b"", permit=b"yes"), first).granted
+        assert not chain.answer_pre_vote("b", TermRequest(term=far, live=b"", permit=b"yes"), first).granted
     assert chain.record().granted_term == 1
     assert chain.grant("c", 2, first) == ""
 
@@ -136,7 +135,7 @@ def test_no_plan_uses_all_sequences_up(make_plan, chain, first):
 def test_a_grant_tells_what_was_voted_for_before(make_plan, chain, first):
     second = make_plan(ABC, coordinator="a", order=(1, 2), base=first)
     chain.vote("a", 1, second, first)
-    grant = answer_request(chain, "b", TermRequest(term=2, live=b"", permit=b"yes"), first)
+    grant = chain.answer_request("b", TermRequest(term=2, live=b"", permit=b"yes"), first)
     assert (grant.granted, grant.accepted, grant.accepted_term) == (True, second.envelope, 1)
     # which the candidate then offers in its own term, in the dead coordinator's name
     assert chain.vote("b", 2, second, first) == ""
@@ -168,6 +167,6 @@ def test_a_record_brings_everything_back(make_chain, make_plan, chain, first):
     chain.vote("a", 1, make_plan(ABC, coordinator="a", order=(1, 2), base=first), first)
     chain.grant("b", 2, first)
     again = make_chain()
-    again.restore(chain.record(), live=chain.live, accepted=chain.accepted)
+    again.restore(chain.record(), {chain.live.link: chain.live, chain.accepted.envelope: chain.accepted}.get)
     assert again.record() == chain.record()
     assert again.grant("c", 2, first) != ""

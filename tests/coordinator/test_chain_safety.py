@@ -14,20 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.plan_layout import Layout
-from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import PlanChain, answer_offer, answer_request
+from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import ChainSync
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Answered, Ask
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
-from shoal.coordinator.proposer import Ballot, PlanAdopted, Proposer
-from shoal.coordinator.roll import Electorate
+from shoal.coordinator.proposer import Ballot, Proposer
+from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
-from shoal.protocol.spec import ModelSpec
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
 PEERS = tuple("abcdefg")
 OWNER = "a"
+SPEC = RunSpec(model=ModelSpec(dim=32, num_layers=2), swarm=SwarmSpec(heartbeat_s=1.0))
 
 
 def sign_vote(body) -> bytes:
@@ -71,20 +72,19 @@ class Bag:
         return msgspec.structs.replace(self.plans[envelope], proof=proof)
 
     def proposer(self, peer, chain) -> Proposer:
+        policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
+        policy.view.electorate.roll = self.draw_roll
         return Proposer(
             me=peer,
             owner=OWNER,
             chain=chain,
+            policy=policy,
             sign=self.sign,
             sign_vote=sign_vote,
             verify=believe,
             is_fresh=lambda _: False,
-            experts=ExpertPlaces(num_experts=0, slots=0),
-            certificates=Certificates(
-                ModelSpec(dim=32, num_layers=2), placed=False, are_enough=Electorate(1.0, lambda _: b"").are_enough
-            ),
-            roll=self.draw_roll,
-            heartbeat_s=1.0,
+            adopt=lambda plan, now_s: self.adopt(peer, plan),
+            lost=lambda now_s, outbid: None,
         )
 
     def draw_roll(self, before, plan, now_s):
@@ -104,17 +104,14 @@ class Bag:
 
     # what a driver and a core do between them, without their good sense about when
 
-    def carry_out(self, peer, progress) -> None:
-        commands, outcome = progress
+    def carry_out(self, peer, commands) -> None:
         self.under_way += [(peer, c.peer, c.message, None) for c in commands if isinstance(c, Ask)]
-        if isinstance(outcome, PlanAdopted):
-            self.live.append(outcome.plan)
-            self.obey(peer, outcome.plan, peer)
-            audience = {*outcome.voters, *outcome.plan.plan.members} - {peer}
-            self.under_way += [(peer, other, PlanLive(plan=outcome.plan.link), None) for other in sorted(audience)]
-            if outcome.plan.plan.coordinator != peer:
-                again = self.proposers[peer].campaign(outcome.plan, self.now_s, term=outcome.term)
-                self.carry_out(peer, again)
+
+    def adopt(self, peer, plan) -> list:
+        """The proposer of `peer` has made `plan` live."""
+        self.live.append(plan)
+        self.obey(peer, plan, peer)
+        return []
 
     def obey(self, peer, plan, source) -> None:
         """Laggards ask who told them; newcomers take what they are told on trust."""
@@ -140,11 +137,11 @@ class Bag:
             case TermRequest():
                 base = self.open(message.live)
                 self.obey(target, base, source)
-                self.under_way.append((target, source, answer_request(chain, source, message, base), message))
+                self.under_way.append((target, source, chain.answer_request(source, message, base), message))
             case PlanOffer():
                 base = self.open(message.predecessor)
                 self.obey(target, base, source)
-                reply = answer_offer(chain, source, message, self.plans[message.plan], base, sign_vote=sign_vote)
+                reply = chain.answer_offer(source, message.term, self.plans[message.plan], base, sign_vote)
                 self.under_way.append((target, source, reply, message))
             case TermGrant() | PlanVote():
                 newer, accepted = self.open(message.live), None
@@ -153,7 +150,7 @@ class Bag:
                 if isinstance(message, TermGrant):
                     accepted = self.plans.get(message.accepted)
                 event = Answered(peer=source, asked=asked, reply=message, live=newer, accepted=accepted)
-                self.carry_out(target, self.proposers[target].count(event, message, self.now_s))
+                self.carry_out(target, self.proposers[target].count(event, self.now_s))
 
     def draw(self) -> None:
         self.now_s += 0.1
@@ -175,9 +172,8 @@ class Bag:
             self.carry_out(peer, proposer.propose(live, layout_of(members), self.now_s))
         elif dice >= 0.99:
             chain = PlanChain("run", owner=OWNER, verify=believe, verify_order=believe)
-            record, old = self.chains[peer].record(), self.chains[peer]
-            before = self.open(record.before)
-            chain.restore(record, live=old.live, accepted=old.accepted, before=before)
+            record = self.chains[peer].record()
+            chain.restore(record, lambda data: self.plans.get(data) or self.open(data))
             self.chains[peer], self.proposers[peer] = chain, self.proposer(peer, chain)
 
     def check(self) -> None:

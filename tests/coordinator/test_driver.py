@@ -192,7 +192,7 @@ def test_what_is_too_large_to_send_is_not_answered(run_swarm):
         assert {TransferLeadership, Heartbeat} <= unanswered
         assert PlanOffer not in unanswered, "or it would be made and signed again for everybody, at every tick"
         transport.call = call
-        await swarm.until(lambda: not coordination._reports, within_s=3)
+        await swarm.until(lambda: not coordination._reports._waiting, within_s=3)
 
     run_swarm(scenario, min_peers=6)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.judge import Judge
-from shoal.coordinator.roll import Electorate
+from shoal.coordinator.voting import Electorate, Judge
 
 pytestmark = pytest.mark.sim
 

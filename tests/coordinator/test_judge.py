@@ -8,7 +8,7 @@ import pytest
 
 from shoal.coordinator import proposer
 from shoal.coordinator.allocate.plan_layout import Beginning, Layout
-from shoal.coordinator.judge import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
+from shoal.coordinator.voting import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Holding, Ping, Standing
 
@@ -93,8 +93,7 @@ def test_an_honest_member_does_not_vote_for_it(run_swarm, evil):
         layout = evil(live.plan, me=leader.peer_id, others=[peer.peer_id for peer in others])
 
         async def propose():
-            commands, _ = core._proposer.propose(live, layout, swarm.world.now_s())
-            for command in commands:
+            for command in core._proposer.propose(live, layout, swarm.world.now_s()):
                 leader.coordination._carry_out(command)
             return core._proposer._ballot.plan
 

@@ -7,8 +7,7 @@ import itertools
 import msgspec
 import pytest
 
-from shoal.coordinator.chain import PlanChain, proof_flaw
-from shoal.coordinator.chain_log import ChainLog
+from shoal.coordinator.chain import ChainLog, PlanChain, proof_flaw
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.proposer import Ballot
 from shoal.coordinator.store import PlanStore
@@ -265,11 +264,11 @@ def test_a_new_reign_is_believed_with_its_mandate_only(make_plan, make_chain, fi
 
 def test_kept_links_are_bounded_and_never_fewer_than_two(make_plan, make_chain, first, monkeypatch):
     plans = grow(make_plan, first, 40)
-    monkeypatch.setattr("shoal.coordinator.chain_log.LINKS_KEPT_BYTES", 5 * len(plans[-1].link))
+    monkeypatch.setattr("shoal.coordinator.chain.LINKS_KEPT_BYTES", 5 * len(plans[-1].link))
     chain = obeying(make_chain, plans)
     assert len(chain.links.after(plans[0].digest, 0)) == 2
     assert len(chain.links.after(plans[-4].digest, 0)) == 3
-    monkeypatch.setattr("shoal.coordinator.chain_log.LINKS_KEPT_BYTES", 1)
+    monkeypatch.setattr("shoal.coordinator.chain.LINKS_KEPT_BYTES", 1)
     chain = obeying(make_chain, plans)
     assert chain.links.after("", 0) == (plans[-2].link, plans[-1].link)
 

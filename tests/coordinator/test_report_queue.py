@@ -27,7 +27,7 @@ def test_what_did_not_arrive_goes_again_before_what_is_new(make_heartbeat):
     heartbeat, sent = outbox.enclose(make_heartbeat("a", validations=(report(2),)), 0.0)
     assert steps(heartbeat) == [1, 2]
     outbox.arrived(sent)
-    assert len(outbox) == 0
+    assert len(outbox._waiting) == 0
 
 
 def test_while_one_heartbeat_is_under_way_the_next_carries_none(make_heartbeat):
@@ -57,6 +57,6 @@ def test_without_a_coordinator_the_oldest_are_forgotten(make_heartbeat):
     outbox = ReportQueue()
     _, sent = outbox.enclose(make_heartbeat("a", validations=(report(0),)), 0.0)
     outbox.enclose(make_heartbeat("a", validations=tuple(report(step) for step in range(1, WAITING_MAX + 1))), 0.0)
-    assert len(outbox) == WAITING_MAX
+    assert len(outbox._waiting) == WAITING_MAX
     outbox.arrived(sent)
-    assert len(outbox) == WAITING_MAX, "what was under way had been forgotten, nothing else may go"
+    assert len(outbox._waiting) == WAITING_MAX, "what was under way had been forgotten, nothing else may go"

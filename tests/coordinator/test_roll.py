@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.coordinator.roll import PROBATION_HEARTBEATS, Electorate
+from shoal.coordinator.voting import PROBATION_HEARTBEATS, Electorate
 from shoal.protocol.plan import Plan
 
 INVITES = {"a": b"", "b": b"one", "c": b"one", "w": b"two", "x": b"two", "y": b"two", "z": b"two", "n": b""}

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cluster_view import LEAST_NEEDED, ClusterView, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.roster import TOLD_MAX
-from shoal.protocol.limits import CONTROL_BYTES_MAX
+from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import (
     Absence,
     ArrivalStatistics,
@@ -30,7 +29,7 @@ def make_large(make_advert):
 
 
 def size(transfer):
-    return len(msgspec.msgpack.encode(transfer)) + ENVELOPE_BYTES
+    return len(msgspec.msgpack.encode(transfer)) + ENVELOPE_BYTES_MAX
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.coordination_events import Ask, LogReason, LookUp, Persist, Reply
-from shoal.coordinator.store import COMPLAIN_EVERY_S, PlanStore, WriteAhead
+from shoal.coordinator.store import COMPLAIN_EVERY_S, PlanStore
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Done, PlanOffer, PlanVote, Refusal, TermGrant, TermRequest
 from shoal.protocol.sim.disk import SimDisk
@@ -17,16 +17,6 @@ VOTE, GRANT = Reply(message=PlanVote(accepted=True)), Reply(message=TermGrant(gr
 OFFER = Ask(peer="b", message=PlanOffer(term=2, plan=b"plan", predecessor=b""))
 REQUEST = Ask(peer="b", message=TermRequest(term=2, live=b"", permit=b""))
 REFUSED = Reply(message=Refusal(reason="cannot save its promise on disk"))
-
-
-class Time:
-    now = 0.0
-
-    def now_s(self):
-        return self.now
-
-    def wall_s(self):
-        return self.now
 
 
 def keep(term):
@@ -40,7 +30,7 @@ def disk():
 
 @pytest.fixture
 def word(disk):
-    return WriteAhead(PlanStore(disk), Time())
+    return PlanStore(disk)
 
 
 def kept(disk):
@@ -60,11 +50,11 @@ def test_who_has_promised_nothing_yet_shows_that_it_could(word, disk):
 def test_after_a_restart_a_full_disk_keeps_nobody_away(disk):
     PlanStore(disk).save(keep(3).record)
     disk.limit(0)
-    assert WriteAhead(PlanStore(disk), Time()).begin(ChainRecord(run="run")) == keep(3).record
+    assert PlanStore(disk).begin(ChainRecord(run="run")) == keep(3).record
 
 
 def test_a_promise_is_on_disk_before_it_is_given(word, disk):
-    commands = word.backed([keep(1), VOTE, LookUp()])
+    commands = word.backed([keep(1), VOTE, LookUp()], 0.0)
     assert next(commands) == VOTE
     assert kept(disk.crash()) == 1
 
@@ -72,43 +62,42 @@ def test_a_promise_is_on_disk_before_it_is_given(word, disk):
 @pytest.mark.parametrize("promise", [VOTE, GRANT])
 def test_a_promise_that_cannot_be_kept_is_a_refusal(word, disk, promise):
     disk.limit(0)
-    assert list(word.backed([keep(1), promise])) == [REFUSED]
+    assert list(word.backed([keep(1), promise], 0.0)) == [REFUSED]
 
 
 @pytest.mark.parametrize("question", [OFFER, REQUEST])
 def test_nobody_is_asked_for_what_we_cannot_give_ourselves(word, disk, question):
     disk.limit(0)
-    assert list(word.backed([keep(1), question, LogReason(text="said")])) == [LogReason(text="said")]
-    assert list(word.backed([question])) == [], "the core asks again, and does not say again that it is to be kept"
+    assert list(word.backed([keep(1), question, LogReason(text="said")], 0.0)) == [LogReason(text="said")]
+    assert list(word.backed([question], 0.0)) == [], "the core asks again, and does not say again that it is to be kept"
     disk.limit(None)
-    assert list(word.backed([question])) == [question]
+    assert list(word.backed([question], 0.0)) == [question]
     assert kept(disk) == 1
 
 
 def test_all_the_rest_is_done(word, disk):
     disk.limit(0)
     rest = [LogReason(text="obeyed"), LookUp(), Ask(peer="b", message=Done()), Reply(message=PlanVote(accepted=False))]
-    assert list(word.backed([keep(1), *rest])) == rest
+    assert list(word.backed([keep(1), *rest], 0.0)) == rest
 
 
 def test_the_last_word_counts(word, disk):
     disk.limit(0)
-    assert list(word.backed([keep(1), VOTE])) == [REFUSED]
-    assert list(word.backed([keep(2), VOTE])) == [REFUSED]
+    assert list(word.backed([keep(1), VOTE], 0.0)) == [REFUSED]
+    assert list(word.backed([keep(2), VOTE], 0.0)) == [REFUSED]
     disk.limit(None)
-    assert list(word.backed([keep(3), VOTE])) == [VOTE]
+    assert list(word.backed([keep(3), VOTE], 0.0)) == [VOTE]
     assert kept(disk) == 3
 
 
 def test_a_full_disk_is_tried_once_for_many_questions_and_told_once_a_minute(disk, caplog):
-    time = Time()
-    word = WriteAhead(PlanStore(disk), time)
-    disk.make_folder(PlanStore(disk)._path.parent)
-    list(word.backed([keep(1)]))
+    word = PlanStore(disk)
+    disk.make_folder(word._path.parent)
+    list(word.backed([keep(1)], 0.0))
     disk.limit(0)
     before = disk.num_operations
-    for time.now in (0.0, 1.0, COMPLAIN_EVERY_S - 1.0, COMPLAIN_EVERY_S, COMPLAIN_EVERY_S + 1.0):
-        list(word.backed([keep(2), *[OFFER] * 20]))
+    for now_s in (0.0, 1.0, COMPLAIN_EVERY_S - 1.0, COMPLAIN_EVERY_S, COMPLAIN_EVERY_S + 1.0):
+        list(word.backed([keep(2), *[OFFER] * 20], now_s))
     assert disk.num_operations - before == 5
     assert [record.getMessage()[:21] for record in caplog.records] == ["this peer cannot vote"] * 2
 

@@ -13,8 +13,8 @@ from shoal.deploy.control.control_socket import SOCKET_NAME, ask
 pytestmark = pytest.mark.process
 
 SOON_ON_THE_ROLL = """
-import shoal.coordinator.roll as roll
-roll.PROBATION_HEARTBEATS = 4.0
+import shoal.coordinator.voting as voting
+voting.PROBATION_HEARTBEATS = 4.0
 """
 LIES = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1] / 'lib')!r})\nimport insider\n"
 

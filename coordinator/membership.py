@@ -1,6 +1,8 @@
-"""Collects the exclusion orders that this peer knows, and the votes for orders of a majority. Pure."""
+"""Who may join the run, and who is excluded from it: the admission of newcomers, and the orders of exclusion. Pure."""
 
-from collections.abc import Callable, Sequence
+import ipaddress
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -8,18 +10,67 @@ import msgspec
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.exclusion import Exclusion, exclusion_holds, in_force, open_exclusion
 from shoal.protocol.identity import PeerID, peer_id_of
-from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
-from shoal.protocol.membership import Excluded, invite_name
+from shoal.protocol.limits import (
+    EXCLUSION_BYTES_MAX,
+    EXCLUSIONS_MAX,
+    OPEN_NEWCOMERS_MIN,
+    OPEN_PER_NETWORK_MAX,
+    OPEN_PROBATION_S,
+)
+from shoal.protocol.membership import Excluded, Members, invite_name
+from shoal.protocol.messages import Advert
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.statement import VerifySignature
 
+_IP = re.compile(r"^/ip[46]/([^/]+)/")
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
 """Maximum number of names in one sentence; the remaining keys are counted."""
 
 
+class Admission:
+    """Admits newcomers: invites limit them, and an open run (`is_open`: its spec lets any peer join) takes a few at a
+    time."""
+
+    def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
+        self._members, self._now_s, self._is_open = members, now_s, is_open
+        self._let_in_s: dict[PeerID, float] = {}
+        """Newcomer on probation in an open run -> the time at which it was let in."""
+
+    def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
+        """Admit `newcomer`. Returns: the reason if it may not join; empty: it is admitted, or has a place already."""
+        if newcomer in present:
+            return ""
+        if not self._is_open or newcomer == self._members.owner:
+            return self._members.why_not_enter(newcomer, present)
+        now_s = self._now_s()
+        self._let_in_s = {
+            peer: since_s
+            for peer, since_s in self._let_in_s.items()
+            if now_s - since_s < OPEN_PROBATION_S and peer in present
+        }
+        if len(self._let_in_s) >= max(OPEN_NEWCOMERS_MIN, len(present) // 2):
+            return f"{len(self._let_in_s)} others have just joined this open run: it admits you in a minute"
+        network = network_of(advert)
+        beside = sum(1 for other in present.values() if other is not None and network_of(other) == network)
+        if beside >= OPEN_PER_NETWORK_MAX:
+            return f"{beside} peers of your network are in this open run already, which is the limit"
+        self._let_in_s[newcomer] = now_s
+        return ""
+
+
+def network_of(advert: Advert) -> str:
+    """The /24 (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
+    for match in filter(None, map(_IP.match, advert.addresses)):
+        with suppress(ValueError):
+            ip = ipaddress.ip_address(match[1])
+            if ip.is_global:
+                return str(ipaddress.ip_network(f"{ip}/{24 if ip.version == 4 else 48}", strict=False))
+    return ""
+
+
 class Exclusions:
-    """The valid exclusion orders.
+    """The valid exclusion orders that this peer knows, and the votes for orders of a majority.
 
     Args:
         owner: the run's owner, whose order needs no votes.
@@ -31,6 +82,7 @@ class Exclusions:
         self._owner, self._verify, self._plans = owner, verify, plans
         self._orders: tuple[Exclusion, ...] = ()
         self._voted: dict[tuple[str, bytes], Exclusion] = {}
+        """(digest of the electors' plan, signed bytes) -> the order with the votes so far."""
         self.excluded = Excluded()
 
     @property
@@ -44,9 +96,7 @@ class Exclusions:
             return False
         if not order.signature:
             order = self._with_votes_so_far(order)
-        if not exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify):
-            return False
-        return self._take(order)
+        return self._holds(order) and self._take(order)
 
     def proves(self, data: bytes) -> bool:
         """True if an order in an offered plan is valid."""
@@ -54,8 +104,7 @@ class Exclusions:
             order = open_exclusion(data, PeerID(""))
         except RemoteError:
             return False
-        known = order in self._orders
-        return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify)
+        return order in self._orders or self._holds(order)
 
     def obeyed(self, plan: Plan) -> None:
         """Take the orders of a live plan; its voters have checked them."""
@@ -65,8 +114,27 @@ class Exclusions:
 
     def lacks(self, plan: Plan) -> tuple[bytes, ...]:
         """Return the known orders that the plan does not contain, because its coordinator does not know them."""
-        carried = set(plan.exclusions)
-        return tuple(data for data in self.orders if data not in carried)
+        return tuple(data for data in self.orders if data not in plan.exclusions)
+
+    def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
+        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it."""
+        told, twice = [], set(self.excluded.keys)
+        for order in self._orders:
+            twice.difference_update(order.keys)
+            keys = [key for key in order.keys if key in self.excluded.keys]
+            names = [_said_key(key, order, name_of) for key in keys[:_NAMED_MAX]]
+            if len(keys) > _NAMED_MAX:
+                names.append(f"{len(keys) - _NAMED_MAX} more")
+            if names:
+                by = "the owner" if order.signature else f"{len(order.votes)} members"
+                told.append(f"excluded by {by}: {', '.join(names)}{_UNDO}")
+        told += [
+            f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
+        ]
+        return tuple(told)
+
+    def _holds(self, order: Exclusion) -> bool:
+        return exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify)
 
     def _is_news(self, order: Exclusion) -> bool:
         """True if the order names a new key, or is the owner's newest order."""
@@ -75,6 +143,7 @@ class Exclusions:
         return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)
 
     def _take(self, order: Exclusion) -> bool:
+        """Add a valid order. Returns: whether it is new and there is room for it."""
         if not self._is_news(order):
             return False
         # Each order of the owner names every key that it ever excluded, so it replaces earlier ones. An order with a
@@ -93,23 +162,6 @@ class Exclusions:
         self._orders = orders
         self.excluded = in_force(self._orders)
         return True
-
-    def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
-        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it."""
-        told, twice = [], set(self.excluded.keys)
-        for order in self._orders:
-            twice.difference_update(order.keys)
-            keys = [key for key in order.keys if key in self.excluded.keys]
-            names = [_said_key(key, order, name_of) for key in keys[:_NAMED_MAX]]
-            if len(keys) > _NAMED_MAX:
-                names.append(f"{len(keys) - _NAMED_MAX} more")
-            if names:
-                by = "the owner" if order.signature else f"{len(order.votes)} members"
-                told.append(f"excluded by {by}: {', '.join(names)}{_UNDO}")
-        told += [
-            f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
-        ]
-        return tuple(told)
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
         """Add up votes. Each vote is sent to every peer, so every peer can count."""
