@@ -38,6 +38,8 @@ from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
 PING_HEARTBEATS = 0.25
+CONFIRM_HEARTBEATS = 0.06
+"""A refused connection is tried again after this time."""
 CLOSE_FLOOR_HEARTBEATS = 1.2
 """Five pings stay unanswered in this time. A new plan takes three more round trips, so most of a heartbeat is left of
 the two within which it should be live."""
@@ -178,7 +180,7 @@ class CoordinatorWatch:
         """Record that a call to the coordinator was refused at once: no process listens there."""
         if self._inquiry.refused_s is None:
             self.alarm(now_s)
-        if self._inquiry.is_refused(now_s, took_s=took_s, again_s=PING_HEARTBEATS / 2 * self._heartbeat_s):
+        if self._inquiry.is_refused(now_s, took_s=took_s, again_s=CONFIRM_HEARTBEATS * self._heartbeat_s):
             self._gone_s = self._gone_s if self._gone_s is not None else now_s
 
     def _alive(self, took_s: float) -> None:
@@ -282,7 +284,7 @@ class FailureDetector:
             for other in plan.members:
                 if other != self._me and not roster.is_gone(other, now_s):
                     self._suspect(other, now_s)
-        if not inquiry.is_refused(now_s, took_s=took_s, again_s=0.06 * self._heartbeat_s):
+        if not inquiry.is_refused(now_s, took_s=took_s, again_s=CONFIRM_HEARTBEATS * self._heartbeat_s):
             return []
         assert inquiry.refused_s is not None
         if irreplaceable or inquiry.returns_by_s > -math.inf:  # a silent peer no longer counts as holder
