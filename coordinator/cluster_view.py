@@ -10,7 +10,6 @@ from functools import cached_property
 
 import msgspec
 
-from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
@@ -310,13 +309,6 @@ class ClusterView:
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
         held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
-
-    def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
-        """The peers that may coordinate the next term, first choice first. Peers that members cannot reach come last,
-        because a coordinator removes members that it cannot hear."""
-        candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
-        order = election.rank(self.run, live.term + 1, candidates)
-        return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
 
     def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
         return sum(map(live.has, self.links.cannot_reach(peer, now_s)))

@@ -140,17 +140,12 @@ class Obey(Command, frozen=True):
     plan: SignedPlan
 
 
-class PutOut(Command, frozen=True):
-    """Treat the keys of this order as excluded, and tell every member."""
-
-    order: Exclusion
-    is_ours: bool
-
-
 class SpreadOrder(Command, frozen=True):
-    """Tell every member of an order that is not in force yet, such as our vote for one."""
+    """Tell every member of this order. `in_force`: its keys are excluded now; otherwise it is only a vote for one."""
 
     order: Exclusion
+    in_force: bool
+    is_ours: bool
 
 
 class Publish(Command, frozen=True):

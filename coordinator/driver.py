@@ -36,7 +36,6 @@ from shoal.coordinator.coordination_events import (
     LookUp,
     Obey,
     Publish,
-    PutOut,
     Received,
     Reply,
     ReportDue,
@@ -105,7 +104,8 @@ SIGN_HEARTBEATS = 0.5
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
 
-_ANSWER: dict[type, type[msgspec.Struct]] = {
+_ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
+    Heartbeat: HeartbeatReply,
     TermRequest: TermGrant,
     PlanOffer: PlanVote,
     PlanLive: Done,
@@ -114,7 +114,10 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     PingRequest: Ping,
     ChainRequest: ChainLinks,
     StandingRequest: Standing,
+    Leave: Done,
+    Reset: Done,
 }
+"""Each call of coordination -> its answer."""
 
 
 def ignore(*told: object) -> None:
@@ -180,7 +183,7 @@ class Coordination:
             is_known = members.access_level(peer) is AccessLevel.MEMBER
             return members.invite_of(peer) if is_known else None
 
-        self._core = CoordinationCore(
+        self.core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
             owner=owner,
@@ -223,59 +226,27 @@ class Coordination:
     @property
     def plan(self) -> SignedPlan | None:
         """The plan that this peer obeys, with its signatures."""
-        return self._core.live
-
-    @property
-    def predecessor(self) -> SignedPlan | None:
-        """The predecessor of that plan, if known. Members that were removed since may still drain."""
-        return self._core.predecessor
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self._core.is_coordinator
-
-    @property
-    def done(self) -> bool:
-        return self._core.done
-
-    @property
-    def newest_revision(self) -> int:
-        """The highest known revision of the spec."""
-        return self._core.newest_revision
+        return self.core.live
 
     @property
     def silence_s(self) -> float:
         """Seconds since a coordinator last answered this peer; 0 if it coordinates itself."""
-        return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
+        return 0.0 if self.core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
         """The swarm, if this peer coordinates."""
-        return self._core.status(self._clock.now_s())
+        return self.core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
         """Ask the coordinator for the status of the swarm.
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError."""
-        mine = self.status()
-        if mine is not None:
-            return mine
-        return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
+        return self.status() or await self._endpoint.ask(self.core.coordinator, StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
         """Restore the stored state, then take part in coordination.
         Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         self._restore()
-        for kind in (
-            Heartbeat,
-            TermRequest,
-            PlanOffer,
-            PlanLive,
-            TransferLeadership,
-            Leave,
-            Ping,
-            StandingRequest,
-            Reset,
-            ChainRequest,
-        ):
+        for kind in _ANSWER:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on_heard = self._hear
         self._endpoint.on(Exclude, self._answer_exclude)
@@ -283,13 +254,9 @@ class Coordination:
         self._endpoint.on(PingRequest, self._ping_for)
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
-        if self.plan is None and self._core.owner == self._endpoint.peer_id:
+        if self.plan is None and self.core.owner == self._endpoint.peer_id:
             self._spawn(self._searcher.prepare())  # while the others arrive
         self._feed(CoordinationTimerFired())
-
-    @property
-    def excluded(self) -> Excluded:
-        return self._core.excluded
 
     def exclude(self, order: Exclusion) -> None:
         """Spread an exclusion order, or our vote for one, and apply it if it is valid."""
@@ -318,7 +285,7 @@ class Coordination:
 
     async def _put_out(self, order: Exclusion) -> None:
         """Exclude members. Tell them first, because all peers stop talking to them afterwards."""
-        members, excluded, plan = self._endpoint.members, self._core.excluded, self._core.plan
+        members, excluded, plan = self._endpoint.members, self.core.excluded, self.core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_HEARTBEATS * self._spec.swarm.heartbeat_s):
@@ -328,15 +295,15 @@ class Coordination:
 
     def _expel(self) -> None:
         members = self._endpoint.members
-        if members.excluded != self._core.excluded:
-            logger.warning("%s", "; ".join(self._core.exclusions_told) or "no peer is excluded from the run any more")
-        members.exclude(self._core.excluded)
-        out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
+        if members.excluded != self.core.excluded:
+            logger.warning("%s", "; ".join(self.core.exclusions_told) or "no peer is excluded from the run any more")
+        members.exclude(self.core.excluded)
+        out = tuple(sorted(filter(members.is_excluded, self.core.known_peers())))
         if out:
             self._feed(Expelled(peers=out))
 
     def _spread(self, order: bytes) -> None:
-        for peer in self._core.plan.members if self._core.plan is not None else ():
+        for peer in self.core.plan.members if self.core.plan is not None else ():
             if peer != self._endpoint.peer_id:
                 self._spawn(self._tell(peer, Exclude(order=order)))
 
@@ -352,7 +319,7 @@ class Coordination:
 
     def _hear(self, peer: PeerID) -> None:
         now_s = self._came_s[peer] = self._clock.now_s()
-        if not self._core.is_coordinator:
+        if not self.core.is_coordinator:
             self._signs_s.clear()
         elif now_s >= self._signs_s.get(peer, -math.inf) + SIGN_HEARTBEATS * self._spec.swarm.heartbeat_s:
             self._signs_s[peer] = now_s
@@ -364,10 +331,10 @@ class Coordination:
             return Refusal(reason="is closing")
         try:
             now_s = self._clock.now_s()
-            commands = self._store.backed(self._core.handle(event, now_s=now_s), now_s)
+            commands = self._store.backed(self.core.handle(event, now_s=now_s), now_s)
             replies = [reply for command in commands if (reply := self._carry_out(command))]
         finally:
-            self._timer.set(self._core.next_timer_s())
+            self._timer.set(self.core.next_timer_s())
         assert len(replies) <= 1
         return replies[0] if replies else None
 
@@ -381,12 +348,11 @@ class Coordination:
                 self._spawn(self._beat(command.target))
             case Ask():
                 self._spawn(self._ask(command.peer, command.message))
-            case PutOut(is_ours=True):
+            case SpreadOrder(in_force=True, is_ours=True):
                 self._spawn(self._put_out(command.order))
-            case PutOut():
-                self._expel()
-                self._spread(command.order.encode())
             case SpreadOrder():
+                if command.in_force:
+                    self._expel()
                 self._spread(command.order.encode())
             case Publish():
                 self._spawn(self._discovery.publish(command.plan))
@@ -415,19 +381,19 @@ class Coordination:
         self._moved_on.set()
         self._expel()
         self._came_s = {peer: at_s for peer, at_s in self._came_s.items() if plan.has(peer)}
-        for order in self._core.orders_lacking(plan):
+        for order in self.core.chain.exclusions.lacks(plan):
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._discovery.should_read(plan):
             self._spawn(self._discovery.meet())
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._store.begin(self._core.record())
+        record = self._store.begin(self.core.chain.record())
         if record is None:
             return
-        self._core.restore(record, self._stored, self._clock.now_s())
-        if self._core.live is not None:
-            self._obey(self._core.live)
+        self.core.restore(record, self._stored, self._clock.now_s())
+        if self.core.live is not None:
+            self._obey(self.core.live)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
         """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
@@ -480,7 +446,7 @@ class Coordination:
 
     def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
         """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
-        base = base if base is not None else self._core.plan
+        base = base if base is not None else self.core.plan
         if base is None:
             return Acquaintance()
         members = self._endpoint.members
@@ -509,15 +475,15 @@ class Coordination:
 
     async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
         """Return the status of the run, which another coordinator may have to be asked for."""
-        mine, coordinator = self.status(), self._core.coordinator
+        mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
             return mine
         if self.turned_away:
             return Refusal(reason=self.turned_away)
-        if self._core.plan is None:
+        if self.core.plan is None:
             said = self.said or f"waiting for peers: the run begins with {self._spec.swarm.min_peers}"
             waits_for = said.removeprefix("waiting for ") if said.startswith("waiting for ") else f"a plan: {said}"
-            return status_before_the_plan(self._endpoint.run, self._spec, self._core.owner, waits_for)
+            return status_before_the_plan(self._endpoint.run, self._spec, self.core.owner, waits_for)
         if coordinator in (source, self._endpoint.peer_id):
             return Refusal(reason="there is no coordinator to ask now")
         try:
@@ -527,7 +493,7 @@ class Coordination:
 
     async def _ping_for(self, source: PeerID, message: PingRequest) -> msgspec.Struct:
         """Ping a member for the coordinator, which cannot reach it or suspects so."""
-        plan = self._core.plan
+        plan = self.core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
             return Refusal(reason="pings only for the coordinator")
         try:
@@ -538,7 +504,7 @@ class Coordination:
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent
         plan. An open run without a plan admits all, so that it can begin."""
-        plan, core = self._core.plan, self._core
+        plan, core = self.core.plan, self.core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
             return ""
@@ -584,7 +550,7 @@ class Coordination:
         self._feed(Beat(heartbeat=own))
         if self._discovery.is_due(own.advert):
             self._spawn(self._discovery.advertise(own.advert))
-        own = msgspec.structs.replace(own, end=self._end(own), ends=self._core.ends if self._ends_untold else ())
+        own = msgspec.structs.replace(own, end=self._end(own), ends=self.core.ends if self._ends_untold else ())
         heartbeat, sent = self._reports.enclose(own, self._clock.now_s())
         asked_s = self._clock.now_s()
         try:
@@ -601,7 +567,7 @@ class Coordination:
             raise
         self._ends_untold = not reply.ends
         self._note_refusal(None)
-        if reply.is_coordinator and target == self._core.coordinator:
+        if reply.is_coordinator and target == self.core.coordinator:
             self._heard_s = self._clock.now_s()
             self._reports.arrived(sent)
             if reply.save_at:
@@ -617,7 +583,7 @@ class Coordination:
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
 
     def _note_refusal(self, error: Exception | None) -> None:
-        plan = self._core.plan
+        plan = self.core.plan
         is_outside = plan is None or not plan.has(self._endpoint.peer_id)
         refused = isinstance(error, Refused) and is_outside
         self._times_turned_away = self._times_turned_away + 1 if refused else 0
@@ -626,7 +592,7 @@ class Coordination:
 
     def _end(self, own: Heartbeat) -> bytes:
         """Sign the run's end once all that we hold has reached it; empty before."""
-        plan, steps = self._core.plan, self._spec.training.steps
+        plan, steps = self.core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):
             return b""
@@ -634,23 +600,23 @@ class Coordination:
         if min(versions) < steps:
             return b""
         identity, run = self._endpoint.identity, self._endpoint.run
-        return self._endpoint.seals.sign_statement(identity, "end", run=run, body=self._core.end_body())
+        return self._endpoint.seals.sign_statement(identity, "end", run=run, body=self.core.end_body())
 
     @property
     def _timeout_s(self) -> float:
         return min(CALL_TIMEOUT_S, max(1.0, 4 * self._spec.swarm.heartbeat_s))
 
     async def _leave(self) -> None:
-        if self._core.is_coordinator:
+        if self.core.is_coordinator:
             self._feed(Leaving())
-            while self._core.is_coordinator and self._core.has_heirs(self._clock.now_s()):
+            while self.core.is_coordinator and self.core.role.has_heirs(self._clock.now_s()):
                 self._moved_on.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._spec.swarm.heartbeat_s):
                         await self._moved_on.wait()
-        if not self._core.is_coordinator:
-            await self._beat(self._core.coordinator)  # our last reports, which no other peer can send
-            await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
+        if not self.core.is_coordinator:
+            await self._beat(self.core.coordinator)  # our last reports, which no other peer can send
+            await self._endpoint.ask(self.core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:
-        self._feed(HeadFound(head=await self._discovery.look_up(self._core.doubted)))
+        self._feed(HeadFound(head=await self._discovery.look_up(self.core.role.hint.doubted)))

@@ -1,4 +1,9 @@
-"""Detects failed members. The coordinator checks a suspicion itself before it removes a member. Pure.
+"""Detects failed peers: the coordinator watches the members, and each member watches the coordinator. Pure.
+
+A suspended process keeps its connections and answers nothing, so silence alone needs a timeout (`adaptive_timeout`). A
+refused connection is stronger evidence: two in a row need none.
+
+The coordinator checks a suspicion itself before it removes a member:
 
 | suspicion                             | observation                | conclusion                                      |
 |---------------------------------------|----------------------------|-------------------------------------------------|
@@ -10,26 +15,37 @@
 | a first refusal: all are pinged, so   | refused, and no other peer | gets time to return: a crashed network daemon   |
 | that one plan removes all that failed | holds its group's state    | restarts faster than a snapshot is restored     |
 | a ping stays unanswered: two others   | it answers one of them     | alive but unreachable for us: transfer the role |
-| are asked to ping it too              |                            | to a peer that reaches it (`leader.py`)         |
+| are asked to ping it too              |                            | to a peer that reaches it (`role`)              |
 
-A suspended process keeps its connections and answers nothing, so silence alone needs a timeout. Reports of other
-members need the coordinator's own check, because their own links may be broken. The coordinator's link may be broken
-too, so others ping for it (SWIM, Das et al. 2002). Their word that a member is alive counts for at most
+Reports of other members need the coordinator's own check, because their own links may be broken. The coordinator's link
+may be broken too, so others ping for it (SWIM, Das et al. 2002). Their word that a member is alive counts for at most
 `VOUCHED_HEARTBEATS`; otherwise one liar could keep a dead member in the plan.
-"""
+
+Every member hears the coordinator once a heartbeat, in the answer to its own. The next peers in rank (`is_close`) also
+ping it several times a heartbeat, so they may suspect it after little more than one heartbeat. The other members check
+for themselves once a candidate asks for their consent (`alarm`)."""
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from shoal.coordinator.adaptive_timeout import Arrivals, RoundTrip
 from shoal.coordinator.coordination_events import Ask, Command, LogReason
-from shoal.coordinator.leader_monitor import PING_HEARTBEATS
-from shoal.coordinator.roster import Roster
+from shoal.coordinator.roster import FLOOR_HEARTBEATS, MEMORY_HEARTBEATS, Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
+PING_HEARTBEATS = 0.25
+CONFIRM_HEARTBEATS = 0.06
+"""A refused connection is tried again after this time."""
+CLOSE_FLOOR_HEARTBEATS = 1.2
+"""Five pings stay unanswered in this time. A new plan takes three more round trips, so most of a heartbeat is left of
+the two within which it should be live."""
+BACKING_HEARTBEATS = 1.15
+"""Heartbeats vary by a twentieth: after this time one is missing."""
+ALARM_HEARTBEATS = 2.0
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
 peer's network daemon on a busy machine. A roll-back costs more."""
@@ -48,13 +64,14 @@ TOGETHER_HEARTBEATS = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """The state of the check of one member."""
+    """The check of one peer that may have failed. A member that checks the coordinator needs the first fields only."""
 
     since_s: float
     ping_at_s: float
+    refused_s: float | None = None
+    """When the first connection in a row was refused."""
     pinged: bool = False
     answered: bool = False
-    refused_s: float | None = None
     returns_by_s: float = -math.inf
     """The member may return until this time although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
@@ -64,6 +81,130 @@ class Inquiry:
     vouchers: dict[PeerID, None] = field(default_factory=dict)
     """Members that it has answered while it did not answer us."""
     vouched_s: float = math.inf
+
+    @property
+    def is_open(self) -> bool:
+        """True if a ping is unanswered."""
+        return self.pinged and not self.answered
+
+    def takes_ping(self, now_s: float, *, every_s: float) -> bool:
+        """True, once, if a ping is due."""
+        if now_s < self.ping_at_s:
+            return False
+        self.ping_at_s = now_s + every_s
+        return True
+
+    def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
+        """Record a refused connection; the first is confirmed by a ping after `again_s`.
+        Returns: whether it is the second in a row. One that was sent before the first came back tells nothing new."""
+        if self.refused_s is None:
+            self.refused_s, self.ping_at_s = now_s, now_s + again_s
+            return False
+        return now_s - took_s > self.refused_s
+
+
+class CoordinatorWatch:
+    """Watches one coordinator after the other."""
+
+    def __init__(self, *, heartbeat_s: float, now_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        memory_s = MEMORY_HEARTBEATS * heartbeat_s
+        self._beats = Arrivals(heartbeat_s, now_s, FLOOR_HEARTBEATS * heartbeat_s, memory_s)
+        self._pings = Arrivals(PING_HEARTBEATS * heartbeat_s, now_s, CLOSE_FLOOR_HEARTBEATS * heartbeat_s, memory_s)
+        self._round_trip = RoundTrip(heartbeat_s)
+        self._inquiry = Inquiry(since_s=now_s, ping_at_s=now_s)
+        self._gone_s: float | None = None
+        """When the coordinator's process was found to be gone."""
+        self.is_close = False
+        """True if we are among the first in rank, and therefore ping the coordinator all the time."""
+        self._alarm_until_s = now_s
+        self._replaced: tuple[PeerID, float] | None = None
+        """A coordinator that lost the role through silence, and the beginning of that silence."""
+
+    @property
+    def suspect_at_s(self) -> float:
+        """When the coordinator counts as gone, if it stays silent until then."""
+        if self._gone_s is not None:
+            return self._gone_s
+        arrivals = self._pings if self.is_close else self._beats
+        return self._sign_s + arrivals.patience_s + self._round_trip.patience_s
+
+    @property
+    def _sign_s(self) -> float:
+        return max(self._beats.sign_s, self._pings.sign_s)
+
+    @property
+    def round_trip_s(self) -> float:
+        return self._round_trip.patience_s
+
+    def heard_lately(self, now_s: float) -> bool:
+        """True if we back the coordinator against a candidate: by the delays so far, its next answer is not late."""
+        if self._gone_s is not None:
+            return False
+        usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
+        return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
+
+    def keep_close(self, close: bool, now_s: float) -> None:
+        """Set whether we are among the first in rank."""
+        if close and not self.is_close:
+            self._pings.excuse(self._sign_s)
+            self._inquiry.ping_at_s = now_s
+        self.is_close = close
+
+    def alarm(self, now_s: float) -> None:
+        """Check the coordinator ourselves, because a candidate thinks that it is gone."""
+        if now_s >= self._alarm_until_s and not self.is_close:
+            self._inquiry.ping_at_s = now_s
+        self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
+
+    def is_fast_tick(self, now_s: float) -> bool:
+        return self.is_close or now_s < self._alarm_until_s
+
+    def takes_ping(self, now_s: float) -> bool:
+        return self.is_fast_tick(now_s) and self._inquiry.takes_ping(now_s, every_s=PING_HEARTBEATS * self._heartbeat_s)
+
+    def heard(self, took_s: float, now_s: float) -> None:
+        """Record the coordinator's answer to a heartbeat."""
+        self._beats.arrived(now_s)
+        self._alive(took_s)
+
+    def answered(self, took_s: float, now_s: float) -> None:
+        """Record the coordinator's answer to a ping."""
+        if self.is_close:
+            self._pings.arrived(now_s)
+        else:
+            self._beats.signed(now_s)  # pings in alarm have no rhythm to be learned
+        self._alive(took_s)
+
+    def refused(self, took_s: float, now_s: float) -> None:
+        """Record that a call to the coordinator was refused at once: no process listens there."""
+        if self._inquiry.refused_s is None:
+            self.alarm(now_s)
+        if self._inquiry.is_refused(now_s, took_s=took_s, again_s=CONFIRM_HEARTBEATS * self._heartbeat_s):
+            self._gone_s = self._gone_s if self._gone_s is not None else now_s
+
+    def _alive(self, took_s: float) -> None:
+        self._round_trip.took(took_s)
+        self._inquiry.refused_s = self._gone_s = None
+
+    def obeys(self, *, replaced: PeerID | None, now_s: float) -> None:
+        """Watch the coordinator of a new term. The measured delays stay: they depend as much on us.
+        Args: replaced: the coordinator that was replaced because it was silent."""
+        self._replaced = (replaced, self._sign_s) if replaced is not None else None
+        self.excuse(now_s)
+        self._inquiry.refused_s = self._gone_s = None
+        self._alarm_until_s = now_s
+        self.is_close = False
+
+    def was_wronged(self, peer: PeerID, now_s: float) -> None:
+        """Record an answer of `peer`. If it was replaced for a silence, allow such a silence from now on."""
+        if self._replaced is not None and self._replaced[0] == peer:
+            self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
+            self._replaced = None
+
+    def excuse(self, now_s: float) -> None:
+        self._beats.excuse(now_s)
+        self._pings.excuse(now_s)
 
 
 class FailureDetector:
@@ -140,14 +281,12 @@ class FailureDetector:
             del self._inquiries[peer]
             return []
         if inquiry.refused_s is None:
-            inquiry.refused_s = now_s
-            inquiry.ping_at_s = now_s + 0.06 * self._heartbeat_s
             for other in plan.members:
                 if other != self._me and not roster.is_gone(other, now_s):
                     self._suspect(other, now_s)
+        if not inquiry.is_refused(now_s, took_s=took_s, again_s=CONFIRM_HEARTBEATS * self._heartbeat_s):
             return []
-        if now_s - took_s <= inquiry.refused_s:
-            return []  # sent before the first refusal: no new information
+        assert inquiry.refused_s is not None
         if irreplaceable or inquiry.returns_by_s > -math.inf:  # a silent peer no longer counts as holder
             inquiry.returns_by_s = inquiry.refused_s + RETURN_S
             if now_s < inquiry.returns_by_s:
@@ -160,7 +299,6 @@ class FailureDetector:
         """Ping suspects, and remove those that neither two neighbours nor we can reach.
         Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
-        commands: list[Command] = []
         for peer in plan.members:
             if peer == self._me:
                 continue
@@ -172,31 +310,32 @@ class FailureDetector:
                     del self._inquiries[peer]
             elif roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
+        commands: list[Command] = []
         for peer, inquiry in list(self._inquiries.items()):
-            unanswered = inquiry.pinged and not inquiry.answered
-            if (
-                unanswered
-                and not roster.is_gone(peer, now_s)
-                and len(inquiry.reporters) >= 2
-                and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.arrivals(peer).patience_s
-                and roster.arrivals(peer).sign_s <= inquiry.since_s
-            ):
+            if inquiry.is_open and self._is_out_of_reach(peer, inquiry, roster, now_s):
                 del self._inquiries[peer]
                 roster.lose(peer)
-                commands.append(
-                    LogReason(text=f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we")
-                )
+                text = f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"
+                commands.append(LogReason(text=text))
                 continue
-            if now_s >= inquiry.help_at_s and unanswered:
+            if inquiry.is_open and now_s >= inquiry.help_at_s:
                 inquiry.help_at_s = now_s + self._heartbeat_s
                 helpers = self._helpers(peer, inquiry, roster, plan, now_s)
                 commands += [Ask(peer=helper, message=PingRequest(peer=peer)) for helper in helpers]
-            if now_s >= inquiry.ping_at_s:
+            if inquiry.takes_ping(now_s, every_s=PING_HEARTBEATS * self._heartbeat_s):
                 if not inquiry.pinged:
                     inquiry.help_at_s = now_s + HELP_HEARTBEATS * self._heartbeat_s
-                inquiry.pinged, inquiry.ping_at_s = True, now_s + PING_HEARTBEATS * self._heartbeat_s
+                inquiry.pinged = True
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands
+
+    def _is_out_of_reach(self, peer: PeerID, inquiry: Inquiry, roster: Roster, now_s: float) -> bool:
+        """True if two neighbours report `peer`, and it has not answered us for half of its timeout."""
+        if roster.is_gone(peer, now_s) or len(inquiry.reporters) < 2:
+            return False
+        arrivals = roster.arrivals(peer)
+        due_s = inquiry.since_s + UNANSWERED_PATIENCE * arrivals.patience_s
+        return now_s >= due_s and arrivals.sign_s <= inquiry.since_s
 
     def _helpers(self, peer: PeerID, inquiry: Inquiry, roster: Roster, plan: Plan, now_s: float) -> list[PeerID]:
         """Return the members to ask for a ping of `peer`: first those that have reached it, then its neighbours."""
@@ -212,7 +351,7 @@ class FailureDetector:
     @property
     def are_open(self) -> bool:
         """True if a ping is unanswered, so that a result is near."""
-        return any(inquiry.pinged and not inquiry.answered for inquiry in self._inquiries.values())
+        return any(inquiry.is_open for inquiry in self._inquiries.values())
 
     def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
         """True if the coordinator may plan now: no check is about to end after another member's failure."""

@@ -22,8 +22,6 @@ from shoal.coordinator.coordination_events import (
     Search,
     Unanswered,
 )
-from shoal.coordinator.follower import Agreed
-from shoal.coordinator.leader import KeepRole, Want
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.voting import APART_MAX
@@ -197,24 +195,6 @@ class Proposer:
         return [*commands, LogReason(text=layout.reason), Reply(message=Done())]
 
     # --- ballots ---
-
-    def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
-        """Propose the result of `Leader.work`. We coordinate."""
-        match want:
-            case Layout():
-                return self.propose(live, self._policy.foreseen(want, now_s), now_s)
-            case KeepRole(permit):
-                return self.campaign(live, now_s, permit=permit)
-            case None:
-                return []
-
-    def succeed(self, agreed: Agreed | None, now_s: float) -> list[Command]:
-        """Request the coordinator's term, if a majority would grant it."""
-        if agreed is None or self.is_busy:
-            return []
-        base, term = agreed
-        note = LogReason(text=f"a majority misses coordinator {base.plan.coordinator[-8:]}, asking for term {term}")
-        return [note, *self.campaign(base, now_s, term=term)]
 
     def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> list[Command]:
         """Request `term`, or the next possible term, and propose the base's layout in it."""

@@ -88,7 +88,7 @@ class HostVerbs:
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answer with the invites, and the names of all excluded members and invites."""
         book, names = self._needed(), self._names()
-        excluded = sorted(self._coordination.excluded.keys)
+        excluded = sorted(self._coordination.core.excluded.keys)
         out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in excluded]
         return {"invites": [_described(invite) for invite in book.all], "excluded": out}
 
@@ -109,16 +109,16 @@ class HostVerbs:
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
         peer, name = found[0].peer, found[0].name
-        invite, before = self._members.invite_of(peer), self._coordination.excluded.keys
+        invite, before = self._members.invite_of(peer), self._coordination.core.excluded.keys
         self._needed().exclude(peer, invite, name=name)
         self.apply()
-        is_second = invite in self._coordination.excluded.keys - before
+        is_second = invite in self._coordination.core.excluded.keys - before
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Readmit `who`: a member's name, its ID or the end of it, or an invite's name."""
         wanted, book, names = str(arguments.get("who", "")), self._needed(), self._names()
-        excluded = self._coordination.excluded
+        excluded = self._coordination.core.excluded
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
         if len(wanted) > 40:
             found.add(_key_of(wanted))  # the invite may be excluded, not the member

@@ -229,7 +229,7 @@ class Node:
 
     @property
     def is_coordinator(self) -> bool:
-        return self.coordination.is_coordinator
+        return self.coordination.core.is_coordinator
 
     async def start(self) -> None:
         """Measure this machine, then look for the others. Raises: LocalError: the state on disk is of another run."""
@@ -247,7 +247,7 @@ class Node:
         Raises: ShoalError: this peer cannot go on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s
-        while not (self.coordination.done or self._is_left_behind):
+        while not (self.coordination.core.done or self._is_left_behind):
             if self.peer.failure.done():
                 self.peer.failure.result()
             if self.endpoint.members.excludes_us(self.peer_id):
@@ -256,7 +256,7 @@ class Node:
                 raise LocalError(DISPLACED)
             if self._newer is not None:
                 return self._newer
-            if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:
+            if self._spec_keeper is not None and self.coordination.core.newest_revision > self.spec.revision:
                 self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
         await self.peer.drain(10.0)  # the last validation
@@ -295,7 +295,7 @@ class Node:
 
     def _obey(self, plan: SignedPlan) -> None:
         self._on_plan(plan)
-        before = self.coordination.predecessor
+        before = self.coordination.core.predecessor
         if before is not None and not self.endpoint.gate.has_plan:
             self.endpoint.obey(before.plan)  # members that left since may still be draining
         self.endpoint.obey(plan.plan)

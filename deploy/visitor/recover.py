@@ -21,11 +21,11 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shoal.coordinator import election
 from shoal.coordinator.allocate.plan_layout import Beginning
 from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog
+from shoal.coordinator.role import rank
 from shoal.deploy.state.spec_record import FIND_S
 from shoal.deploy.visitor.entrance import entering
 from shoal.protocol.durable import replace_file
@@ -94,7 +94,7 @@ class Situation:
         """Return the peer that will make the next plan."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
-        return election.rank(self.base.plan.run, term, willing)[0]
+        return rank(self.base.plan.run, term, willing)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,11 +30,9 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.core import CoordinationCore
-from shoal.coordinator.election import rank, standing
-from shoal.coordinator.follower import CLOSE_PEERS, STAGGER_HEARTBEATS
-from shoal.coordinator.leader_monitor import CLOSE_FLOOR_HEARTBEATS
-from shoal.coordinator.leader_monitor import FLOOR_HEARTBEATS as FAR_FLOOR_HEARTBEATS
+from shoal.coordinator.failure_detector import CLOSE_FLOOR_HEARTBEATS
 from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.role import CLOSE_PEERS, STAGGER_HEARTBEATS, rank, standing
 from shoal.coordinator.roster import FLOOR_HEARTBEATS
 from shoal.protocol.messages import (
     Done,
@@ -491,8 +489,8 @@ def missing(core, make_heartbeat, *, heard_s=(), end_s=12.0):
 @pytest.mark.parametrize("me", "bcdef")
 def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_heartbeat, first, me):
     core = make_core(me, first)
-    turn = standing("run", 1, "a", PEERS, me)
-    floor_s = CLOSE_FLOOR_HEARTBEATS if turn < CLOSE_PEERS else FAR_FLOOR_HEARTBEATS
+    turn = standing("run", first.plan, me)
+    floor_s = CLOSE_FLOOR_HEARTBEATS if turn < CLOSE_PEERS else FLOOR_HEARTBEATS
     heard_s = [0.1 * count for count in range(1, 100)]
     happened = missing(core, make_heartbeat, heard_s=heard_s, end_s=20.0)
     begun_s, request = next((at, c.message) for at, c in happened if isinstance(c, Ask) and c.message != Ping())
@@ -505,7 +503,7 @@ def test_each_waits_its_turn_when_the_coordinator_is_silent(make_core, make_hear
 
 def candidate(make_core, make_heartbeat, first, *, turn=0):
     """The standby, at the moment at which it has asked who misses the coordinator. Returns: core, now, question."""
-    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == turn)
+    (me,) = (peer for peer in "bcdef" if standing("run", first.plan, peer) == turn)
     core = make_core(me, first)
     for quarter in range(40):
         for at, command in tick(core, begin_s=quarter / 4, end_s=(quarter + 1) / 4):
@@ -556,7 +554,7 @@ def test_being_asked_promises_nothing(make_core, first):
 @pytest.mark.parametrize(("turn", "other_turn", "goes_on"), [(0, 1, True), (1, 0, False)])
 def test_of_two_candidates_the_later_in_turn_gives_way(make_core, make_heartbeat, first, turn, other_turn, goes_on):
     core, now_s, question = candidate(make_core, make_heartbeat, first, turn=turn)
-    other = next(peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == other_turn)
+    other = next(peer for peer in "bcdef" if standing("run", first.plan, peer) == other_turn)
     assert said(core.handle(Received(source=other, message=question, base=first), now_s=now_s)).granted
     assert bool(asks(agree(core, question, now_s), TermRequest)) == goes_on
 
@@ -580,7 +578,7 @@ def test_an_heir_asks_for_the_next_term_when_another_has_got_this(make_core, fir
 
 
 def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartbeat, first):
-    me = next(peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 4)
+    me = next(peer for peer in "bcdef" if standing("run", first.plan, peer) == 4)
     core = make_core(me, first)
     core.handle(Answered(peer="a", asked=make_heartbeat(me), reply=ANSWER, took_s=0.04), now_s=0.5)
     assert not asks([c for _, c in tick(core, begin_s=0.5, end_s=0.9)], Ping)
@@ -593,7 +591,7 @@ def test_whoever_is_asked_and_disagrees_looks_for_himself(make_core, make_heartb
 
 
 def test_refused_connections_need_no_waiting(make_core, make_heartbeat, first):
-    (me,) = (peer for peer in "bcdef" if standing("run", 1, "a", PEERS, peer) == 0)
+    (me,) = (peer for peer in "bcdef" if standing("run", first.plan, peer) == 0)
     core = make_core(me, first)
     for now_s in (0.1, 0.3):
         core.handle(Unanswered(peer="a", asked=Ping(), reason="gone", refused=True, took_s=0.04), now_s=now_s)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.coordination_events import Unanswered
-from shoal.coordinator.leader import transfer_body
+from shoal.coordinator.role import transfer_body
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused

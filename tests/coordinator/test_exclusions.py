@@ -107,10 +107,10 @@ def test_the_owner_lets_in_again_whom_it_or_a_majority_has_excluded(run_swarm):
 
         def are_out(*peers):
             keys = {key_of(peer) for peer in peers}
-            return lambda: all(peer.coordination.excluded.keys == keys for peer in others)
+            return lambda: all(peer.coordination.core.excluded.keys == keys for peer in others)
 
         await swarm.until(are_out(mine, theirs), within_s=20.0)
-        coordinator = next(peer for peer in others if peer.coordination.is_coordinator)
+        coordinator = next(peer for peer in others if peer.coordination.core.is_coordinator)
         said = {risk for risk in coordinator.coordination.status().risks if "excluded" in risk}
         undo = "(`shoal readmit` on the host undoes it)"
         assert said == {
@@ -164,7 +164,7 @@ def test_an_order_of_an_earlier_version_still_holds():
 def test_nobody_elses_order_counts(run_swarm):
     async def scenario(swarm):
         await swarm.begin(6)
-        exclusions = swarm.peers["p1"].coordination._core.chain.exclusions
+        exclusions = swarm.peers["p1"].coordination.core.chain.exclusions
         live, run = swarm.peers["p1"].coordination.plan, run_of(swarm)
         mallory = Identity(bytes([9]) * 32)
         body = Exclusion((KEY,), base=live.digest).body
@@ -191,7 +191,7 @@ def test_a_coordinator_brings_in_no_order_of_its_own_and_forgets_none(run_swarm)
     async def scenario(swarm):
         await swarm.begin(6)
         peer = swarm.peers["p1"]
-        chain, live = peer.coordination._core.chain, peer.coordination.plan
+        chain, live = peer.coordination.core.chain, peer.coordination.plan
         order = owners_order(swarm, swarm.peers["p3"]).encode()
         bad = order_exclusion(Identity(bytes([9]) * 32), {KEY: b""}, run=run_of(swarm)).encode()
         for orders, accepted in (((bad,), False), ((b"rubbish",), False), ((order,), True)):

@@ -2,9 +2,13 @@ import pytest
 
 from shoal.coordinator.coordination_events import Ask, LogReason
 from shoal.coordinator.failure_detector import (
+    BACKING_HEARTBEATS,
+    CLOSE_FLOOR_HEARTBEATS,
+    PING_HEARTBEATS,
     RETURN_S,
     ROLL_CALL_HEARTBEATS,
     TOGETHER_HEARTBEATS,
+    CoordinatorWatch,
     FailureDetector,
 )
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, Roster
@@ -260,3 +264,103 @@ def test_what_comes_late_of_a_peer_that_is_gone_does_not_bring_it_back(roster):
     roster.lose("e")
     roster.heard_otherwise("e", BEGIN_S)
     assert roster.is_gone("e", BEGIN_S)
+
+
+# --- a member watches the coordinator ---
+
+
+@pytest.fixture
+def watch():
+    return CoordinatorWatch(heartbeat_s=1.0, now_s=0.0)
+
+
+def listen(watch, *, until_s, every_s=1.0):
+    """Answers to heartbeats. Returns: when the last came."""
+    now_s = 0.0
+    while now_s < until_s:
+        now_s += every_s
+        watch.heard(0.0, now_s)
+    return now_s
+
+
+def ping(watch, *, begin_s, until_s, answered=lambda now_s: True, took_s=0.0):
+    """As whoever is next in turn, from tick to tick. Returns: when it pinged."""
+    pinged, now_s = [], begin_s
+    while now_s < until_s:
+        watch.keep_close(True, now_s)
+        if watch.takes_ping(now_s):
+            pinged.append(now_s)
+            if answered(now_s):
+                watch.answered(took_s, now_s + took_s)
+        now_s += 1 / 16
+    return pinged
+
+
+def test_silence_is_counted_from_the_coordinators_last_answer(watch):
+    last_s = listen(watch, until_s=9.0)
+    assert watch.suspect_at_s == pytest.approx(last_s + FLOOR_HEARTBEATS, abs=0.01)
+
+
+def test_the_coordinator_is_backed_until_its_next_answer_is_late(watch):
+    last_s = listen(watch, until_s=30.0)
+    assert watch.heard_lately(last_s + BACKING_HEARTBEATS - 0.01)
+    assert not watch.heard_lately(last_s + BACKING_HEARTBEATS)
+
+
+def test_whoever_has_seen_it_late_backs_it_for_longer(watch):
+    last_s = listen(watch, until_s=30.0)
+    watch.heard(0.0, last_s + 2.5)
+    assert watch.heard_lately(last_s + 2.5 + 2.0)
+
+
+def test_whoever_is_next_pings_and_suspects_sooner(watch):
+    pinged = ping(watch, begin_s=0.0, until_s=20.0)
+    assert len(pinged) == pytest.approx(20 / PING_HEARTBEATS, abs=2)
+    assert watch.suspect_at_s == pytest.approx(pinged[-1] + CLOSE_FLOOR_HEARTBEATS, abs=0.01)
+
+
+def test_an_answer_under_way_is_waited_for(watch):
+    pinged = ping(watch, begin_s=0.0, until_s=20.0, took_s=0.8)
+    last_s = pinged[-1] + 0.8
+    assert watch.suspect_at_s == pytest.approx(last_s + CLOSE_FLOOR_HEARTBEATS + 0.8, abs=0.05)
+
+
+def test_stalls_that_come_back_are_borne(watch):
+    ping(watch, begin_s=0.0, until_s=120.0, answered=lambda now_s: now_s % 30 > 2)
+    last_s = 120.0
+    assert watch.suspect_at_s > last_s + 2.0
+
+
+def test_a_coordinator_that_was_wrongly_replaced_teaches_patience(watch):
+    ping(watch, begin_s=0.0, until_s=20.0)
+    watch.obeys(replaced="owner", now_s=22.0)
+    before_s = watch.suspect_at_s
+    watch.keep_close(True, 22.0)
+    watch.was_wronged("owner", 23.0)
+    assert watch.suspect_at_s > before_s + 1.0
+
+
+def test_one_refusal_may_be_an_accident_and_two_are_not(watch):
+    ping(watch, begin_s=0.0, until_s=5.0)
+    watch.refused(0.04, 5.0)
+    assert watch.suspect_at_s > 5.0
+    assert not watch.takes_ping(5.05)
+    assert watch.takes_ping(5.1), "and asks again soon"
+    watch.refused(0.3, 5.17)
+    assert watch.suspect_at_s > 5.17, "that one had left before the first came back"
+    watch.refused(0.04, 5.2)
+    assert watch.suspect_at_s == 5.2
+    assert not watch.heard_lately(5.2)
+    watch.answered(0.04, 5.5)
+    assert watch.suspect_at_s > 6.0
+
+
+def test_an_alarm_makes_look_for_a_while(watch):
+    listen(watch, until_s=5.0)
+    assert not watch.takes_ping(5.0)
+    watch.alarm(5.0)
+    assert watch.takes_ping(5.0)
+    watch.alarm(5.1)
+    assert not watch.takes_ping(5.1)
+    assert watch.takes_ping(5.3)
+    assert not watch.takes_ping(9.0)

@@ -17,7 +17,7 @@ TERM_S = 30.0
 
 
 def records_of(peer) -> FailureRecords:
-    return peer.coordination._core.view.experts.records
+    return peer.coordination.core.view.experts.records
 
 
 def failures(records, *peers) -> list[float]:

@@ -89,7 +89,7 @@ def test_an_honest_member_does_not_vote_for_it(run_swarm, evil):
                 if one is not other:
                     other.port.spawn(one.coordination._endpoint.ask(other.peer_id, Ping(), Ping))
         await asyncio.sleep(0.5)
-        live, core = leader.coordination.plan, leader.coordination._core
+        live, core = leader.coordination.plan, leader.coordination.core
         layout = evil(live.plan, me=leader.peer_id, others=[peer.peer_id for peer in others])
 
         async def propose():
@@ -102,8 +102,8 @@ def test_an_honest_member_does_not_vote_for_it(run_swarm, evil):
         for _ in range(40):
             await asyncio.sleep(0.1)
             now_s = swarm.world.now_s()
-            said += [text for peer in others for text in peer.coordination._core.view.refusals.tell(now_s)]
-            voted = [peer.coordination._core.chain.accepted for peer in others]
+            said += [text for peer in others for text in peer.coordination.core.view.refusals.tell(now_s)]
+            voted = [peer.coordination.core.chain.accepted for peer in others]
             assert offered.digest not in [plan.digest for plan in voted if plan is not None]
             assert all(peer.coordination.plan.digest != offered.digest for peer in swarm.alive())
         assert any(PLANS[evil] in text and f"refused plan {offered.plan.sequence}: " in text for text in said), said
@@ -242,7 +242,7 @@ def test_a_member_that_claims_any_speed_makes_no_honest_plan_unfit(run_swarm):
             lambda: all(len(peer.plan.members) == 6 for peer in swarm.alive() if peer.coordination.plan), within_s=20.0
         )
         await asyncio.sleep(5.0)
-        assert not any(peer.coordination._core.view.refusals.tell(swarm.world.now_s()) for peer in swarm.alive())
+        assert not any(peer.coordination.core.view.refusals.tell(swarm.world.now_s()) for peer in swarm.alive())
         shares = [[member.share for member in stage.members] for stage in swarm.coordinator.plan.stages]
         assert min(min(group) / max(group) for group in shares) < 1e-5, "else nothing was at stake"
 

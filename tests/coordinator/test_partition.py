@@ -40,7 +40,7 @@ def test_half_and_half_nobody_plans_and_after_healing_it_goes_on(run_swarm):
         new = await swarm.add("new")
         await asyncio.sleep(120)
         assert {peer.order for peer in swarm.alive() if peer is not new} == orders
-        granted = {peer.coordination._core.chain.granted_term for peer in others}
+        granted = {peer.coordination.core.chain.granted_term for peer in others}
         assert granted == {1}, "no term was spent"
         swarm.world.heal(cut)
         assert await plan_with(swarm, new, within_s=10) < 5
@@ -83,7 +83,7 @@ def test_a_coordinator_that_is_cut_off_one_way_is_replaced(run_swarm, deaf):
         took_s = await swarm.until(lambda: all(peer.plan.term == 2 for peer in rest), within_s=5)
         assert took_s < 2.1
         await swarm.until(lambda: all(old.peer_id not in peer.plan.members for peer in rest), within_s=5)
-        assert old.coordination.is_coordinator == deaf, "who hears is told"
+        assert old.coordination.core.is_coordinator == deaf, "who hears is told"
         new = await swarm.add("new")
         await swarm.until(lambda: all(new.peer_id in peer.plan.members for peer in rest), within_s=5)
         swarm.world.heal(cut)
@@ -97,7 +97,7 @@ def test_who_lost_only_its_own_way_to_the_coordinator_stays_and_the_role_goes_to
         await swarm.begin(6)
         await asyncio.sleep(3)
         old = swarm.coordinator
-        standby = next(peer for peer in swarm.alive() if peer.coordination._core._watch._close)
+        standby = next(peer for peer in swarm.alive() if peer.coordination.core.role.watch.is_close)
         swarm.world.partition([standby.port], [old.port])
         await asyncio.sleep(2.5)
         assert swarm.agreed()

@@ -356,7 +356,7 @@ def test_a_peer_whose_disk_was_poisoned_by_such_a_plan_comes_back(run_swarm):
         await swarm.begin(6)
         victim, live = swarm.peers["p5"], swarm.peers["p1"].coordination.plan
         plan = msgspec.structs.replace(live.plan, term=2**64 - 1, sequence=9, coordinator=victim.peer_id)
-        record = victim.coordination._core.chain.record()
+        record = victim.coordination.core.chain.record()
         poisoned = PlanStore()
         poisoned.save(
             msgspec.structs.replace(
@@ -366,7 +366,7 @@ def test_a_peer_whose_disk_was_poisoned_by_such_a_plan_comes_back(run_swarm):
         swarm.world.crash(victim.port)
         back = await swarm.add("p5", store=poisoned)
         await swarm.until(lambda: swarm.agreed() and back.peer_id in swarm.coordinator.plan.members, within_s=20.0)
-        assert back.coordination._core.chain.granted_term < 10
+        assert back.coordination.core.chain.granted_term < 10
 
     run_swarm(scenario, min_peers=6)
 
@@ -377,7 +377,7 @@ def test_a_plan_from_before_plans_had_votes_is_taken_up_from_our_own_disk(run_sw
         await swarm.begin(6)
         live = swarm.peers["p5"].coordination.plan
         old = PlanStore()
-        old.save(msgspec.structs.replace(swarm.peers["p5"].coordination._core.chain.record(), live=live.envelope))
+        old.save(msgspec.structs.replace(swarm.peers["p5"].coordination.core.chain.record(), live=live.envelope))
         swarm.world.crash(swarm.peers["p5"].port)
         back = await swarm.add("p5", store=old)
         assert back.coordination.plan.digest == live.digest
@@ -461,7 +461,7 @@ def test_a_member_alone_ends_no_run_and_moves_no_step(run_swarm):
 
         liar.coordination._heartbeat = lie
         await asyncio.sleep(20.0)
-        assert not any(peer.coordination.done for peer in swarm.alive())
+        assert not any(peer.coordination.core.done for peer in swarm.alive())
         status = swarm.coordinator.coordination.status()
         assert (status.step, status.loss) == (0, None)
 

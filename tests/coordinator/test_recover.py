@@ -79,7 +79,7 @@ def test_nobody_plans_until_the_owner_says_so_and_then_the_run_goes_on(run_swarm
         await swarm.until(
             lambda: swarm.agreed() and swarm.peers["new"].peer_id in swarm.coordinator.plan.members, within_s=10.0
         )
-        assert all(peer.coordination._core.chain.num_forks == 0 for peer in swarm.alive())
+        assert all(peer.coordination.core.chain.num_forks == 0 for peer in swarm.alive())
 
     run_swarm(scenario, min_peers=9)
 
@@ -134,7 +134,7 @@ def test_the_missing_come_back_all_at_once_and_follow(run_swarm, tmp_path: Path)
             below = [signed.plan for signed in peer.plans if signed.plan.term < RESET_TERMS]
             if peer not in four:
                 assert len(below) == 1, "no plan of theirs was made on the old chain"
-            assert peer.coordination._core.chain.num_forks == 0
+            assert peer.coordination.core.chain.num_forks == 0
 
     run_swarm(scenario, min_peers=9, steps=1000)
 

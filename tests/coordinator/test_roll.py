@@ -165,7 +165,7 @@ def test_newcomers_vote_once_they_have_worked_for_a_while_in_a_swarm(run_swarm):
             within_s=2.0 * PROBATION_HEARTBEATS,
         )
         swarm.chain()
-        assert not any(peer.coordination._core.view.refusals.tell(swarm.world.now_s()) for peer in swarm.alive())
+        assert not any(peer.coordination.core.view.refusals.tell(swarm.world.now_s()) for peer in swarm.alive())
 
     run_swarm(scenario, min_peers=4)
 

@@ -21,7 +21,7 @@ def test_first_plan_comes_when_enough_peers_are_here(run_swarm):
         plan = swarm.peers["p3"].plan
         assert [len(stage.members) for stage in plan.stages] == [2, 2, 2]
         assert plan.not_started
-        assert swarm.peers["p0"].coordination.is_coordinator
+        assert swarm.peers["p0"].coordination.core.is_coordinator
 
     run_swarm(scenario, min_peers=6)
 
@@ -159,7 +159,7 @@ def test_a_coordinator_that_wakes_up_after_its_term_is_obeyed_by_nobody(run_swar
         await swarm.until(lambda: all(peer.plan.term > 1 for peer in others), within_s=20)
         await asyncio.sleep(20)
         swarm.world.resume(sleeper.port)
-        await swarm.until(lambda: swarm.agreed() and not sleeper.coordination.is_coordinator, within_s=10)
+        await swarm.until(lambda: swarm.agreed() and not sleeper.coordination.core.is_coordinator, within_s=10)
         await swarm.until(lambda: sleeper.peer_id in sleeper.plan.members, within_s=10)
 
     plans = run_swarm(scenario, min_peers=6).chain()
@@ -213,7 +213,7 @@ def test_no_report_is_lost_when_the_role_moves_or_its_holder_dies(run_swarm):
                 if plan.coordinator not in leads:
                     swarm.world.crash(by_id[plan.coordinator].port)
             await asyncio.sleep(2.0)
-        await swarm.until(lambda: all(peer.coordination.done for peer in swarm.alive()), within_s=20)
+        await swarm.until(lambda: all(peer.coordination.core.done for peer in swarm.alive()), within_s=20)
         status = swarm.coordinator.coordination.status()
         assert status is not None
         assert (status.step, status.steps, status.loss) == (50, 50, 3.0)

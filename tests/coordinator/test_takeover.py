@@ -109,7 +109,7 @@ def test_the_next_live_plan_comes_within_two_heartbeats(run_swarm, record_proper
         if how == "suspended":
             orders = {peer.name: peer.order for peer in others}
             swarm.world.resume(victim.port)
-            await swarm.until(lambda: not victim.coordination.is_coordinator, within_s=1.0)
+            await swarm.until(lambda: not victim.coordination.core.is_coordinator, within_s=1.0)
             await swarm.until(lambda: swarm.agreed() and victim.peer_id in victim.plan.members, within_s=5)
             assert all(peer.order > orders[peer.name] for peer in others), "it is a member, and a newcomer at that"
         else:
@@ -123,7 +123,7 @@ def test_both_standbys_die_with_the_coordinator(run_swarm):
         await swarm.begin(9)
         await asyncio.sleep(3)
         coordinator = swarm.coordinator
-        standbys = [p for p in swarm.alive() if p.coordination._core._watch._close]
+        standbys = [p for p in swarm.alive() if p.coordination.core.role.watch.is_close]
         assert len(standbys) == 2
         for peer in (coordinator, *standbys):
             swarm.world.crash(peer.port)

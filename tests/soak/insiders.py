@@ -112,7 +112,7 @@ class InsiderGame(Game):
         return b"" if name == self._names[0] else (b"even", b"odd")[int(name[1:]) % 2]
 
     def _tamper(self, name: str, coordination: Coordination) -> None:
-        core, identity = coordination._core, self._world.peers[name].identity
+        core, identity = coordination.core, self._world.peers[name].identity
         if len(self._liars) > 1:
             core.view.electorate._invite_of = self._invite_of
         if name not in self._liars:

@@ -1,0 +1,604 @@
+"""Decides which role this peer has, and when the role changes. Pure.
+
+| state        | what this peer does                                      | what ends the state                        |
+|--------------|----------------------------------------------------------|--------------------------------------------|
+| Stranger     | reports to the coordinator that it knows of, or else to  | a plan has a place for it                  |
+|              | the owner; reads the directory                           |                                            |
+| Follower     | watches the coordinator, and backs it against candidates | its silence, on our turn: PreCandidate     |
+| PreCandidate | asks the members whether they miss the coordinator too   | a majority: Candidate; time: Follower      |
+| Candidate    | requests the term, then the votes for a plan (proposer)  | a live plan: Leader; a failure: Follower   |
+| Leader       | watches the members, and asks for the next layout        | the end of the term: Transferring          |
+| Transferring | asks one heir after the other to take the role, and      | an heir's live plan: Follower; nobody      |
+|              | makes no plan                                            | takes the role: Leader                     |
+
+A live plan above ours ends every state: its coordinator is a leader, and its other members are followers.
+
+The pre-vote promises nothing. So half of a partitioned network spends no terms: the coordinator keeps the members'
+votes and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A transfer needs no pre-vote.
+
+The rank of the peers that may coordinate is no vote either: two peers that see different candidates may both try, and
+`PlanChain` lets only one through."""
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import msgspec
+from blake3 import blake3
+
+from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.coordination_events import (
+    Answered,
+    Ask,
+    Command,
+    Introduce,
+    LogReason,
+    LookUp,
+    Persist,
+    Publish,
+    Reply,
+    Search,
+    Unanswered,
+)
+from shoal.coordinator.failure_detector import PING_HEARTBEATS, CoordinatorWatch, FailureDetector
+from shoal.coordinator.leader_hint import LeaderHint
+from shoal.coordinator.proposer import Proposer
+from shoal.coordinator.replan_policy import ReplanPolicy
+from shoal.coordinator.search_schedule import SearchJob
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import (
+    Done,
+    Heartbeat,
+    HeartbeatReply,
+    Ping,
+    PingRequest,
+    Refusal,
+    TermGrant,
+    TermRequest,
+    TransferLeadership,
+)
+from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.quorum import is_quorum
+from shoal.protocol.spec import SwarmSpec
+
+# --- follower ---
+
+LOOK_UP_HEARTBEATS = 5.0
+"""Interval at which a member without a coordinator reads the directory."""
+STRANGER_HEARTBEATS = 1.0
+"""The same for a peer that is no member, because no message tells it of a coordinator's failure."""
+CLOSE_PEERS = 2
+"""Number of next peers in rank that ping the coordinator: two, in case the first fails together with it. With more, the
+coordinator of a thousand peers would get thousands of calls a second."""
+STAGGER_HEARTBEATS = 0.3
+"""Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
+TERM_HEARTBEATS = 1.5
+"""How long a peer that has granted a term waits before it becomes a candidate itself."""
+GIVES_WAY_HEARTBEATS = 0.4
+BACK_OFF_HEARTBEATS = 0.5
+PRE_VOTE_HEARTBEATS = 3.0
+"""Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
+ASK_AGAIN_HEARTBEATS = 0.5
+"""A question without an answer counts as lost after this time."""
+
+# --- leader ---
+
+HEAD_HEARTBEATS = 10.0
+"""Interval at which the coordinator renews the directory's record of the chain."""
+ALONE_HEARTBEATS = 1.0
+"""The same without a majority: the others may have another coordinator."""
+OVERTIME_HEARTBEATS = 6.0
+"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
+SEARCH_HEARTBEATS = 3.0
+"""Time for the search after a loss, and for the vote on its result."""
+LEAST_TERM_HEARTBEATS = 5.0
+"""A coordinator that cannot reach a member that others reach transfers the role after this time, or the role would
+never rest where no peer reaches all others."""
+PLAN_HEARTBEATS = 0.5
+"""Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
+PATIENCE_HEARTBEATS = 1.25
+"""Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
+ROUND_TRIPS = 6.0
+"""Number of our round trips to the heir that are added; the heir's own to the members may be longer."""
+
+
+def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
+    """Return the candidates of `term`, first choice first: every peer computes the same order."""
+    return tuple(sorted(set(candidates), key=lambda peer: _lot(run, term, peer)))
+
+
+@lru_cache(maxsize=4096)
+def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
+    """Return the sort key of a peer; cached, because each look ranks every member."""
+    return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
+
+
+def standing(run: str, plan: Plan, peer: PeerID) -> int | None:
+    """Return how many members try before `peer` if the coordinator of `plan` fails; None if it is no candidate."""
+    order = [p for p in rank(run, plan.term, plan.members) if p != plan.coordinator]
+    return order.index(peer) if peer in order else None
+
+
+def heirs(view: ClusterView, plan: Plan, now_s: float, *, vouchers: Collection[PeerID] = ()) -> list[PeerID]:
+    """Return the peers that may coordinate the next term, first choice first. Peers that members cannot reach come
+    last, because a coordinator removes members that it cannot hear. Args: vouchers: reach a member that we cannot."""
+    order = rank(view.run, plan.term + 1, (peer for peer in plan.members if view.roster.may_coordinate(peer, now_s)))
+    return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
+
+
+def transfer_body(term: int, heir: PeerID) -> bytes:
+    """Return what the coordinator of `term` signs when it transfers the role to `heir`."""
+    return msgspec.msgpack.encode((term, heir))
+
+
+@dataclass(slots=True, kw_only=True)
+class PreVote:
+    base: SignedPlan
+    term: int
+    asks_at_s: float
+    expires_at_s: float
+    agreed: set[PeerID]
+    waiting: dict[PeerID, float] = field(default_factory=dict)
+    """Members that have been asked -> the time until which they are not asked again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenure:
+    """Our leadership term, from our first plan to the heir's."""
+
+    begun_s: float
+    due_s: float
+    """When an heir should be asked: at the end of the term, or when the last heir has not taken the role."""
+    publish_at_s: float
+    members: frozenset[PeerID]
+    lost_s: float = -math.inf
+    """When the plan last lost a member."""
+    heir: PeerID | None = None
+    """The peer that has been asked to take the role. While it has time for its plan, this peer makes none."""
+    passed_over: set[PeerID] = field(default_factory=set)
+
+    def hasten(self, due_s: float) -> None:
+        """Move the end of the term forward to `due_s`."""
+        if self.heir is None:
+            self.due_s = min(self.due_s, due_s)
+
+    def next_heir(self, order: Iterable[PeerID], due_s: float) -> PeerID | None:
+        """Return the next peer of `order` to ask; None: all have been asked, and the role stays until `due_s`."""
+        self.heir, self.due_s = next((peer for peer in order if peer not in self.passed_over), None), due_s
+        if self.heir is None:
+            self.passed_over.clear()
+        else:
+            self.passed_over.add(self.heir)
+        return self.heir
+
+
+class CoordinationRole:
+    """One peer's role.
+
+    Args:
+        sign_transfer: signs `transfer_body` in our name.
+        verify_transfer: (coordinator, permit, body) -> whether it has transferred the role so.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        me: PeerID,
+        owner: PeerID,
+        swarm: SwarmSpec,
+        chain: PlanChain,
+        policy: ReplanPolicy,
+        proposer: Proposer,
+        sign_transfer: Callable[[bytes], bytes],
+        verify_transfer: Callable[[PeerID, bytes, bytes], bool],
+        rng: random.Random,
+        now_s: float,
+    ) -> None:
+        self._run, self._me, self._owner = run, me, owner
+        self._heartbeat_s, self._term_s = swarm.heartbeat_s, swarm.term_s
+        self._chain, self._policy, self._proposer, self._rng = chain, policy, proposer, rng
+        self._sign_transfer, self._verify_transfer = sign_transfer, verify_transfer
+        self.watch = CoordinatorWatch(heartbeat_s=swarm.heartbeat_s, now_s=now_s)
+        self.hint = LeaderHint(me=me, owner=owner, chain=chain, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
+        self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
+        self.own: Heartbeat | None = None
+        """Our last heartbeat."""
+        self._leaving = False
+        self._pre_vote: PreVote | None = None
+        self._is_asking = False
+        """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
+        coordinator."""
+        self._not_before_s = now_s
+        self._term_max = 0
+        self._turn: tuple[Plan | None, int | None] = None, None
+        self._look_up_at_s = now_s
+        self._tenure = Tenure(begun_s=now_s, due_s=now_s + swarm.term_s, publish_at_s=now_s, members=frozenset())
+        self._plan_at_s = now_s
+        self._known: tuple[tuple[PeerID, ...], bool] = (), False
+        """The live peers at the last look, and whether all of them had been heard."""
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._chain.live.plan if self._chain.live else None
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.plan is not None and self.plan.coordinator == self._me
+
+    @property
+    def leaves(self) -> bool:
+        return self._leaving or (self.own is not None and self.own.draining)
+
+    def _is_eligible(self, plan: Plan) -> bool:
+        able = self.own is None or self.own.advert.willing_to_coordinate
+        return able and plan.has(self._me) and not self.leaves
+
+    def is_fast_tick(self, now_s: float) -> bool:
+        """True if our checks of other peers need the short tick."""
+        return self.is_coordinator or self._pre_vote is not None or self.watch.is_fast_tick(now_s)
+
+    def is_out_of_touch(self, now_s: float) -> bool:
+        """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
+        if self.plan is None:
+            return True
+        if self.is_coordinator:
+            return not is_quorum({self._me, *self._policy.view.roster.alive(now_s)}, self.plan, self._owner)
+        return now_s >= self.watch.suspect_at_s or self.hint.has_gone_on(now_s)
+
+    # --- changes of role ---
+
+    def beat(self, own: Heartbeat, now_s: float) -> None:
+        self.own = own
+        if own.draining:
+            self._tenure.hasten(now_s)
+
+    def leave(self, now_s: float) -> None:
+        """Transfer the role now, because we leave."""
+        self._leaving = True
+        self._tenure.hasten(now_s)
+
+    def excuse(self, now_s: float) -> None:
+        """Restart all timeouts, because this peer was suspended."""
+        self._policy.view.roster.excuse_all(now_s)
+        self._detector.begin((), now_s)
+        self.watch.excuse(now_s)
+        self.hint.excuse(now_s)
+
+    def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
+        """Follow the new live plan, after `before`. Returns: the coordinator of `before`, if it is silent."""
+        silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
+        self._is_asking = self._is_asking and not new_term
+        self._pre_vote = None
+        if new_term:
+            self.watch.obeys(replaced=silent, now_s=now_s)
+        self.hint.obeyed()
+        return silent
+
+    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
+        """Begin a term of ours. Args: silent: the coordinator that failed and so caused the term, if any."""
+        self._tenure = Tenure(
+            begun_s=now_s,
+            due_s=now_s + self._term_s,
+            publish_at_s=now_s + HEAD_HEARTBEATS * self._heartbeat_s,
+            members=frozenset(plan.members),
+        )
+        self._policy.begin_term(plan, now_s, continuing=continuing, silent=silent)
+        # A dead coordinator outside the plan, as after a reset, needs no check.
+        self._detector.begin((silent,) if silent in plan.members else (), now_s)
+        if not self._is_eligible(plan):
+            self._tenure.hasten(now_s)
+
+    def failed(self, now_s: float, *, outbid: bool) -> None:
+        """Record that a proposal of ours has failed."""
+        self._back_off(now_s)
+        self._policy.unsettle()
+        if outbid:
+            # A majority may have promised our term to a candidate that then failed: only a later term helps.
+            self._tenure.hasten(now_s + self._heartbeat_s)
+
+    def _hold_off(self, until_s: float) -> None:
+        """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
+        self._not_before_s = max(self._not_before_s, until_s)
+
+    def _back_off(self, now_s: float) -> None:
+        """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
+        self._pre_vote, self._is_asking = None, False
+        self._hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
+
+    # --- calls from others ---
+
+    def backs_coordinator(self, now_s: float) -> bool:
+        """True if the coordinator should keep its term: it is us, or we have just heard it."""
+        return self.is_coordinator or self.watch.heard_lately(now_s)
+
+    def grant(
+        self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float, *, backs: bool
+    ) -> list[Command]:
+        """Answer a request for a term. Args: backs: as `backs_coordinator` before `base` was adopted."""
+        if backs and source != self._me and not self._may_succeed(source, request.permit, base.plan):
+            # A peer that has only lost its own connection to the coordinator must not depose it for all.
+            self.watch.alarm(now_s)
+            return [Reply(message=self._chain.no_grant(base, "still hears the coordinator"))]
+        if request.prevote:
+            opinion = self._chain.answer_pre_vote(source, request, base)
+            if opinion.granted:
+                self._give_way(source, base.plan, now_s)
+            return [Reply(message=opinion)]
+        reply = self._chain.answer_request(source, request, base)
+        if reply.granted:
+            self._hold_off(now_s + TERM_HEARTBEATS * self._heartbeat_s)
+        return [Persist(record=self._chain.record()), Reply(message=reply)]
+
+    def _give_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
+        """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
+        theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
+        if theirs is not None and ours is not None and theirs < ours:
+            self._pre_vote = None
+            self._hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
+
+    def take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
+        """Answer the coordinator, which transfers the role to us, and request the next term."""
+        live = self._chain.live
+        if live is None or live.digest != plan.digest or live.plan.coordinator != source:
+            return [Reply(message=Refusal(reason=f"obeys plan {self._chain.order}, not the sender's"))]
+        if not self._may_succeed(self._me, message.permit, live.plan):
+            return [Reply(message=Refusal(reason="gets no permit to succeed the sender"))]
+        if not self._is_eligible(live.plan):
+            return [Reply(message=Refusal(reason="does not coordinate"))]
+        commands: list[Command] = [Introduce(peers=message.roster), Reply(message=Done())]
+        if self._proposer.is_busy:
+            return commands  # asked twice, or already a candidate
+        self._policy.view.inherit(message)
+        return commands + self._proposer.campaign(live, now_s, permit=message.permit)
+
+    def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
+        """True if the coordinator of `plan` has transferred its role to `heir`, or that of the plan before: an heir
+        finishes the plan of an earlier heir that has failed."""
+        before = self._chain.links.before_last
+        plans = (plan, before.plan) if before is not None else (plan,)
+        return any(self._verify_transfer(p.coordinator, permit, transfer_body(p.term, heir)) for p in plans)
+
+    def hear(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
+        """Handle a member's heartbeat that the view has recorded. We coordinate `plan`."""
+        if heartbeat.attested or (plan.cutover_version and heartbeat.carried is not None):
+            self._plan_at_s = now_s
+        self._detector.heard(peer)
+        self._detector.report(peer, heartbeat.silent, plan, now_s)
+
+    # --- answers from others ---
+
+    def replied(self, peer: PeerID, reply: HeartbeatReply, *, took_s: float, now_s: float) -> None:
+        """Record the answer to a heartbeat of ours."""
+        live = self.plan
+        if reply.is_coordinator and (live is None or peer == live.coordinator):
+            self.watch.heard(took_s, now_s)
+        if live is not None and peer != live.coordinator:
+            self.watch.was_wronged(peer, now_s)
+        self.hint.replied(peer, reply, now_s)
+
+    def answered(self, event: Answered, now_s: float) -> list[Command]:
+        """Handle the answer to a question of the coordinator's, or to a ping."""
+        commands: list[Command] = []
+        if self.is_coordinator:
+            roster = self._policy.view.roster
+            match event.asked:
+                case TransferLeadership() if event.peer == self._tenure.heir:
+                    patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s + ROUND_TRIPS * event.took_s
+                    self._tenure.due_s = now_s + patience_s
+                case Ping():
+                    commands = self._detector.answered(event.peer, roster, now_s)
+                case PingRequest(peer):
+                    commands = self._detector.vouched(event.peer, peer, roster, now_s)
+        if isinstance(event.reply, Ping):
+            if self.plan is not None and event.peer == self.plan.coordinator:
+                self.watch.answered(event.took_s, now_s)
+            else:
+                self.watch.was_wronged(event.peer, now_s)
+        return commands
+
+    def unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
+        if (pre_vote := self._about(event.asked)) is not None:
+            pre_vote.waiting.pop(event.peer, None)
+        plan = self.plan
+        if plan is None:
+            return []
+        if event.refused and event.peer == plan.coordinator:
+            self.watch.refused(event.took_s, now_s)
+        if not self.is_coordinator:
+            return []
+        if isinstance(event.asked, TransferLeadership):
+            if event.peer == self._tenure.heir:
+                self._tenure.due_s = now_s
+            return [LogReason(text=f"{event.peer[-8:]} does not take the role: {event.reason}")]
+        if isinstance(event.asked, Ping) and event.refused:
+            return self._detector.refused(
+                event.peer,
+                self._policy.view.roster,
+                plan,
+                irreplaceable=self._policy.is_irreplaceable(event.peer, plan, now_s),
+                took_s=event.took_s,
+                now_s=now_s,
+            )
+        return []
+
+    def work(self, live: SignedPlan, now_s: float, *, done: bool) -> list[Command]:
+        """Do what is due under the plan `live`, and choose what to propose.
+        Args: done: the run is, and no other peer could know that, so there is nothing to propose."""
+        return self._govern(live, now_s, done=done) if self.is_coordinator else self._follow(live, now_s)
+
+    # --- the follower's part ---
+
+    def look_up(self, now_s: float) -> list[Command]:
+        """Read the directory if no coordinator answers us. Another peer coordinates, or none."""
+        plan = self.plan
+        is_member = plan is not None and plan.has(self._me)
+        lost = now_s >= self.watch.suspect_at_s or not (is_member or self.watch.heard_lately(now_s))
+        lost = lost or not self.hint.head_known or (plan is None and self.hint.run_exists(now_s))
+        if not lost or now_s < self._look_up_at_s:
+            return []
+        interval = LOOK_UP_HEARTBEATS if is_member else STRANGER_HEARTBEATS
+        self._look_up_at_s = now_s + interval * self._heartbeat_s
+        return [LookUp()]
+
+    def _follow(self, live: SignedPlan, now_s: float) -> list[Command]:
+        """Ping the coordinator if that is our task; hold a pre-vote if it is silent and it is our turn."""
+        plan = live.plan
+        turn = self._standing(plan) if self._is_eligible(plan) else None
+        self.watch.keep_close(turn is not None and turn < CLOSE_PEERS, now_s)
+        commands: list[Command] = []
+        if self.watch.takes_ping(now_s):
+            commands.append(Ask(peer=plan.coordinator, message=Ping()))
+        suspect_at_s = self.watch.suspect_at_s
+        if turn is None or now_s < suspect_at_s:
+            self._pre_vote, self._is_asking = None, False
+            return commands
+        # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
+        stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + 3.0 * self.watch.round_trip_s
+        due_s = suspect_at_s + (0 if self._is_asking else turn) * stagger_s
+        if self._proposer.is_busy or now_s < max(due_s, self._not_before_s):
+            return commands
+        pre_vote = self._pre_vote
+        if pre_vote is None:
+            commands.append(LogReason(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
+            self._is_asking = True
+            pre_vote = self._pre_vote = PreVote(
+                base=live,
+                term=max(self._chain.granted_term, plan.term, self._term_max) + 1,
+                asks_at_s=now_s,
+                expires_at_s=now_s + PRE_VOTE_HEARTBEATS * self._heartbeat_s,
+                agreed={self._me},
+            )
+        if now_s >= pre_vote.expires_at_s:
+            self._back_off(now_s)
+            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
+            return [*commands, LogReason(text=text)]
+        return commands + self._ask(pre_vote, now_s) + self._succeed(pre_vote, now_s)
+
+    def count(self, event: Answered, now_s: float) -> list[Command]:
+        """Count a member's answer to our pre-vote."""
+        pre_vote, reply = self._about(event.asked), event.reply
+        assert isinstance(reply, TermGrant)
+        if not self._chain.takes_term(reply.term + 1) or pre_vote is None:
+            return []
+        pre_vote.waiting.pop(event.peer, None)
+        if reply.granted:
+            pre_vote.agreed.add(event.peer)
+        elif reply.term >= pre_vote.term:
+            self._term_max = reply.term
+            pre_vote.term = reply.term + 1  # consent to a lower term covers this one
+        return self._succeed(pre_vote, now_s)
+
+    def _succeed(self, pre_vote: PreVote, now_s: float) -> list[Command]:
+        """Become a candidate if a majority of the electors misses the coordinator."""
+        if not is_quorum(pre_vote.agreed, pre_vote.base.plan, self._owner):
+            return []
+        self._pre_vote = None
+        if self._proposer.is_busy:
+            return []
+        name = pre_vote.base.plan.coordinator[-8:]
+        note = LogReason(text=f"a majority misses coordinator {name}, asking for term {pre_vote.term}")
+        return [note, *self._proposer.campaign(pre_vote.base, now_s, term=pre_vote.term)]
+
+    def _about(self, asked: object) -> PreVote | None:
+        """Return our pre-vote, if `asked` is its question."""
+        pre_vote = self._pre_vote
+        if pre_vote is None or not isinstance(asked, TermRequest) or not asked.prevote:
+            return None
+        return pre_vote if asked.live == pre_vote.base.link else None
+
+    def _ask(self, pre_vote: PreVote, now_s: float) -> list[Command]:
+        if now_s < pre_vote.asks_at_s:
+            return []
+        pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
+        coordinator = pre_vote.base.plan.coordinator
+        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, permit=b"", prevote=True)
+        left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
+        peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
+        again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
+        pre_vote.waiting.update(dict.fromkeys(peers, again_s))
+        return [Ask(peer=peer, message=question) for peer in peers]
+
+    def _standing(self, plan: Plan) -> int | None:
+        if self._turn[0] is not plan:
+            self._turn = plan, standing(self._run, plan, self._me)
+        return self._turn[1]
+
+    # --- the leader's part ---
+
+    def _govern(self, live: SignedPlan, now_s: float, *, done: bool) -> list[Command]:
+        """Watch the members; transfer the role if the term is over, else ask for the next layout."""
+        plan, tenure, roster = live.plan, self._tenure, self._policy.view.roster
+        members = frozenset(plan.members)
+        if members < tenure.members:
+            tenure.lost_s = now_s
+        tenure.members = members
+        commands = self._detector.look(roster, plan, now_s, awaited=self._policy.awaited)
+        alive = roster.alive(now_s)
+        hears = is_quorum({self._me, *alive}, plan, self._owner)
+        alone = not hears or self.hint.coordinator != self._me
+        if now_s >= tenure.publish_at_s:
+            tenure.publish_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
+            commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
+        if alone:
+            tenure.publish_at_s = min(tenure.publish_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
+            why = "there is another coordinator" if hears else "hears no majority of the plan's members"
+            return [*commands, LogReason(text=f"makes no plans: {why}")]
+        if done or self._proposer.is_busy:
+            return commands
+        vouchers = self._detector.vouchers(now_s)
+        if vouchers:
+            tenure.hasten(tenure.begun_s + LEAST_TERM_HEARTBEATS * self._heartbeat_s)
+        stays = self._is_eligible(plan) and not vouchers
+        if now_s >= tenure.due_s and not (stays and self._finds_out(plan, tenure, now_s)):
+            order = heirs(self._policy.view, plan, now_s, vouchers=vouchers)
+            able = [peer for peer in order if peer != self._me or stays]
+            heir = tenure.next_heir(able, now_s + PATIENCE_HEARTBEATS * self._heartbeat_s)
+            permit = self._sign_transfer(transfer_body(plan.term, heir)) if heir is not None else b""
+            if heir == self._me:
+                return commands + self._proposer.campaign(live, now_s, permit=permit)
+            if heir is not None:
+                commands.append(LogReason(text=f"term {plan.term} ends, {heir[-8:]} is next"))
+                commands.append(Ask(peer=heir, message=self._policy.hand_over(live, now_s, permit=permit)))
+        if tenure.heir is not None:
+            return commands
+        return commands + self._next_plan(live, alive, now_s)
+
+    def has_heirs(self, now_s: float) -> bool:
+        """True if another peer may take the role."""
+        return self.plan is not None and any(peer != self._me for peer in heirs(self._policy.view, self.plan, now_s))
+
+    def _finds_out(self, plan: Plan, tenure: Tenure, now_s: float) -> bool:
+        """True if we are about to learn what an heir would have to find out again."""
+        roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
+        finds_out = (
+            self._detector.are_open
+            or now_s < tenure.lost_s + SEARCH_HEARTBEATS * heartbeat_s
+            or any(roster.is_gone(peer, now_s) for peer in plan.members if peer != self._me)
+        )
+        may_wait = tenure.heir is None and now_s < tenure.due_s + OVERTIME_HEARTBEATS * heartbeat_s
+        return (finds_out and may_wait) or self._policy.awaits_disks(now_s)
+
+    def _next_plan(self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float) -> list[Command]:
+        roster = self._policy.view.roster
+        known = alive, all(roster.was_heard(peer) for peer in alive)
+        if now_s < self._plan_at_s and known == self._known:
+            return []
+        if not self._detector.is_settled(roster, live.plan, now_s):
+            return []
+        self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
+        sequence = self._proposer.next_sequence(live)
+        found, reason = self._policy.next_plan(live.plan, now_s, sequence=sequence)
+        commands: list[Command] = [LogReason(text=reason)] if reason else []
+        match found:
+            case Layout():
+                self._policy.settle(live.plan, now_s)
+                return commands + self._proposer.propose(live, self._policy.foreseen(found, now_s), now_s)
+            case SearchJob():
+                return [*commands, Search(job=found)]
+            case None:
+                return commands
