@@ -6,7 +6,7 @@ from dataclasses import replace
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import LinkBook, SpeedBook
 from shoal.coordinator.allocate.reachability import Reachability
-from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
+from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import CheckpointCatalog, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.protocol.identity import PeerID
@@ -27,7 +27,7 @@ class Survey:
         """The demands of a step with the narrowest formats that the run allows."""
         self.takes = FormatBytes.of(spec)
         """Bytes of activations and sums in each format that a plan of this run may choose."""
-        told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
+        told = layer_costs(spec.model, with_experts=not spec.swarm.expert_slots)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], the part of a forward that peers time (`Heartbeat.forward_s`); it contains no placed experts."""
         self._links, self._speeds = LinkBook(), SpeedBook()

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
-from shoal.coordinator.cost.workload import trunk_costs
+from shoal.coordinator.cost.workload import layer_costs
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.survey import Survey
 from shoal.peer.model.flop import job_flop
@@ -36,7 +36,9 @@ def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_
     survey = Survey(RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
     survey.obey(plan)
-    flop = survey.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
+    flop = survey.workload.tokens_per_microbatch * sum(
+        layer_costs(model, with_experts=False)[slice(*plan.stages[0].layers)]
+    )
     for _ in range(20):
         says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
         survey.hear(PeerID("a"), make_heartbeat("a", **says))
