@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*)
 # The kernels of the search and of the codecs: compiled once, they make the first layout of a run ten seconds sooner.
 # Processes that start together without them, as those of a test do, would compile them each for itself. A kernel that was
 # compiled beside other versions of its neighbours cannot be loaded: it goes first.
-$(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py) kernels/codec/numba_codec.py
+$(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py coordinator/cost/*.py) kernels/codec/numba_codec.py
 	rm -f coordinator/*/__pycache__/*.nb[ci] kernels/codec/__pycache__/*.nb[ci]
 	$(BIN)/python -c 'from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator as Search; Search().prepare()'
 	$(BIN)/python -c 'from shoal.kernels.codec import numba_twin; numba_twin.wait()'

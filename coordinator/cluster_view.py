@@ -16,7 +16,7 @@ from shoal.coordinator.allocate.measured_topology import choose_formats, predict
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs, trunk_costs
+from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
@@ -68,7 +68,7 @@ class ClusterView:
         self._takes = FormatBytes.of(spec)
         """Bytes of activations and sums in each format that a plan of this run may choose."""
         self._layer_costs = layer_costs(spec.model)
-        told = trunk_costs(spec.model) if self.places_experts else self._layer_costs
+        told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], the part of a forward that peers time (`Heartbeat.forward_s`); it contains no placed experts."""
         self.confirmations = Confirmations()

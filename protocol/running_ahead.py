@@ -1,5 +1,5 @@
 """Models how far a pipeline should run ahead of its version to reach a loss soonest. Stage 0 decides by this model
-(`peer/replica/flow.py`), and the coordinator predicts step times by it (`coordinator/cost/pacing.py`). Pure.
+(`peer/replica/flow.py`), and the coordinator predicts step times by it (`coordinator/cost/throughput.py`). Pure.
 
 **The model.** A stage-0 replica makes M microbatches of each step. Its full pipeline returns them at r a second, so a
 step's work takes W = M / r. From the replica's last microbatch of a step to the next version it takes the empty

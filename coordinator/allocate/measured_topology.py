@@ -20,7 +20,6 @@
 Memory is a claim: no other peer can measure it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -229,11 +228,8 @@ def predict_step_time(
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
-    objective = ThroughputObjective(topology_of(snapshot), workload, wire)
-    cost, bound = objective.cost(placement), objective.bottleneck(placement)
-    if bound is None or not math.isfinite(cost.seconds):
-        return None
-    return Foreseen(cost.parts["tokens_per_s"], *bound)
+    cost = ThroughputObjective(topology_of(snapshot), workload).cost(placement, wire)
+    return None if cost.bound is None else Foreseen(cost.parts["tokens_per_s"], *cost.bound)
 
 
 def choose_formats(

@@ -249,7 +249,7 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(snapshot: SwarmSnapshot, throughput: ThroughputObjective, placement: Placement) -> float:
     """Return v, the variance of the logarithm of the figures that bound a layout: the mean over the devices of its
     slowest stage or, if lines bound it, over the links of these with each other and with the neighbouring stages."""
-    bound = throughput.bottleneck(placement)
+    bound = throughput.cost(placement).bound
     if bound is None or snapshot.network is None:
         return 0.0
     what, k = bound

@@ -8,8 +8,9 @@ from shoal.coordinator.allocate.at_once import one_a_stage, take_in
 from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator, assignment_of
+from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
+from shoal.coordinator.cost.pipeline import IMPOSSIBLE
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload

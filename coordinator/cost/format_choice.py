@@ -27,61 +27,42 @@ def formats_of(
     narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it. If the objective cannot
     predict the placement, all are the narrowest.
     Args: kept: the current formats of a live layout with these stages."""
-    return _Choice(topology, workload, placement, takes, kept).widened()
+    K, cuts, sums = len(placement.stages), [*takes.cuts], [*takes.sums]
+    objective = ThroughputObjective(topology, workload)
+    tries = 0
+    thinnest = takes.thinnest(K)
+    has = kept if kept is not None and (len(kept.sums), len(kept.activations)) == (K, K - 1) else thinnest
+    forms = zip((*has.sums, *has.activations), (*thinnest.sums, *thinnest.activations), strict=True)
+    # Of the 2 K - 1 things that may be widened, number k is stage k's sums, and number K + k the cut behind it.
+    has_wide = {thing for thing, (now, thin) in enumerate(forms) if now != thin}
 
+    def formats(wide: frozenset[int]) -> Formats:
+        return Formats(
+            tuple(cuts[0 if K + k in wide else -1] for k in range(K - 1)),
+            tuple(sums[0 if k in wide else -1] for k in range(K)),
+        )
 
-class _Choice:
-    """2 K - 1 *things* may be widened: number k is stage k's sums, number K + k the cut behind it."""
+    def step_s(wide: frozenset[int]) -> float:
+        """Return the predicted step. If the control holds much back, the prediction exceeds the search's T, and more so
+        with narrow formats, which no run has confirmed. So the shorter time of both counts."""
+        nonlocal tries
+        tries += 1
+        cost = objective.cost(placement, takes.under(formats(wide)))
+        return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
-    def __init__(
-        self, topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, kept: Formats | None
-    ) -> None:
-        self._topology, self._workload, self._placement = topology, workload, placement
-        self._takes, self._stages = takes, len(placement.stages)
-        self._cuts, self._sums = [*takes.cuts], [*takes.sums]
-        thinnest = self._formats(frozenset())
-        has = kept if kept is not None and _is_of(kept, self._stages) else thinnest
-        forms = zip((*has.sums, *has.activations), (*thinnest.sums, *thinnest.activations), strict=True)
-        self._tries = 0
-        self._kept = {thing for thing, (now, thin) in enumerate(forms) if now != thin}
-        self._most = self._tokens_per_s(frozenset())
-
-    def widened(self) -> Formats:
-        K, wide = self._stages, frozenset[int]()
-        begin, end = 0 if len(self._sums) > 1 else K, 2 * K - 1 if len(self._cuts) > 1 else K
-        return self._formats(self._with(wide, range(begin, end)) if self._most > 0.0 else wide)
-
-    def _with(self, wide: frozenset[int], things: range) -> frozenset[int]:
+    def widened(wide: frozenset[int], things: range) -> frozenset[int]:
         """Return `wide` and the accepted ones of `things`: all, or those of its halves."""
-        if not things or self._tries >= TRIES_MAX:
+        if not things or tries >= TRIES_MAX:
             return wide
-        least = KEPT if self._kept.issuperset(things) else SPARED
-        if self._tokens_per_s(wide.union(things)) >= least * self._most:
+        least = KEPT if has_wide.issuperset(things) else SPARED
+        if least * step_s(wide.union(things)) <= shortest_s:
             return wide.union(things)
         if len(things) == 1:
             return wide
         half = len(things) // 2
-        return self._with(self._with(wide, things[:half]), things[half:])
+        return widened(widened(wide, things[:half]), things[half:])
 
-    def _tokens_per_s(self, wide: frozenset[int]) -> float:
-        """Return the predicted tokens/s; 0: the placement is impossible. If the control holds much back, the prediction
-        exceeds the search's T, and more so with narrow formats, which no run has confirmed. So the shorter time of both
-        counts."""
-        self._tries += 1
-        workload = self._workload
-        objective = ThroughputObjective(self._topology, workload, self._takes.under(self._formats(wide)))
-        cost = objective.cost(self._placement)
-        if not math.isfinite(cost.seconds):
-            return 0.0
-        return workload.tokens_per_step / min(cost.parts["foreseen_s"], cost.parts["step_s"])
-
-    def _formats(self, wide: frozenset[int]) -> Formats:
-        K = self._stages
-        return Formats(
-            tuple(self._cuts[0 if K + k in wide else -1] for k in range(K - 1)),
-            tuple(self._sums[0 if k in wide else -1] for k in range(K)),
-        )
-
-
-def _is_of(formats: Formats, num_stages: int) -> bool:
-    return (len(formats.activations), len(formats.sums)) == (num_stages - 1, num_stages)
+    shortest_s = step_s(frozenset())
+    if shortest_s == math.inf:
+        return thinnest
+    return formats(widened(frozenset(), range(0 if len(sums) > 1 else K, 2 * K - 1 if len(cuts) > 1 else K)))

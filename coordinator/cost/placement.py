@@ -4,6 +4,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal.protocol.plan import Bound
+
+Bottleneck = tuple[Bound, int]
+"""What limits a step: (kind, stage). Paths lead from the stage to the next one, or to the previous one if the stage is
+the last."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -35,6 +41,8 @@ class Cost:
     """Seconds a step; inf: this placement is impossible, and `why` gives the reason."""
     parts: dict[str, float] = field(default_factory=dict)
     """The parts of the cost, by name; units are in the objective's docstring."""
+    bound: Bottleneck | None = None
+    """What limits a step; None: the objective does not say, or the placement is impossible."""
     why: str = ""
 
     @classmethod

@@ -1,54 +1,8 @@
-"""Predicts seconds a step of the asynchronous pipeline on unequal GPUs: Shoal's own objective.
+"""Prices one placement by Shoal's own objective, seconds a step of the asynchronous pipeline (`pipeline.py`).
 
-    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0), if that is less
-
-**T_flow** is the time of the busiest resource for one step's work when everything overlaps: M microbatches through
-every stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds
-member d of a stage can take
-
-    n_d(T) = min(T / job_d,  T out_d,  T in_d,  (T card_d - R_d) / (b away_d))          [microbatches]
-
-    job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B); the last stage
-             has both in one job and never recomputes: 3 F / flop_per_s                              [s]
-    out_d    sum of its paths to the next stage; in_d: to the previous one. Each activation is answered by a gradient
-             of its size, so a path counts with its slower direction and with stream credit
-             (`path_rates.both_ways`)                                                             [microbatches/s]
-    card_d   the slower direction of its network card; a shared card is split in proportion to load           [bytes/s]
-    R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), where d adds up the
-             part p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`); at both ends of a tied model also the
-             gradient of the shared matrix, both ways (`peer/group/tied.py`)                              [bytes]
-    b away_d activation out, gradient back: each edge of the stage crosses the card once in each direction; away is
-             the number of edges (2, at the ends 1) less the share within one card. If a plan has several formats,
-             b is each edge's own, and S each stage's (`WireBytes`)                                     [bytes]
-
-T_stage is the T at which the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member
-sends and takes at capacity (`fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d /
-card_d.
-
-**T_chain** is the longest dependency chain. A microbatch of step t begins when version t - s_max is available. So s_max
-+ 1 steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the
-last one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the
-optimizer's step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed;
-otherwise the reduction gets the part of each card that the next step's activations leave.
-
-    T_chain(s_max) = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
-
-    rate     of the slowest stage or pair while no stage reduces                            [microbatches/s]
-    job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
-    claim    a latency of stage 0: the leader grants what its members make
-    job / 2  of the largest stage with more than one member: M does not divide evenly
-    commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
-
-A norm joins the two, because a pipeline that waits for the reduction of its cards is late for the next chain: where
-both are near T, the larger alone is too low. The exponent is fitted to simulations (MEASURED.md).
-
-Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`pacing.py`).
-
-**Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
-backward. In flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
-never more than its share of s_max + 1 steps. A placement is impossible if it does not fit, has a stage without members
-or layers, a member of stage 0 without the text, two members of a stage without a path between them, or a member without
-a path to any member of a neighbouring stage.
+**Impossible** is a placement that does not fit, has a stage without members or layers, a member of stage 0 without the
+text, two members of a stage without a path between them, or a member without a path to any member of a neighbouring
+stage.
 
 **Staleness** s is the mean over microbatches and stages. A microbatch that starts at stage k between the last
 microbatch of a step and its commit runs on an older version:
@@ -58,46 +12,63 @@ microbatch of a step and its commit runs on an older version:
 The pipeline's control weighs its cost in steps (`peer/replica/flow.py`, `protocol/staleness.py`); plans ignore it
 ([`DECISIONS.md`](DECISIONS.md)).
 
-Source: ours; checked against the real drivers in virtual time (MEASURED.md).
+**What limits a step.** If T_flow is longer than T_chain, the slowest stage, or the slowest pair of neighbouring stages.
+Within a stage it is the resource with the longest time for a step's work:
+
+    compute    M / sum of 1 / job_d                  card, reduction    (activations + gradients) / sum of card_d
+    paths      M / sum of path_rate_d                reduction          the slowest path between two members
+
+A network card is named after the larger of its two loads. If T_chain is longer, it is the chain's longest part at the
+stage with the longest chain: the commit (or its reduction, if that takes half of it), the round trip, or the issue of
+the microbatches, which is again limited by a stage or a pair.
+
+**Predicted** are the seconds that a step will take (`predicted_step_s`). People are told these, as tokens/s; searches
+compare placements by T. The prediction is closer to reality, but a bad search objective: it finds slower plans
+(simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
+
+*Control.* T assumes that everything runs ahead that `s_max` admits, with the window's whole gain. The control
+(`peer/replica/flow.py`) admits less where staleness costs more steps than it saves seconds. Devices are then busy for a
+part e(g) of the time in which they work ahead, not e(window):
+
+    r = e(window) / e(g)
+    T_compute' = T_compute (1 + x (r - 1)),     x = min(1, idle / work)
+    T_chain'(k) = T_chain(k) + (r - 1) T_compute / (k + 1)
+
+*Waiting.* A device that has waited for a version cannot recover that time; a line can, because it carries the
+reduction meanwhile. So compute time adds to the chain. If activations share the card, the duration of commits varies,
+and a device that waits for the long ones gains nothing from the short ones unless it is idle anyway. For stage j, let q
+be the share of the card bounding its commit that activations take, T_j the time of its devices without waiting, and
+T_chain'(k, j) its chain. With the 4-norm |a, b|:
+
+    c_j = q T_j / T_flow
+    L_j = max(T_compute', T_chain'(k, j))
+    T   = max(T_flow, max over j of L_j + c_j / 0.4 (|T_compute', T_chain'(k, j)| - L_j))
+
+Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Figures are in MEASURED.md.
 """
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
+from shoal.coordinator.cost import pipeline
 from shoal.coordinator.cost.memory import StageMemory
-from shoal.coordinator.cost.pacing import (
-    STEP_FLOP_PER_PARAMETER,
-    WINDOW_GAIN,
-    Flow,
-    Pace,
-    StageLoad,
-    pace_of,
-    predicted_step_s,
-)
-from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
-from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.pipeline import PipelineInput, PipelineState
+from shoal.coordinator.cost.placement import Bottleneck, Cost, Placement
+from shoal.coordinator.cost.problem import problem_of, state_of
 from shoal.coordinator.cost.workload import WireBytes, Workload
-from shoal.protocol.topology import Floats, Ints, Topology
+from shoal.protocol.plan import Bound
+from shoal.protocol.running_ahead import Measured, busy, choose
+from shoal.protocol.topology import Floats, Topology
 
-ROUNDS = 6
-"""Rounds of offering. The flow found is 94 % of the maximum in the median, 73 % at least (by linear programming, 200
-random cases of up to 8 x 8 in which half of the paths are too slow)."""
-
-
-class _Priced(NamedTuple):
-    """The cost of a possible placement, with its terms."""
-
-    cost: Cost
-    flow: Flow
-    pace: Pace
-    stages_s: Sequence[float]
-    pairs_s: Sequence[float]
+_CROWDED = 0.4
+"""The c at which the full norm applies; fitted to the five shipped scenarios."""
+LARGE = 256
+"""The number of devices above which the compiled loops are loaded: for 200, one evaluation takes Python 30 ms."""
 
 
 class ThroughputObjective:
@@ -106,296 +77,200 @@ class ThroughputObjective:
     step_s (T), flow_s, compute_s (the slowest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
     T_flow), chain_s, round_trip_s (of one microbatch without waiting), commit_s (the longest), stale (s, 0 to s_max),
     foreseen_s (predicted with the control), tokens_per_s (from foreseen_s), slowest_stage (index), memory (largest
-    needed / present).
+    needed / present)."""
 
-    Args: wire: bytes of each cut and each reduction, for this number of stages; None: those of the workload."""
-
-    def __init__(self, topology: Topology, workload: Workload, wire: WireBytes | None = None) -> None:
+    def __init__(self, topology: Topology, workload: Workload) -> None:
         self.topology = topology
         self.workload = workload
-        self._wire = wire
+        self._problems: dict[frozenset[float], PipelineInput] = {}
+        """The sizes of activations besides the workload's -> the tables."""
 
-    def shares(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return each member's part of its stage's microbatches, positive; empty for an empty stage."""
-        if any(not stage for stage in placement.stages):
-            return tuple((1.0 / len(stage),) * len(stage) if stage else () for stage in placement.stages)
-        stages = self._stages(placement)
-        cards = self._cards(stages)
-        shares = []
-        for stage, card in zip(stages, cards, strict=True):
-            _, taken = self._saturate(stage, card)
-            floor = 1e-3 * taken.max() if taken.max() > 0.0 else 1.0
-            part = np.maximum(taken, floor)
-            shares.append(tuple(float(value) for value in part / part.sum()))
-        return tuple(shares)
-
-    def cost(self, placement: Placement) -> Cost:
-        priced = self._priced(placement)
-        return priced if isinstance(priced, Cost) else priced.cost
-
-    def bottleneck(self, placement: Placement) -> Bottleneck | None:
-        """Return what limits a step; None: the placement is impossible."""
-        priced = self._priced(placement)
-        if isinstance(priced, Cost):
-            return None
-        return bottleneck(self.workload, priced.flow, priced.pace, stages_s=priced.stages_s, pairs_s=priced.pairs_s)
-
-    def _priced(self, placement: Placement) -> "_Priced | Cost":
-        """Return the cost with its terms; a `Cost` alone: the placement is impossible."""
-        if any(not stage for stage in placement.stages):
-            return Cost.impossible(f"stage {next(i for i, s in enumerate(placement.stages) if not s)} has no member")
-        if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
-            return Cost.impossible(f"stage {empty} has no layer")
-        if not self.topology.may_feed[list(placement.stages[0])].all():
-            return Cost.impossible("a member of stage 0 does not have the text")
-        w = self.workload
-        stages = self._stages(placement)
-        cards = self._cards(stages)
-        saturated = [self._saturate(stage, card) for stage, card in zip(stages, cards, strict=True)]
-        free_rates = [self._free_rate(stage, card) for stage, card in zip(stages, cards, strict=True)]
-        stage_s = [seconds for seconds, _ in saturated]
-        if not all(math.isfinite(seconds) for seconds in stage_s):
-            return Cost.impossible(
-                f"a member of stage {stage_s.index(math.inf)} has no path to its group peers or neighbours"
-            )
-        flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
-        if any(flow <= 0.0 for flow in flows):
-            return Cost.impossible(f"no path between stages {flows.index(0.0)} and {flows.index(0.0) + 1}")
-        pairs_s = [w.microbatches / flow for flow in flows]
-        pair_s = max(pairs_s, default=0.0)
-        flow_s = max(*stage_s, pair_s)
-        shares = [taken / taken.sum() for _, taken in saturated]
-        jobs_s = [float(share @ stage.job_s) for share, stage in zip(shares, stages, strict=True)]
-        trips_s = _round_trips(jobs_s, hops_s)
-        slowest = int(np.argmin(free_rates))
-        issue_s = w.microbatches / min(free_rates[slowest], *flows, math.inf) - jobs_s[slowest]
-        flow = Flow(
-            stages=stages,
-            cards=cards,
-            shares=shares,
-            flow_s=flow_s,
-            compute_s=max(w.microbatches / float((1.0 / stage.job_s).sum()) for stage in stages),
-            issue_s=issue_s,
-            trips_s=trips_s,
-            jobs_s=jobs_s,
-        )
-        paces = (pace_of(w, flow, steps_ahead) for steps_ahead in dict.fromkeys((w.s_max, 0)))
-        pace = min(paces, key=lambda pace: pace.step_s)
-        step_s, foreseen = pace.step_s, self._foreseen_s(flow, pace)
-        memory, tight = self._memory(placement, shares, trips_s, step_s)
-        if memory > 1.0:
-            return Cost.impossible(f"stage {tight} does not fit into the memory of a member ({memory:.2f} times)")
-        parts = {
-            "step_s": step_s,
-            "flow_s": flow_s,
-            "compute_s": flow.compute_s,
-            "stage_s": max(stage_s),
-            "pair_s": pair_s,
-            "reduce_s": max(self._reduce_s(stage, card) for stage, card in zip(stages, cards, strict=True)),
-            "chain_s": pace.chain_s,
-            "round_trip_s": trips_s[0],
-            "commit_s": pace.commit_s,
-            "stale": pace.stale,
-            "foreseen_s": foreseen,
-            "tokens_per_s": w.tokens_per_step / foreseen,
-            "slowest_stage": float(stage_s.index(max(stage_s))),
-            "memory": memory,
-        }
-        return _Priced(Cost(seconds=step_s, parts=parts), flow, pace, stage_s, pairs_s)
+    def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
+        """Return the cost. Args: wire: bytes of each cut and each reduction; None: those of the workload."""
+        if why := self._obstacle(placement):
+            return Cost.impossible(why)
+        return self._evaluated(placement, wire).cost()
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """Return the bytes that each member sends over its network card in a step, by stage; as many arrive."""
-        w = self.workload
-        return tuple(
-            tuple(
-                float(sent) for sent in np.asarray(shares) * w.microbatches * w.cut_bytes * stage.away + stage.reduced
-            )
-            for shares, stage in zip(self.shares(placement), self._stages(placement), strict=True)
-        )
+        evaluation = self._evaluated(placement)
+        return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
         """Return the bytes of memory that each member needs, its microbatches in flight included; None: the placement
         is impossible. Args: memory: the terms; they may exceed `workload.memory`, which decides what is possible."""
-        priced = self._priced(placement)
-        if isinstance(priced, Cost):
+        if self.cost(placement).why:
             return None
-        workload, flow = replace(self.workload, memory=memory), priced.flow
-        needed = _needed_bytes(workload, placement, flow.shares, flow.trips_s, priced.pace.step_s)
-        return tuple(tuple(map(float, each)) for each in needed)
+        other = ThroughputObjective(self.topology, replace(self.workload, memory=memory))
+        needed = other._evaluated(placement).state.loads[pipeline.NEEDED]
+        return tuple(tuple(needed[list(members)].tolist()) for members in placement.stages)
 
-    # --- stages ---
-
-    def _stages(self, placement: Placement) -> list[StageLoad]:
-        members = [np.asarray(stage, dtype=np.int64) for stage in placement.stages]
-        wire = self._wire or WireBytes.same(self.workload, len(members))
-        return [self._stage(placement, members, k, wire) for k in range(len(members))]
-
-    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int, wire: WireBytes) -> StageLoad:
-        t, w, members = self.topology, self.workload, groups[k]
-        first, last = placement.bounds[k], placement.bounds[k + 1]
-        parameters = sum(w.layer_parameters[first:last])
-        path_rate, away = np.full(len(members), np.inf), np.zeros(len(members))
-        for neighbour, cut in ((k - 1, k - 1), (k + 1, k)):
-            if 0 <= neighbour < len(groups):
-                others, cut_bytes = groups[neighbour], wire.cuts[cut]
-                rate = both_ways(t, members, others, cut_bytes) / cut_bytes
-                path_rate = np.minimum(path_rate, rate.sum(axis=1))
-                speed = t.flop_per_s[others]
-                away += cut_bytes / w.cut_bytes * (1.0 - same_card(t, members, others) @ speed / speed.sum())
-        gradient_bytes = wire.sums[k] * parameters
-        parts = reduction_parts(t, members, w.cut_bytes)
-        between = gradient_bytes * (parts[:, None] + parts[None, :])
-        others_mask = ~np.eye(len(members), dtype=np.bool_)
-        reduce_path_s = latency_s = 0.0
-        if len(members) > 1:
-            path = both_ways(t, members, members, w.cut_bytes)
-            with np.errstate(divide="ignore"):
-                reduce_path_s = float((between / path)[others_mask].max())
-            latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
-        reduced = np.where(same_card(t, members, members), 0.0, between).sum(axis=1)
-        is_end = len(groups) > 1 and k in (0, len(groups) - 1)
-        # Each end sends it in the format of its own reduction; the slower direction has the larger one.
-        tied_bytes = max(wire.sums[0], wire.sums[-1]) * w.reduced.tied_parameters if is_end else 0.0
-        if tied_bytes:
-            end = groups[len(groups) - 1 - k]
-            reduced = reduced + tied_bytes * max(1.0, len(end) / len(members))
-            path = both_ways(t, members, end, w.cut_bytes).max(axis=1)
-            with np.errstate(divide="ignore"):
-                reduce_path_s += float((tied_bytes / path).max())
-        return StageLoad(
-            members=members,
-            job_s=w.job_flop(first, last) / t.flop_per_s[members],
-            path_rate=path_rate,
-            away=away,
-            reduced=reduced,
-            reduce_path_s=reduce_path_s,
-            latency_s=latency_s,
-            step_s=STEP_FLOP_PER_PARAMETER * parameters / float(t.flop_per_s[members].min()),
+    def split(self, placement: Placement) -> "Split":
+        """Split a placement's work as the objective assumes it: shares follow each member's capacity for a step. Every
+        plan is made with this. Empty stages give empty tuples, and then all others have equal shares."""
+        if all(placement.stages):
+            evaluation = self._evaluated(placement)
+            shares = tuple(evaluation.shares(k) for k in range(len(placement.stages)))
+            return Split(shares=shares, parts=evaluation.parts)
+        bounds = (0, self.workload.num_layers)
+        alone = [stage and self._evaluated(Placement(stages=(stage,), bounds=bounds)) for stage in placement.stages]
+        return Split(
+            shares=tuple((1.0 / len(stage),) * len(stage) if stage else () for stage in placement.stages),
+            parts=tuple(evaluation.parts[0] if evaluation else () for evaluation in alone),
         )
 
-    def _cards(self, stages: Sequence[StageLoad]) -> list[Floats]:
-        """Return bytes/s of each member's card in the slower direction; of a shared card the member's part."""
-        t, w = self.topology, self.workload
-        load = np.zeros(t.num_devices)
-        for stage in stages:
-            speed = t.flop_per_s[stage.members]
-            load[stage.members] = w.microbatches * speed / speed.sum() * w.cut_bytes * stage.away + stage.reduced
-        of_card = np.bincount(t.card, weights=load, minlength=t.num_devices)[t.card]
-        rate = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
-        part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
-        return [(rate * part)[stage.members] for stage in stages]
+    def _obstacle(self, placement: Placement) -> str:
+        """Say why the placement is impossible before any evaluation; empty: it may be possible."""
+        if (empty := next((k for k, stage in enumerate(placement.stages) if not stage), None)) is not None:
+            return f"stage {empty} has no member"
+        if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
+            return f"stage {empty} has no layer"
+        if not self.topology.may_feed[list(placement.stages[0])].all():
+            return "a member of stage 0 does not have the text"
+        return ""
 
-    def _saturate(self, stage: StageLoad, card: Floats) -> tuple[float, Floats]:
-        """Return (T_stage, each member's part of M). Exact: Newton from the left on a concave, piecewise linear sum."""
-        M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
-        rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
-        limited = (per_card > 0.0) & np.isfinite(card)
-        slope = np.where(limited, card / np.where(limited, per_card, 1.0), 0.0)
-        offset = np.where(limited, stage.reduced / np.where(limited, per_card, 1.0), 0.0)
-        seconds = self._reduce_s(stage, card)
-        if not math.isfinite(seconds) or not (stage.path_rate > 0.0).all():
-            return math.inf, np.zeros(len(card))
-        for _ in range(2 * len(card) + 2):
-            by_card = np.where(limited, slope * seconds - offset, np.inf)
-            taken = np.maximum(np.minimum(rate * seconds, by_card), 0.0)
-            if (lack := M - float(taken.sum())) <= 1e-12 * M:
-                return seconds, taken
-            gain = float(np.where(by_card < rate * seconds, slope, rate).sum())
-            if gain <= 0.0:
-                return math.inf, taken
-            seconds += lack / gain
-        return seconds, taken
-
-    def _reduce_s(self, stage: StageLoad, card: Floats) -> float:
-        return max(stage.reduce_path_s, float((stage.reduced / card).max()))
-
-    def _free_rate(self, stage: StageLoad, card: Floats) -> float:
-        per_card = self.workload.cut_bytes * stage.away
-        by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
-        return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
-
-    # --- between stages ---
-
-    def _pairs(self, stages: Sequence[StageLoad], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
-        """Return, for each two neighbouring stages, the flow in microbatches/s and the mean seconds of a round trip."""
-        wire = self._wire or WireBytes.same(self.workload, len(stages))
-        flows, hops_s = [], []
-        for k, (here, there) in enumerate(pairwise(stages)):
-            b = wire.cuts[k]
-            rate = both_ways(self.topology, here.members, there.members, b) / b
-            flow = fill(rates[k], rates[k + 1], rate)
-            hop_s = exchange_s(self.topology, here.members, there.members, b)
-            total = float(flow.sum())
-            flows.append(total)
-            hops_s.append(float((flow * np.where(flow > 0.0, hop_s, 0.0)).sum()) / total if total > 0.0 else math.inf)
-        return flows, hops_s
-
-    def _foreseen_s(self, flow: Flow, pace: Pace) -> float:
-        w = self.workload
-        if w.control is None or pace.steps_ahead == 0:
-            return pace.step_s
-        return predicted_step_s(
-            lambda steps_ahead: pace_of(w, flow, steps_ahead).tails,
-            flow_s=flow.flow_s,
-            round_trip_s=flow.trips_s[0],
-            stages_s=[w.microbatches / float((1.0 / stage.job_s).sum()) for stage in flow.stages],
-            commit_s=pace.commit_s,
-            microbatches=w.microbatches,
-            s_max=w.s_max,
-            price=w.control,
-        )
-
-    def _memory(
-        self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
-    ) -> tuple[float, int]:
-        """Return (largest needed / present, its stage)."""
-        needed = _needed_bytes(self.workload, placement, shares, trips_s, step_s)
-        present = (self.topology.memory_bytes[list(members)] for members in placement.stages)
-        ratios = [float((bytes_ / there).max()) for bytes_, there in zip(needed, present, strict=True)]
-        most = max(range(len(ratios)), key=ratios.__getitem__)
-        return ratios[most], most
+    def _evaluated(self, placement: Placement, wire: WireBytes | None = None) -> "_Evaluation":
+        n = self.topology.num_devices
+        cuts = frozenset(wire.cuts if wire is not None else ()) - {self.workload.cut_bytes}
+        if (problem := self._problems.get(cuts)) is None:
+            problem = self._problems[cuts] = problem_of(self.topology, self.workload, cuts=sorted(cuts))
+        state = state_of(problem, self.workload, len(placement.stages), wire)
+        stage_of = np.full(n, -1, dtype=np.int64)
+        for k, members in enumerate(placement.stages):
+            stage_of[list(members)] = k
+        loops = _loops(n)
+        with np.errstate(all="ignore"):
+            loops.build(problem, state, stage_of, np.array(placement.bounds, dtype=np.int64))
+            loops.evaluate(problem, state, np.zeros(1, dtype=np.int64))
+        return _Evaluation(self.topology, self.workload, placement, state)
 
 
-def _needed_bytes(
-    w: Workload, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
-) -> list[Floats]:
-    needed = []
-    for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
-        first, last = placement.bounds[k], placement.bounds[k + 1]
-        admitted = (w.s_max + 1.0) * w.microbatches * share
-        flying = np.minimum(WINDOW_GAIN * share * w.microbatches / step_s * trips_s[k] + 1.0, np.maximum(admitted, 1.0))
-        resident = w.resident_bytes(first, last, members=len(members))
-        needed.append(resident + flying * sum(w.layer_held_bytes[first:last]))
-    return needed
+class _Evaluation:
+    """One placement with its filled tables."""
+
+    def __init__(self, topology: Topology, workload: Workload, placement: Placement, state: PipelineState) -> None:
+        self.state = state
+        self._topology, self._workload = topology, workload
+        self._of = [list(members) for members in placement.stages]
+        M, flop_per_s = workload.microbatches, topology.flop_per_s
+        jobs = [workload.job_flop(first, last) for first, last in pairwise(placement.bounds)]
+        self._computes_s = [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
+        """What the devices of each stage compute, s a step."""
+
+    @property
+    def parts(self) -> tuple[tuple[float, ...], ...]:
+        """The part of the reduction that each member adds up."""
+        return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
+
+    def shares(self, k: int) -> tuple[float, ...]:
+        taken = self.state.loads[pipeline.TAKEN, self._of[k]]
+        part = np.maximum(taken, 1e-3 * taken.max() if taken.max() > 0.0 else 1.0)
+        return tuple((part / part.sum()).tolist())
+
+    def sent_bytes(self, k: int) -> Floats:
+        reduced: Floats = self.state.loads[pipeline.REDUCED, self._of[k]]
+        return self._activation_bytes(k, np.array(self.shares(k))) + reduced
+
+    def cost(self) -> Cost:
+        w, state, times = self._workload, self.state, self.state.times
+        ratios = state.loads[pipeline.NEEDED] / self._topology.memory_bytes
+        memory = [float(ratios[of].max()) for of in self._of]
+        if why := self._flaw(memory):
+            return Cost.impossible(why)
+        step_s, flow_s, chain_s = state.step[: pipeline.CHAIN_S + 1].tolist()
+        ahead, trips_s = state.step[pipeline.AHEAD], times[pipeline.TRIP]
+        commits_s = times[pipeline.BESIDE if ahead else pipeline.ALONE]
+        stages_s = times[pipeline.SECONDS].tolist()
+        pairs_s = [w.microbatches / float(flow) for flow in times[pipeline.FLOW, :-1]]
+        foreseen_s = predicted_step_s(w, state, self._computes_s)
+        parts = {
+            "step_s": step_s,
+            "flow_s": flow_s,
+            "compute_s": max(self._computes_s),
+            "stage_s": max(stages_s),
+            "pair_s": max(pairs_s, default=0.0),
+            "reduce_s": float(times[pipeline.REDUCE].max()),
+            "chain_s": chain_s,
+            "round_trip_s": float(trips_s[0]),
+            "commit_s": float(commits_s.max()),
+            "stale": float(np.minimum(ahead, (trips_s + commits_s) / step_s).mean()),
+            "foreseen_s": foreseen_s,
+            "tokens_per_s": w.tokens_per_step / foreseen_s,
+            "slowest_stage": float(stages_s.index(max(stages_s))),
+            "memory": max(memory),
+        }
+        return Cost(seconds=step_s, parts=parts, bound=self._bound(stages_s, pairs_s, commits_s))
+
+    def _flaw(self, memory: list[float]) -> str:
+        """Say why the placement is impossible; empty: it is not. Args: memory: largest needed / present, by stage."""
+        for k, seconds in enumerate(self.state.times[pipeline.SECONDS]):
+            if not seconds < np.inf:
+                return f"a member of stage {k} has no path to its group peers or neighbours"
+        for k, flow in enumerate(self.state.times[pipeline.FLOW, :-1]):
+            if flow <= 0.0:
+                return f"no path between stages {k} and {k + 1}"
+        if max(memory) > 1.0:
+            tight = memory.index(max(memory))
+            return f"stage {tight} does not fit into the memory of a member ({max(memory):.2f} times)"
+        return ""
+
+    def _bound(self, stages_s: list[float], pairs_s: list[float], commits_s: Floats) -> Bottleneck:
+        step, trips_s = self.state.step, self.state.times[pipeline.TRIP]
+        if step[pipeline.CHAIN_S] > step[pipeline.FLOW_S]:
+            k, issue_s = int((trips_s + commits_s).argmax()), step[pipeline.ISSUE_S]
+            if commits_s[k] >= max(trips_s[k], issue_s):
+                return "reduction" if self.state.times[pipeline.REDUCE, k] >= commits_s[k] / 2.0 else "commit", k
+            if trips_s[k] >= issue_s:
+                return "round trip", k
+        # A pair equals its slower stage, to rounding, unless its paths carry less.
+        if pairs_s and max(pairs_s) > (1.0 + 1e-6) * max(stages_s):
+            return "paths", pairs_s.index(max(pairs_s))
+        slowest = stages_s.index(max(stages_s))
+        return self._busiest(slowest), slowest
+
+    def _busiest(self, k: int) -> Bound:
+        loads = self.state.loads[:, self._of[k]]
+        activations = float(self._activation_bytes(k, loads[pipeline.TAKEN] / loads[pipeline.TAKEN].sum()).sum())
+        gradients = float(loads[pipeline.REDUCED].sum())
+        takes_s: dict[Bound, float] = {
+            "compute": self._computes_s[k],
+            "paths": self._workload.microbatches / float(loads[pipeline.PATH_RATE].sum()),
+            "reduction": float(self.state.times[pipeline.BY_PATH, k]),
+        }
+        on_card: Bound = "reduction" if gradients > activations else "card"
+        takes_s[on_card] = max(takes_s.get(on_card, 0.0), (activations + gradients) / float(loads[pipeline.CARD].sum()))
+        return max(takes_s, key=lambda bound: takes_s[bound])
+
+    def _activation_bytes(self, k: int, shares: Floats) -> Floats:
+        w, away = self._workload, self.state.loads[pipeline.AWAY, self._of[k]]
+        sent: Floats = shares * w.microbatches * w.cut_bytes * away
+        return sent
 
 
-def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
-    trips_s = [0.0] * len(jobs_s)
-    below_s = 0.0
-    for k in range(len(jobs_s) - 1, -1, -1):
-        below_s += jobs_s[k] + (hops_s[k] if k < len(hops_s) else 0.0)
-        trips_s[k] = below_s
-    return trips_s
-
-
-def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
-    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S, D],
-    all in one unit of rate. Every sender first sends in proportion to the demands; what a path cannot carry is offered
-    to receivers with room. The flow is never above the maximum flow, and equal to it if no path limits."""
-    flow = np.zeros_like(path)
-    left, room = supply.copy(), demand.copy()
-    for _ in range(ROUNDS):
-        offered = left.sum()
-        taken = room.sum()
-        if offered <= 0.0 or taken <= 0.0:
-            break
-        more = np.minimum(np.outer(left, room) / max(offered, taken), path - flow)
-        if more.sum() <= 1e-9 * supply.sum():
-            break
-        flow += more
-        left = np.maximum(supply - flow.sum(axis=1), 0.0)
-        room = np.maximum(demand - flow.sum(axis=0), 0.0)
-    return flow
+def predicted_step_s(workload: Workload, state: PipelineState, computes_s: Sequence[float]) -> float:
+    """Return the seconds that a step will take. Args: computes_s: what the devices of each stage compute, s a step."""
+    step_s, flow_s = float(state.step[pipeline.STEP_S]), float(state.step[pipeline.FLOW_S])
+    if workload.control is None or not state.step[pipeline.AHEAD]:
+        return step_s
+    M, trips_s, beside_s = workload.microbatches, state.times[pipeline.TRIP], state.times[pipeline.BESIDE]
+    measured = Measured(
+        rate_per_s=M / flow_s, round_trip_s=float(trips_s[0]), commit_s=float(beside_s.max()), microbatches=M
+    )
+    choice = choose(measured, s_max=workload.s_max, price=workload.control, gain_max=pipeline.WINDOW_GAIN)
+    commits_s = beside_s if choice.steps_ahead else state.times[pipeline.ALONE]
+    chains_s = pipeline.chain_s(state, trips_s + commits_s, choice.steps_ahead)
+    if choice.steps_ahead == 0:
+        return float(chains_s.max())
+    longer = busy(pipeline.WINDOW_GAIN) / busy(choice.gain) - 1.0
+    ahead = min(1.0, measured.idle_s / measured.work_s)
+    works_s = max(computes_s) * (1.0 + ahead * longer)
+    predicted_s = flow_s
+    for k, chain_s in enumerate(chains_s.tolist()):
+        follows_s = chain_s + longer * max(computes_s) / (choice.steps_ahead + 1.0)
+        least_s = max(works_s, follows_s)
+        scatters = float(state.times[pipeline.CROWDED, k]) * computes_s[k] / flow_s / _CROWDED
+        predicted_s = max(predicted_s, least_s + scatters * (float(pipeline.joined(works_s, follows_s)) - least_s))
+    return predicted_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,14 +284,16 @@ class Split:
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
-    """Split a placement's work as the objective assumes it: shares follow each member's capacity for a step. Every plan
-    is made with this. Empty stages give empty tuples."""
-    return Split(
-        shares=ThroughputObjective(topology, workload).shares(placement),
-        parts=tuple(
-            tuple(
-                float(part) for part in reduction_parts(topology, np.asarray(stage, dtype=np.int64), workload.cut_bytes)
-            )
-            for stage in placement.stages
-        ),
-    )
+    return ThroughputObjective(topology, workload).split(placement)
+
+
+def _loops(num_devices: int) -> Any:
+    """Return `pipeline.py` as it is, or compiled if a search has compiled it already, or if it has much to do. The
+    results are the same, bit for bit."""
+    # Another thread may be importing the module, which then lacks its functions.
+    is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)
+    if num_devices <= LARGE and not (is_ready and is_ready()):
+        return pipeline
+    from shoal.coordinator.cost import compiled  # numba takes a second to import
+
+    return compiled

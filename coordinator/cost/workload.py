@@ -73,7 +73,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline's control chooses how much runs ahead (`pacing.py`). None: all."""
+    """The price of staleness by which the pipeline's control chooses how much runs ahead. None: all."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all experts of its layers."""
@@ -265,21 +265,14 @@ def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
     return tuple(counts)
 
 
-def layer_costs(model: ModelSpec) -> tuple[float, ...]:
+def layer_costs(model: ModelSpec, *, with_experts: bool = True) -> tuple[float, ...]:
     """Return the forward FLOP a token of each decoder layer; the first includes the embedding, the last the head.
     Matmuls only; causal attention sees (context + 1) / 2 tokens on average, or a window. The embedding is a gather,
-    counted as the D values it moves. Counted experts are those that a token is sent to, and the router. A subspace
-    model includes the products with its basis."""
-    return _costs(model, in_experts=model.experts_computed * expert_elements(model))
-
-
-def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
-    """Return the same without experts, for runs that place experts separately."""
-    return _costs(model, in_experts=0)
-
-
-def _costs(model: ModelSpec, *, in_experts: int) -> tuple[float, ...]:
-    width, in_experts = model.num_heads * model.head_dim, in_experts + basis_elements(model)
+    counted as the D values it moves. A subspace model includes the products with its basis.
+    Args: with_experts: count the experts that a token is sent to; else those are placed separately."""
+    width, in_experts = model.num_heads * model.head_dim, basis_elements(model)
+    if with_experts:
+        in_experts += model.experts_computed * expert_elements(model)
     costs = [
         2.0 * (trunk_elements(model, index)[0] + in_experts + 2 * width * tokens_seen(model, index))
         for index in range(model.num_layers)

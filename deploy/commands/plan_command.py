@@ -307,7 +307,7 @@ def _said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec
     if not takes.are_choices:
         return ""
     formats = formats_of(request.topology, request.workload, placement, takes)
-    cost = ThroughputObjective(request.topology, request.workload, takes.under(formats)).cost(placement)
+    cost = ThroughputObjective(request.topology, request.workload).cost(placement, takes.under(formats))
     return f"{formats.sentence}: {cost.parts['tokens_per_s']:,.0f} tokens/s" if math.isfinite(cost.seconds) else ""
 
 

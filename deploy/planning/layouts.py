@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator, partition
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
-from shoal.coordinator.cost.placement import Cost, Placement
+from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
@@ -89,12 +89,7 @@ def _ours(request: LayoutRequest) -> Placement:
         placement, cost = plan_at_once(request.topology, request.workload, num_stages=stages)
     except NoLayout:
         return searched
-    return placement if _foreseen_s(cost) < _foreseen_s(searched_cost) else searched
-
-
-def _foreseen_s(cost: Cost) -> float:
-    """Return the predicted seconds by which numbers of stages are compared (`planner._Search._foreseen_s`)."""
-    return cost.seconds * cost.parts["foreseen_s"] / cost.parts["step_s"]
+    return placement if cost.parts["foreseen_s"] < searched_cost.parts["foreseen_s"] else searched
 
 
 def _at_once(request: LayoutRequest) -> Placement:

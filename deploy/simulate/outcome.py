@@ -11,10 +11,20 @@ from shoal.deploy.base.words import counted
 from shoal.deploy.planning.figures import Figures
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.protocol.plan import Bound
 from shoal.protocol.spec import RunSpec
 
 if TYPE_CHECKING:  # it loads torch, which `shoal plan` does not need
     from shoal.deploy.simulate.modelled import Churn
+
+_BOUNDS: dict[Bound, str] = {
+    "compute": "computing, stage {0}",
+    "card": "the network of stage {0}",
+    "paths": "paths beside stage {0}",
+    "reduction": "reducing gradients, stage {0}",
+    "round trip": "one step after the other",
+    "commit": "one step after the other",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,21 +154,11 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def bound_by(cost: Cost | None) -> str:
-    """Return the bottleneck by the throughput objective; its docstring has the parts."""
-    if cost is None or not cost.parts:
+    """Return what limits a step by the throughput objective, or why there is none; empty: nothing was predicted."""
+    if cost is None or cost.bound is None:
         return cost.why if cost is not None else ""
-    parts = cost.parts
-    if parts["chain_s"] >= parts["flow_s"]:
-        return "one step after the other"
-    stage = f"stage {int(parts['slowest_stage'])}"
-    slowest = parts["flow_s"] * (1.0 - 1e-3)
-    if parts["compute_s"] >= slowest:
-        return f"computing, {stage}"
-    if parts["reduce_s"] >= slowest:
-        return "reducing gradients"
-    if parts["stage_s"] >= slowest:
-        return f"the network of {stage}"
-    return "paths between stages"
+    bound, stage = cost.bound
+    return _BOUNDS[bound].format(stage)
 
 
 def _seen(outcome: Outcome) -> str:

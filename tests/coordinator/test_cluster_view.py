@@ -4,7 +4,7 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.cost.workload import trunk_costs
+from shoal.coordinator.cost.workload import layer_costs
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.peer.model.flop import job_flop
 from shoal.protocol.identity import PeerID
@@ -35,7 +35,8 @@ def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_
     view = ClusterView("run", RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
     view.obey(plan, 0.0)
-    flop = view.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
+    costs = layer_costs(model, with_experts=False)
+    flop = view.workload.tokens_per_microbatch * sum(costs[slice(*plan.stages[0].layers)])
     for _ in range(20):
         says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
         view.hear(PeerID("a"), make_heartbeat("a", **says), 0.0)

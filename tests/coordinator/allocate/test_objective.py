@@ -282,7 +282,7 @@ def test_a_gain_is_believed_by_what_is_known_of_what_bounds_the_layout_and_by_ho
     topology = pair()
     known, unknown = (change_to(swarm(variance), topology, BEFORE, AFTER) for variance in (0.0, 0.5))
     throughput = ThroughputObjective(topology, workload("fp32"))
-    assert throughput.bottleneck(AFTER)[0] == "compute"
+    assert throughput.cost(AFTER).bound[0] == "compute"
     assert figures_variance(swarm(0.5), throughput, AFTER) == pytest.approx(0.5)
     assert known is not None
     assert unknown is not None

@@ -1,0 +1,62 @@
+"""The functions of `pipeline.py` compiled by numba, under the same names, and decorators for kernels that call them.
+
+Importing numba takes a second, so only searches import this module, and large swarms. Compiling takes ten seconds, once
+on a machine. There is no fastmath and no parallel loop: the results are those of the plain functions, bit for bit."""
+
+import hashlib
+import inspect
+from types import FunctionType
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache
+
+from shoal.coordinator.cost import pipeline
+
+_njit: Any = njit  # the types of njit lack two of its options
+_SOURCE = hashlib.sha256(inspect.getsource(pipeline).encode()).hexdigest()
+
+
+class _KernelCache(FunctionCache):
+    """Numba's cache of a function on disk notices changes of that function's own file. This one also notices those of
+    `pipeline.py`, whose functions are compiled into the kernels that call them."""
+
+    def _index_key(self, *args: Any) -> Any:
+        return (*super()._index_key(*args), _SOURCE)  # type: ignore[no-untyped-call]
+
+
+def kernel(function: Any) -> Any:
+    """Compile a function that Python calls."""
+    return _cached(_njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
+
+
+def inner(function: Any) -> Any:
+    """Compile a function that only kernels call."""
+    return _cached(_njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)(function))
+
+
+def _cached(dispatcher: Any) -> Any:
+    dispatcher._cache = _KernelCache(dispatcher.py_func)  # type: ignore[no-untyped-call]
+    return dispatcher
+
+
+def _compiled(function: FunctionType) -> Any:
+    copy = FunctionType(function.__code__, globals(), function.__name__)  # whose callees are the compiled ones
+    return (kernel if function.__name__ in pipeline.ENTRIES else inner)(copy)
+
+
+for _name, _value in vars(pipeline).items():
+    if isinstance(_value, FunctionType):
+        globals()[_name] = _compiled(_value)
+    elif not _name.startswith("__"):
+        globals()[_name] = _value
+
+
+def __getattr__(name: str) -> Any:
+    """Raise the usual error. A type checker takes from this that the module has the names that are set above."""
+    raise AttributeError(name)
+
+
+def is_ready() -> bool:
+    """True if `evaluate` is compiled in this process."""
+    return bool(globals()["evaluate"].signatures)
