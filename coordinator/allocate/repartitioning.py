@@ -1,16 +1,13 @@
-"""Search for another division of the model into stages: other boundaries, more stages or fewer. Pure.
+"""The price and the gain of another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
-Such a change has a price, and there are two ways to pay it (`Change`). In both the run halts at one version
-(`Plan.cutover_version`): the pipeline drains, state travels, and the pipeline fills again.
+The run halts at one version (`Plan.cutover_version`): the pipeline drains, state travels, and the pipeline fills again.
+State travels in the way that costs less work (`Change`):
 
 - *Ahead*: peers fetch the layers that they lack while training goes on. This takes several times as long as with the
-  lines alone, steps that need the lines are slower meanwhile, and the gain comes later. Only gradients, and layers
-  whose updates a peer could not follow, are left for the halt.
+  lines alone, and steps that need the lines are slower meanwhile. Only gradients, and layers whose updates a peer could
+  not follow, are left for the halt.
 - *At once*: the run halts until all state has travelled. Peers that lack the same layers pass received parts on to each
   other (`peer/handoff/relay.py`).
-
-The way that costs less work is taken, and the gain must exceed this price within the time for which layouts are
-expected to last. If fetching ahead turns out slower than estimated, `Change.stands_still` compares the two ways again.
 
 **The value of a gain.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
 figures err upwards. Let s be the error of the promises of earlier plans (`SwarmSnapshot.forecast_error`), and d the
@@ -110,17 +107,20 @@ def change_to(
     worth = expected_gain(gain, snapshot.forecast_error)
     if not worth >= worth_min:
         return None
-    slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
+    everywhere = np.full(topology.num_devices, 1.0 - AHEAD_PART)
+    slowed = ThroughputObjective(_with_part(topology, everywhere), workload).cost(current)
     if not math.isfinite(slowed.seconds):
         return None
     stop_and_copy_s = fetch_s(topology, workload, current, found, together=True)
-    part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
+    left = np.ones(topology.num_devices)  # spares keep all of their lines for state
+    trains = [device for stage in current.stages for device in stage]
+    left[trains] = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
         gain=gain,
         worth=worth,
         drain_s=AGREED_S + sum(each.parts["round_trip_s"] + each.parts["commit_s"] for each in (live, cost)),
         stop_and_copy_s=stop_and_copy_s,
-        precopy_s=fetch_s(_beside_training(topology, current, part), workload, current, found),
+        precopy_s=fetch_s(_with_part(topology, left), workload, current, found),
         meanwhile=live.parts["foreseen_s"] / slowed.parts["foreseen_s"] / (1.0 + worth),
         residual_s=residual_s(workload, stop_and_copy_s, step_s=before_s),
     )
@@ -269,24 +269,13 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
     return float((sent_bytes / rates).max()) / step_s
 
 
-def _with_part(topology: Topology, part: float) -> Topology:
+def _with_part(topology: Topology, part_N: Floats) -> Topology:
+    """Return `topology` with a part of each device's line rates. A path has the larger part of its two ends."""
     return replace(
         topology,
-        bytes_per_s=part * topology.bytes_per_s,
-        up_bytes_per_s=part * topology.up_bytes_per_s,
-        down_bytes_per_s=part * topology.down_bytes_per_s,
-    )
-
-
-def _beside_training(topology: Topology, current: Placement, part: float) -> Topology:
-    """Return `topology` with `part` of the line rates of peers that train. Spares keep all of theirs."""
-    left = np.ones(topology.num_devices)
-    left[[device for stage in current.stages for device in stage]] = part
-    return replace(
-        topology,
-        bytes_per_s=np.maximum(left[:, None], left[None, :]) * topology.bytes_per_s,
-        up_bytes_per_s=left * topology.up_bytes_per_s,
-        down_bytes_per_s=left * topology.down_bytes_per_s,
+        bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,
+        up_bytes_per_s=part_N * topology.up_bytes_per_s,
+        down_bytes_per_s=part_N * topology.down_bytes_per_s,
     )
 
 
