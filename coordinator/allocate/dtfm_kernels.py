@@ -164,7 +164,7 @@ def settle(x, share, hop):
         above, under = groups[order[k - 1], : sizes[order[k - 1]]], groups[order[k], : sizes[order[k]]]
         _, partner = handover(hop, above, under)
         _columns(x, k, above, under, partner)
-    work = K * K * R * R * 2 + ((K * K << K) // 2 if K <= ORDER_EXACT_MAX else 0)
+    work = K * K * R * R + ((K * K << K) // 4 if K <= ORDER_EXACT_MAX else 0)
     return dp, pp, work
 
 
@@ -322,7 +322,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         share, hop: as of `settle`.
         heat: the first temperature, in mean changes of a trial; 0 accepts no loss.
         smooth: the first share of the smooth objective, in [0, 1].
-    Returns: the work done; about 300 million units take a second."""
+    Returns: the work done; about 150 million units take a second."""
     K, R = x.shape
     totals, kept = np.zeros((4, K)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)
@@ -336,7 +336,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
             smooth_now = max(smooth * rest, 0.01)  # what remains at the end breaks ties
             now = energy(totals, len(hop), smooth_now)
         trials += 1
-        spent += 20
+        spent += 10
         kind = _below(lots, 64)
         is_turn, is_same = kind >= 60, 52 <= kind < 60
         length = 1 + _below(lots, max(1, K // 2)) if 32 <= kind < 52 else 1
@@ -359,17 +359,17 @@ def anneal(x, share, hop, seed, work, heat, smooth):
             turn(x, k, j)
             total_rows(x, share, totals, k, j)
             total_edges(x, hop, totals, k, j)
-            spent += (j - k) * R * R // 2
+            spent += (j - k) * R * R // 4
         else:
             exchange(x, k, j, c, m, length)
             if k != j:
                 total_rows(x, share, totals, k, k + length)
                 total_rows(x, share, totals, j, j + length)
                 total_edges(x, hop, totals, j, j + length)
-                spent += length * R * R
+                spent += length * R * R // 2
             total_edges(x, hop, totals, k, k + length)
-            spent += (2 * length + 2) * R
-        spent += 4 * K
+            spent += (length + 1) * R
+        spent += 2 * K
         new = energy(totals, len(hop), smooth_now)
         u = np.float64(_below(lots, 1 << 20)) / (1 << 20)
         # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.

@@ -34,8 +34,6 @@ _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
 """One local search may spend `_SHARE` + `_SHARE_PER_PAIR` N^2 units of work. With a third of that, a search of the same
 time on 100 devices ends 2 % worse; with three times that, a search of one second has too few individuals."""
-_KERNEL_UNITS = 2
-"""The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
 _HEAT = 0.3
 """The first temperature at heat 1, in mean changes of a trial; it scales with the square of the heat. 0.2 to 0.35 give
 equal results, 1 is 1 % worse."""
@@ -148,15 +146,15 @@ class DtfmEvaluator:
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
         x = self._layout(assignment)
         found, spent = self._settle(x)
-        best, budget = x.copy(), work * _KERNEL_UNITS
+        best = x.copy()
         if heat > 0.0:
-            hot = budget - budget // 8 - spent  # the last eighth starts from exact matching and order
+            hot = work - work // 8 - spent  # the last eighth starts from exact matching and order
             found, more = self._anneal(x, seed, hot, heat=_HEAT * heat**2, smooth=1.0)
             best, spent = x.copy(), spent + more
-        polished, more = self._anneal(x, seed + 1, budget - spent, heat=0.0, smooth=0.0)
+        polished, more = self._anneal(x, seed + 1, work - spent, heat=0.0, smooth=0.0)
         if polished < found:
             found, best = polished, x
-        return Improved(assignment=self._assignment(best), cost=found, work=(spent + more) // _KERNEL_UNITS)
+        return Improved(assignment=self._assignment(best), cost=found, work=spent + more)
 
     # --- layouts: int64 [K, R], see dtfm_kernels.py ---
 

@@ -29,7 +29,7 @@ _RANKED = 4
 
 def default_work(num_devices: int) -> int:
     """Return the units for about half a second with 64 devices, 2 s with 1,000, 16 s with 10,000, on one core."""
-    return 36_000_000 + 240_000 * num_devices
+    return 34_000_000 + 240_000 * num_devices
 
 
 def plan(
@@ -158,7 +158,15 @@ class _Search:
         flat: list[Assignment] = []  # the result of the coarser level, by device
         spent = 0
         for index, level in enumerate(self._levels):
-            evaluator = self._evaluator(level, num_stages)
+            is_finest = len(level.weight) == t.num_devices
+            evaluator = ThroughputEvaluator(
+                level.topology,
+                w,
+                num_stages,
+                weight=level.weight,
+                current=self.current if is_finest else None,  # only single devices have a cost of moving
+                horizon_s=self.horizon_s,
+            )
             start = [evaluator.repair(coarsen(each, level), seed=self.seed) for each in (*flat, *known)]
             budget = (work - spent) // (len(self._levels) - index)
             keep, share = (len(start), budget) if flat else (POPULATION, None)
@@ -194,15 +202,3 @@ class _Search:
             return one_a_stage(self.objective, num_stages)
         except NoLayout:
             return None
-
-    def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
-        """Make the evaluator of one level; the cost of moving counts for single devices only."""
-        flat = len(level.weight) == self.objective.topology.num_devices
-        return ThroughputEvaluator(
-            level.topology,
-            self.objective.workload,
-            num_stages,
-            weight=None if flat else level.weight,
-            current=self.current if flat else None,
-            horizon_s=self.horizon_s,
-        )
