@@ -1,71 +1,213 @@
-"""The compiled inner loop of the search on the DT-FM objective: annealing over explicit pipelines.
+"""Compiled parts of the search on the DT-FM objective: exact matching and order, and annealing over explicit pipelines.
 
-A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.4 us at 64 devices;
-an exact evaluation takes 30 us), and exact matching and order are computed at the ends only. There are four kinds of
-change:
+A layout is int64 [K, R] of devices: row = stage in pipeline order, column = one pipeline; -1 is the hole of a stage
+that is one smaller than the largest. Where two neighbouring stages have holes in different columns, the two devices
+opposite the holes send to each other; a device opposite the only hole shares the nearest partner.
 
-- Two places exchange their devices.
-- Two columns exchange a stretch of several stages. Without it a search freezes: where devices come in boxes, moving one
-  device of a box makes two boundaries slow, while moving its whole stretch makes none slow.
-- Two columns exchange all stages below a boundary: the same groups, matched in another way.
-- A stretch of stages is reversed: the same groups in another order.
+Annealing prices a change by the rows and boundaries that it touches (0.5 us at 64 devices; an exact evaluation takes
+30 us); exact matching and order are computed at the ends only. There are two kinds of change:
 
-The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum; it
-turns into the true one as the temperature falls. No kernel uses powers or logarithms, which differ between machines.
-The rules of `matching.py` hold, too."""
+- Two columns exchange a stretch of stages, the same stages or others. A stretch of one stage exchanges two devices. A
+  stretch to the last stage matches the same groups in another way. Without long stretches a search freezes: where
+  devices come in boxes, moving one device of a box makes two boundaries slow, while moving its stretch makes none slow.
+- A stretch of stages turns around: the same groups in another order.
 
-from typing import Any, NamedTuple
+The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum; they
+turn into the true ones as the temperature falls.
+
+There is no fastmath, no parallel loop, no power and no logarithm, and sums have a fixed order, so the result is the
+same bit for bit on any machine. A kernel calls only kernels of this file: numba's cache does not notice a change in
+another."""
 
 import numpy as np
 from numba import njit
 
+ORDER_EXACT_MAX = 13
+"""The limit for solving the order of stages exactly: Held and Karp's table has K 2^K entries, 106,496 at 13 stages."""
 _PROBES = 128
-"""The number of first trials that only measure the size of changes, to scale the temperature."""
+"""The number of first changes that only measure the size of changes, to scale the temperature."""
+_ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
+"""The rows of the totals, float64 [4, K]: of each stage the largest all-reduce seconds (dp) of a member, and the sum of
+their squares; of the boundary below it the longest hop, and the root mean square of all its hops."""
 
 
-class LayoutState(NamedTuple):
-    """A layout and its running sums."""
-
-    x: Any
-    """int64 [K, R]"""
-    sums: Any
-    """[K, R], the all-reduce seconds (dp) of each place."""
-    row_worst: Any
-    row_square: Any
-    """[K] each: the largest of a stage's `sums`, and the sum of their squares."""
-    edge_worst: Any
-    edge_mean: Any
-    """[K - 1] each: the longest hop of a boundary, and the root mean square of all its hops."""
-
-
-class LinkTables(NamedTuple):
-    """The fixed costs between devices."""
-
-    share: Any
-    """[2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage; symmetric."""
-    hop: Any
-    """[N, N], seconds from one device to one of the next stage; symmetric."""
-    classes: Any
-    """int64 [N]; devices with equal numbers are interchangeable."""
+# --- exact matching and order ---
 
 
 @njit(cache=True)
-def draw(lots):
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], the state, which is advanced."""
-    lots[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = lots[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def match(hop, rows, columns, partner):
+    """Find a bottleneck matching of all rows, no more than there are columns, in O(rows * columns^2).
+
+    Rows join one after the other, each along the augmenting path whose longest edge is shortest. This is optimal: if
+    the rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
+
+    Args: partner: int64, filled: for each column the index of its row, or -1. Returns: the longest edge."""
+    slack = np.empty(len(columns))
+    way = np.empty(len(columns), np.int64)
+    done = np.empty(len(columns), np.bool_)
+    back = np.empty(len(rows), np.int64)
+    partner[:] = -1
+    bound = 0.0
+    for first in range(len(rows)):
+        slack[:] = np.inf
+        done[:] = False
+        row = first
+        while True:
+            best, free, reach = -1, False, np.inf
+            for j in range(len(columns)):
+                if done[j]:
+                    continue
+                edge = hop[rows[row], columns[j]]
+                if edge < slack[j]:
+                    slack[j] = edge
+                    way[j] = row
+                value = max(slack[j], bound)
+                if best < 0 or value < reach or (value == reach and not free and partner[j] < 0):
+                    best, free, reach = j, partner[j] < 0, value
+            bound = reach
+            done[best] = True
+            if free:
+                break
+            row = partner[best]
+        while True:
+            row = way[best]
+            partner[best] = row
+            if row == first:
+                break
+            best, back[row] = back[row], best
+        back[row] = best
+    return bound
 
 
 @njit(cache=True)
-def below(lots, n):
-    """Draw an int64 in [0, n), n < 2^32."""
-    return np.int64(((draw(lots) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+def handover(hop, above, under):
+    """Match two stages. Returns: (longest hop, the partner of each member of the larger stage as an index into the
+    smaller one). A member without a partner of its own has -1 and shares the nearest."""
+    if len(above) <= len(under):
+        rows, columns = above, under
+    else:
+        rows, columns = under, above
+    partner = np.empty(len(columns), np.int64)
+    bound = match(hop, rows, columns, partner)
+    for j in range(len(columns)):
+        if partner[j] < 0:
+            nearest = np.inf
+            for device in rows:
+                nearest = min(nearest, hop[device, columns[j]])
+            bound = max(bound, nearest)
+    return bound, partner
 
 
-# --- what things cost ---
+@njit(cache=True)
+def open_path(cost, order):
+    """Find the shortest path through all K nodes with free ends (Held and Karp 1962); with more than `ORDER_EXACT_MAX`
+    nodes take them as they come.
+
+    Args: cost: float64 [K, K], symmetric. order: int64 [K], filled. Returns: its length."""
+    K = len(cost)
+    shortest = 0.0
+    if K > ORDER_EXACT_MAX:
+        for k in range(K):
+            order[k] = k
+            shortest += cost[k - 1, k] if k else 0.0
+        return shortest
+    best = np.full((1 << K, K), np.inf)
+    before = np.zeros((1 << K, K), np.int8)
+    for k in range(K):
+        best[1 << k, k] = 0.0
+    for mask in range(1, 1 << K):
+        for end in range(K):
+            if best[mask, end] < np.inf:
+                for node in range(K):
+                    longer = best[mask, end] + cost[end, node]
+                    if not mask >> node & 1 and longer < best[mask | 1 << node, node]:
+                        best[mask | 1 << node, node] = longer
+                        before[mask | 1 << node, node] = end
+    mask = (1 << K) - 1
+    last = np.argmin(best[mask])
+    shortest = best[mask, last]
+    for position in range(K - 1, -1, -1):
+        order[position] = last
+        mask, last = mask ^ (1 << last), before[mask, last]
+    return shortest
+
+
+@njit(cache=True)
+def settle(x, share, hop):
+    """Put stages in the best order and devices in the best columns, in place.
+
+    Args:
+        share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
+        hop: float64 [N, N], symmetric.
+    Returns: (dp, pp, work)."""
+    K, R = x.shape
+    groups = np.empty((K, R), np.int64)
+    sizes = np.empty(K, np.int64)
+    order = np.empty(K, np.int64)
+    cost = np.zeros((K, K))
+    dp = 0.0
+    for k in range(K):
+        row = np.sort(x[k])
+        row = row[row >= 0]
+        sizes[k] = len(row)
+        groups[k, : len(row)] = row
+        dp = max(dp, _all_reduce(row, share[1 if len(row) == R else 0])[0])
+        for j in range(k):
+            cost[k, j], _ = handover(hop, row, groups[j, : sizes[j]])
+            cost[j, k] = cost[k, j]
+    pp = open_path(cost, order)
+    if groups[order[0], 0] > groups[order[-1], 0]:
+        order[:] = order[::-1].copy()
+    x[:] = -1
+    x[0, : sizes[order[0]]] = groups[order[0], : sizes[order[0]]]
+    for k in range(1, K):
+        above, under = groups[order[k - 1], : sizes[order[k - 1]]], groups[order[k], : sizes[order[k]]]
+        _, partner = handover(hop, above, under)
+        _columns(x, k, above, under, partner)
+    work = K * K * R * R + ((K * K << K) // 4 if K <= ORDER_EXACT_MAX else 0)
+    return dp, pp, work
+
+
+@njit(cache=True)
+def _columns(x, k, above, under, partner):
+    """Write stage k of x so that partners share a column; a device without a partner gets the free column."""
+    R = x.shape[1]
+    column = np.empty(len(above), np.int64)
+    for i in range(len(above)):
+        for c in range(R):
+            if x[k - 1, c] == above[i]:
+                column[i] = c
+    alone = -1
+    for j in range(len(partner)):
+        if len(above) > len(under):
+            if partner[j] >= 0:
+                x[k, column[j]] = under[partner[j]]
+        elif partner[j] >= 0:
+            x[k, column[partner[j]]] = under[j]
+        else:
+            alone = under[j]
+    for c in range(R):
+        if alone >= 0 and x[k, c] < 0:
+            x[k, c] = alone
+            break
+
+
+# --- the totals of a layout ---
+
+
+@njit(cache=True)
+def _all_reduce(row, share):
+    """Return (the longest, the sum of squares) of the all-reduce seconds of a stage's members."""
+    worst, square = 0.0, 0.0
+    for d in row:
+        total = 0.0
+        if d >= 0:
+            for e in row:
+                if e >= 0:
+                    total += share[d, e]
+        worst = max(worst, total)
+        square += total * total
+    return worst, square
 
 
 @njit(cache=True)
@@ -98,231 +240,151 @@ def _boundary(x, above, under, hop):
 
 
 @njit(cache=True)
-def _full(x, k):
-    """Return the index into `LinkTables.share` for the stage: 1 if it has no hole, else 0."""
-    for c in range(x.shape[1]):
-        if x[k, c] < 0:
-            return 0
-    return 1
+def total_rows(x, share, totals, first, last):
+    """Compute the totals of stages first to last - 1."""
+    for k in range(first, last):
+        totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @njit(cache=True)
-def _row(x, k, share, sums):
-    """Write the dp of each place of a stage into sums[k]; a hole has 0."""
-    R, full = x.shape[1], _full(x, k)
-    for c in range(R):
-        total = 0.0
-        if x[k, c] >= 0:
-            for m in range(R):
-                if m != c and x[k, m] >= 0:
-                    total += share[full, x[k, c], x[k, m]]
-        sums[k, c] = total
+def total_edges(x, hop, totals, first, last):
+    """Compute the totals of the boundaries above and below stages first to last - 1."""
+    for k in range(max(first - 1, 0), min(last, len(x) - 1)):
+        totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @njit(cache=True)
-def _replaced(x, k, c, leaves, comes, share, old, sums):
-    """Update as `_row` when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a hole."""
-    total, full = 0.0, _full(x, k)
-    for m in range(x.shape[1]):
-        e = x[k, m]
-        if m != c and e >= 0:
-            gain = share[full, comes, e]
-            sums[k, m] = old[k, m] - share[full, leaves, e] + gain
-            total += gain
-        else:
-            sums[k, m] = 0.0
-    sums[k, c] = total
-
-
-@njit(cache=True)
-def _spread(sums, k):
-    worst, square = 0.0, 0.0
-    for c in range(sums.shape[1]):
-        worst = max(worst, sums[k, c])
-        square += sums[k, c] * sums[k, c]
-    return worst, square
-
-
-@njit(cache=True)
-def _refresh(s, links):
-    for k in range(len(s.x)):
-        _row(s.x, k, links.share, s.sums)
-        s.row_worst[k], s.row_square[k] = _spread(s.sums, k)
-        if k:
-            s.edge_worst[k - 1], s.edge_mean[k - 1] = _boundary(s.x, k - 1, k, links.hop)
-
-
-@njit(cache=True)
-def _energy(s, devices, smooth):
+def energy(totals, num_devices, smooth):
+    """Return the objective of a layout, mixed with its smooth version by `smooth`, in [0, 1]."""
+    K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
-    for k in range(len(s.row_worst)):
-        dp = max(dp, s.row_worst[k])
-        square += s.row_square[k]
-    for k in range(len(s.edge_worst)):
-        pp += s.edge_worst[k]
-        mean += s.edge_mean[k]
-    return (1.0 - smooth) * (dp + 2.0 * pp) + smooth * (np.sqrt(square / devices) + 2.0 * mean)
+    for k in range(K):
+        dp = max(dp, totals[_ROW_WORST, k])
+        square += totals[_ROW_SQUARE, k]
+    for k in range(K - 1):
+        pp += totals[_EDGE_WORST, k]
+        mean += totals[_EDGE_MEAN, k]
+    return (1.0 - smooth) * (dp + 2.0 * pp) + smooth * (np.sqrt(square / num_devices) + 2.0 * mean)
 
 
-# --- changes: each returns (energy after it, work), and undoes itself where that is above `bound` ---
+# --- changes ---
 
 
 @njit(cache=True)
-def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
-    """Exchange stages k.. of column c with stages j.. of column m, `length` of them. They do not overlap unless k == j.
-    Args: trial: float64 [K, R], scratch. kept: float64 [4, K], scratch."""
-    x, (K, R) = s.x, s.x.shape
-    differ = False
+def draw(lots):
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], the state, which is advanced."""
+    lots[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = lots[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(cache=True)
+def _below(lots, n):
+    """Draw an int64 in [0, n), n < 2^32."""
+    return np.int64(((draw(lots) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+
+
+@njit(cache=True)
+def exchange(x, k, j, c, m, length):
+    """Exchange stages k.. of column c with stages j.. of column m, `length` of them. Twice is nothing."""
+    for i in range(length):
+        x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
+
+
+@njit(cache=True)
+def turn(x, first, last):
+    """Reverse the order of stages first to last - 1. Twice is nothing."""
+    for i in range((last - first) // 2):
+        for c in range(x.shape[1]):
+            x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
+
+
+@njit(cache=True)
+def _is_possible(x, k, j, c, m, length):
+    """True if an exchange changes something, and no stage gets a second hole."""
+    differs = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]
-        if d < 0 or e < 0:
-            differ = differ or d != e
-            if k != j and d != e and not _full(x, j + i if d < 0 else k + i):
-                return bound + 1.0, 20 + length + R  # A stage has at most one hole.
-        else:
-            differ = differ or links.classes[d] != links.classes[e]
-    if not differ:
-        return bound + 1.0, 20 + length
-    work = 20 + (length * 4 + 2) * R + 6 * K
-    _keep(s, kept)
-    for i in range(length):
-        d, e = x[k + i, c], x[j + i, m]
-        x[k + i, c], x[j + i, m] = e, d
-        if k == j:
-            continue
-        if d >= 0 and e >= 0:
-            _replaced(x, k + i, c, d, e, links.share, s.sums, trial)
-            _replaced(x, j + i, m, e, d, links.share, s.sums, trial)
-        else:
-            _row(x, k + i, links.share, trial)
-            _row(x, j + i, links.share, trial)
-            work += 2 * R * R
-        s.row_worst[k + i], s.row_square[k + i] = _spread(trial, k + i)
-        s.row_worst[j + i], s.row_square[j + i] = _spread(trial, j + i)
-    for start in (k, j):
-        for edge in range(max(start - 1, 0), min(start + length, K - 1)):
-            s.edge_worst[edge], s.edge_mean[edge] = _boundary(x, edge, edge + 1, links.hop)
-    new = _energy(s, len(links.classes), smooth)
-    if new > bound:
-        for i in range(length):
-            x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
-        _give_back(s, kept)
-    elif k == j:
-        s.sums[k, c], s.sums[k, m] = s.sums[k, m], s.sums[k, c]
-    else:
-        for i in range(length):
-            for place in range(R):
-                s.sums[k + i, place] = trial[k + i, place]
-                s.sums[j + i, place] = trial[j + i, place]
-    return new, work
+        differs = differs or d != e
+        if k != j and d != e and (d < 0 or e < 0) and x[j + i if d < 0 else k + i].min() < 0:
+            return False
+    return differs
 
 
 @njit(cache=True)
-def _keep(s, kept):
-    """Save all totals by loops: numba's slice assignments cost more than copying so few numbers."""
-    for k in range(len(s.row_worst)):
-        kept[0, k], kept[1, k] = s.row_worst[k], s.row_square[k]
-    for k in range(len(s.edge_worst)):
-        kept[2, k], kept[3, k] = s.edge_worst[k], s.edge_mean[k]
-
-
-@njit(cache=True)
-def _give_back(s, kept):
-    for k in range(len(s.row_worst)):
-        s.row_worst[k], s.row_square[k] = kept[0, k], kept[1, k]
-    for k in range(len(s.edge_worst)):
-        s.edge_worst[k], s.edge_mean[k] = kept[2, k], kept[3, k]
-
-
-@njit(cache=True)
-def _cross(s, links, k, c, m, smooth, bound):
-    x, K = s.x, len(s.x)
-    worst, mean = s.edge_worst[k], s.edge_mean[k]
-    x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
-    s.edge_worst[k], s.edge_mean[k] = _boundary(x, k, k + 1, links.hop)
-    new = _energy(s, len(links.classes), smooth)
-    if new > bound:
-        x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
-        s.edge_worst[k], s.edge_mean[k] = worst, mean
-    else:
-        s.sums[k + 1, c], s.sums[k + 1, m] = s.sums[k + 1, m], s.sums[k + 1, c]
-        for i in range(k + 2, K):
-            x[i, c], x[i, m] = x[i, m], x[i, c]
-            s.sums[i, c], s.sums[i, m] = s.sums[i, m], s.sums[i, c]
-    return new, 20 + x.shape[1] + 4 * K
-
-
-@njit(cache=True)
-def _turn(s, links, i, j, smooth, bound):
-    x, (K, R) = s.x, s.x.shape
-    before, after = max(i - 1, 0), min(j, K - 2)
-    kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])
-    if i > 0:
-        s.edge_worst[before], s.edge_mean[before] = _boundary(x, i - 1, j, links.hop)
-    if j < K - 1:
-        s.edge_worst[after], s.edge_mean[after] = _boundary(x, i, j + 1, links.hop)
-    new = _energy(s, len(links.classes), smooth)
-    if new > bound:
-        s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after] = kept
-    else:
-        x[i : j + 1] = x[i : j + 1][::-1].copy()
-        s.sums[i : j + 1] = s.sums[i : j + 1][::-1].copy()
-        s.row_worst[i : j + 1] = s.row_worst[i : j + 1][::-1].copy()
-        s.row_square[i : j + 1] = s.row_square[i : j + 1][::-1].copy()
-        s.edge_worst[i:j] = s.edge_worst[i:j][::-1].copy()
-        s.edge_mean[i:j] = s.edge_mean[i:j][::-1].copy()
-    return new, 20 + 2 * R + 4 * K
-
-
-@njit(cache=True)
-def anneal(x, links, seed, work, heat, smooth):
+def anneal(x, share, hop, seed, work, heat, smooth):
     """Anneal x in place; the temperature falls to 0.
 
     Args:
         x: a layout of at least two stages.
+        share, hop: as of `settle`.
         heat: the first temperature, in mean changes of a trial; 0 accepts no loss.
         smooth: the first share of the smooth objective, in [0, 1].
-    Returns: the work done; about 300 million units take a second.
-    """
+    Returns: the work done; about 150 million units take a second."""
     K, R = x.shape
-    s = LayoutState(x, np.zeros((K, R)), np.zeros(K), np.zeros(K), np.zeros(K - 1), np.zeros(K - 1))
-    trial, kept = np.zeros((K, R)), np.zeros((4, K))
+    totals, kept = np.zeros((4, K)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)
     spent, trials, probed, mean, heat_now, smooth_now, now = 0, 0, 0, 0.0, 0.0, smooth, 0.0
+    total_rows(x, share, totals, 0, K)
+    total_edges(x, hop, totals, 0, K)
     while spent < work:
         if trials % 64 == 0:
-            if trials % 4096 == 0:  # rounding errors must not accumulate
-                _refresh(s, links)
-                spent += K * R * R
             rest = max(0.0, 1.0 - spent / work)
             heat_now = mean * heat * rest * rest * rest
             smooth_now = max(smooth * rest, 0.01)  # what remains at the end breaks ties
-            now = _energy(s, len(links.classes), smooth_now)
+            now = energy(totals, len(hop), smooth_now)
         trials += 1
-        probing = heat > 0.0 and probed < _PROBES
-        u = np.float64(below(lots, 1 << 20)) / (1 << 20)
-        # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.
-        bound = -1.0 if probing else now + heat_now * 3.0 * u * u
-        kind, new, cost = below(lots, 64), np.inf, 20
-        if kind < 52:
-            length = 1 if kind < 32 else 1 + below(lots, max(1, K // 2))
-            k, j = below(lots, K + 1 - length), below(lots, K + 1 - length)
-            c, m = below(lots, R), below(lots, R)
-            if abs(k - j) >= length or (k == j and length == 1 and c != m):
-                new, cost = _exchange(s, links, trial, kept, k, j, c, m, length, smooth_now, bound)
-        elif kind < 60:
-            k, c, m = below(lots, K - 1), below(lots, R), below(lots, R)
-            if c != m:
-                new, cost = _cross(s, links, k, c, m, smooth_now, bound)
+        spent += 10
+        kind = _below(lots, 64)
+        is_turn, is_same = kind >= 60, 52 <= kind < 60
+        length = 1 + _below(lots, max(1, K // 2)) if 32 <= kind < 52 else 1
+        starts = K + 1 - length
+        k, j, c, m = _below(lots, starts), _below(lots, starts), _below(lots, R), _below(lots, R)
+        if is_turn:
+            k, j = min(k, j), max(k, j) + 1
+            if j - k < 2 or j - k == K:
+                continue
+        elif is_same:
+            j, length = k, K - k
+        if not is_turn:
+            overlap = (k == j and c == m) or (k != j and abs(k - j) < length)
+            if overlap or not _is_possible(x, k, j, c, m, length):
+                continue
+        for row in range(4):
+            for stage in range(K):
+                kept[row, stage] = totals[row, stage]
+        if is_turn:
+            turn(x, k, j)
+            total_rows(x, share, totals, k, j)
+            total_edges(x, hop, totals, k, j)
+            spent += (j - k) * R * R // 4
         else:
-            i, j = below(lots, K), below(lots, K)
-            i, j = min(i, j), max(i, j)
-            if i < j and j - i < K - 1:
-                new, cost = _turn(s, links, i, j, smooth_now, bound)
-        spent += cost
-        if probing and new > 0.0 and new < np.inf:
+            exchange(x, k, j, c, m, length)
+            if k != j:
+                total_rows(x, share, totals, k, k + length)
+                total_rows(x, share, totals, j, j + length)
+                total_edges(x, hop, totals, j, j + length)
+                spent += length * R * R // 2
+            total_edges(x, hop, totals, k, k + length)
+            spent += (length + 1) * R
+        spent += 2 * K
+        new = energy(totals, len(hop), smooth_now)
+        u = np.float64(_below(lots, 1 << 20)) / (1 << 20)
+        # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.
+        probing = heat > 0.0 and probed < _PROBES
+        if probing and abs(new - now) > 1e-9 * now:
             probed += 1
             mean += abs(new - now) / _PROBES
-        elif new <= bound:
+        if not probing and new <= now + heat_now * 3.0 * u * u:
             now = new
+            continue
+        if is_turn:
+            turn(x, k, j)
+        else:
+            exchange(x, k, j, c, m, length)
+        for row in range(4):
+            for stage in range(K):
+                totals[row, stage] = kept[row, stage]
     return spent

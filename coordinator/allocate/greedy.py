@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+import numpy as np
 from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
@@ -24,6 +25,7 @@ from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.topology import Floats
 
 FIRST_PLAN = "first plan: "
 
@@ -83,21 +85,23 @@ def arrange(
         choose: picks the stage where a newcomer helps most; by speed if None.
     Raises: NoLayout."""
     if previous is not None:
-        divisions: Iterable[list[Slot]] = [slots_of(snapshot, previous)]
-    else:
-        most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
-        numbers = range(1, most + 1) if snapshot.num_stages is None else (snapshot.num_stages,)
-        divisions = (_cut(snapshot, number) for number in numbers)
-    why = NoLayout("no peer is here")
-    for slots in divisions:
-        try:
-            spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
-        except NoLayout as flaw:
-            why = flaw
-            continue
+        slots = slots_of(snapshot, previous)
+        spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
         stages = tuple(stage_of(slot) for slot in slots)
         reason = _reason(stages, spares, previous, moved, snapshot.unreachable)
         return Layout(stages=stages, spares=spares, reason=reason)
+    most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
+    why = NoLayout("no peer is here")
+    for number in range(1, most + 1) if snapshot.num_stages is None else (snapshot.num_stages,):
+        ends = pairwise(partition(snapshot.layer_costs, number))
+        slots = [_slot(snapshot, number, index, first, last, []) for index, (first, last) in enumerate(ends)]
+        try:
+            spares, _ = _fill(snapshot, slots, seed, standby, choose or poorest)
+        except NoLayout as flaw:
+            why = flaw
+            continue
+        reason = first_reason(sum(len(slot.holders) for slot in slots) + len(spares), number)
+        return Layout(stages=tuple(stage_of(slot) for slot in slots), spares=spares, reason=reason)
     raise why
 
 
@@ -130,11 +134,6 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
         return f"stage {slot.index} takes {needed:.1f} GB of memory, and no peer has more than {most:.1f} GB"
     what = "has the run's text" if slot.index == 0 else "is free"
     return f"no peer {what} to hold stage {slot.index}"
-
-
-def _cut(snapshot: SwarmSnapshot, num_stages: int) -> list[Slot]:
-    bounds = partition(snapshot.layer_costs, num_stages)
-    return [_slot(snapshot, num_stages, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
 
 
 def _slot(
@@ -185,28 +184,25 @@ def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:
     return slot.admits(peer) and not is_cut_off(peer, slot.index, [s.holders for s in slots], slot.unreachable)
 
 
-def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
+def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> list[PeerID]:
     """Give each newcomer to a stage that it may serve, empty stages first. Returns: the peers that may serve none."""
     waiting = list(newcomers)
-    spares: list[PeerID] = []
-    while waiting:
-        open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
-        able = [peer for peer in waiting if may_serve(slots, slots[0], peer)]
-        if not slots[0].stayers and able:
-            # Stage 0 comes first, while peers that can serve it are still free. Where text is rare its slowest owner is
-            # enough to begin with; where all have it, the fastest peer goes wherever it helps most.
-            peer = able[0] if len(able) == len(waiting) else able[-1]
-            slots[0].holders.append(peer)
-            waiting.remove(peer)
-            continue
-        peer = waiting.pop(0)
+    able = [peer for peer in waiting if may_serve(slots, slots[0], peer)] if not slots[0].stayers else []
+    if able:
+        # Stage 0 comes first, while peers that can serve it are still free. Where text is rare its slowest owner is
+        # enough to begin with; where all have it, the fastest peer goes wherever it helps most.
+        first = able[0] if len(able) == len(waiting) else able[-1]
+        slots[0].holders.append(first)
+        waiting.remove(first)
+    spares = []
+    for peer in waiting:
         able_at = [slot for slot in slots if may_serve(slots, slot, peer)]
-        fitting = [slot for slot in open_slots if slot in able_at] or able_at
+        fitting = [slot for slot in able_at if not slot.stayers] or able_at
         if fitting:
             choose(slots, fitting, peer).holders.append(peer)
         else:
             spares.append(peer.peer)
-    return tuple(sorted(spares))
+    return spares
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
@@ -274,13 +270,11 @@ def stage_of(slot: Slot) -> Stage:
 def _reason(
     stages: Sequence[Stage],
     spares: Sequence[PeerID],
-    previous: Plan | None,
+    previous: Plan,
     moved: Sequence[tuple[PeerID, int]],
     unreachable: frozenset[Pair],
 ) -> str:
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
-    if previous is None:
-        return first_reason(len(now), len(stages))
     before = set(previous.members)
     parts = [f"{peer[-8:]} joined" for peer in sorted(now - before)]
     parts += [f"{peer[-8:]} left" for peer in sorted(before - now)]
@@ -307,35 +301,44 @@ def _lot(seed: int, peer: PeerID) -> bytes:
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
-
-    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
-    those the earlier boundaries. The second pass is needed because the prefix with the cheaper largest stage need not
-    be the better beginning once a later stage is the most expensive."""
-    total = [0.0, *accumulate(costs)]
-    largest, _ = _cheapest(total, num_stages, max, lambda cost: cost)
-    _, bounds = _cheapest(
-        total, num_stages, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf
-    )
+    """Return the bounds [num_stages + 1] of the `cheapest_cut` of layers with these costs into so many stages."""
+    assert 0 < num_stages <= len(costs)
+    total = np.array([0.0, *accumulate(costs)])
+    cost: Floats = np.where(np.tri(len(total), k=0, dtype=np.bool_), np.inf, total[None, :] - total[:, None])
+    bounds = cheapest_cut([cost] * num_stages)
+    assert bounds is not None
     return bounds
 
 
-def _cheapest(
-    total: Sequence[float], num_stages: int, join: Callable[[float, float], float], price: Callable[[float], float]
-) -> tuple[float, tuple[int, ...]]:
-    num_layers = len(total) - 1
-    assert 0 < num_stages <= num_layers
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j layers in k stages
-    for k in range(1, num_stages + 1):
-        best = {
-            j: min(
-                (join(before, price(total[j] - total[i])), (*bounds, j))
-                for i, (before, bounds) in best.items()
-                if i < j
-            )
-            for j in range(k, num_layers - (num_stages - k) + 1)
-        }
-    return best[num_layers]
+def cheapest_cut(costs: Sequence[Floats]) -> tuple[int, ...] | None:
+    """Return the bounds of the best cut into stages, exact, by dynamic programming in O(K L^2); None if all are
+    impossible.
+
+    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
+    those the earlier boundaries. The second pass is needed because the beginning with the cheaper largest stage need
+    not be the better one once a later stage is the most expensive.
+
+    Args: costs: for each stage float64 [L + 1, L + 1], the cost of the layers from each bound to each later one; inf
+    where that is impossible."""
+    largest, _ = _cheapest(costs, np.maximum)
+    if largest == math.inf:
+        return None
+    _, bounds = _cheapest([np.where(cost <= largest, cost * cost, np.inf) for cost in costs], np.add)
+    return bounds
+
+
+def _cheapest(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:
+    rest = np.full(len(costs[0]), np.inf)  # the cost of the later stages, by their first layer
+    rest[-1] = 0.0
+    ends = []
+    for cost in reversed(costs):
+        total = join(cost, rest[None, :])
+        ends.append(total.argmin(axis=1))
+        rest = total.min(axis=1)
+    bounds = [0]
+    for end in reversed(ends):
+        bounds.append(int(end[bounds[-1]]))
+    return float(rest[0]), tuple(bounds)
 
 
 def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:

@@ -43,15 +43,9 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
     return views
 
 
-def refine(assignment: Assignment, coarse: Level, fine: Level) -> Assignment:
-    """Return the stages of finer units from a coarse assignment: each unit goes to the stage of its first device."""
-    _, first = np.unique(fine.unit_of, return_index=True)
-    finer: Assignment = assignment[coarse.unit_of[first]]
-    return finer
-
-
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stages of units: each goes to the stage of most of its devices, the lowest among equals."""
+    """Return the stages of a level's units: each goes to the stage of most of its devices, the lowest among equals.
+    Args: assignment: by device."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)
@@ -67,7 +61,10 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
     nearest = np.zeros(n, dtype=np.int64)
     leader, reach = 0, 0.0
     for number in range(48):
-        to_leader = _exchange_s(topology, leader, frame_bytes)
+        rate = np.minimum(topology.bytes_per_s[leader], topology.bytes_per_s[:, leader]).astype(np.float64)
+        to_leader: Floats = topology.latency_s[leader].astype(np.float64) + topology.latency_s[:, leader]
+        to_leader += 2.0 * frame_bytes / np.maximum(rate, 1.0)
+        to_leader[leader] = 0.0
         closer = to_leader < distance
         nearest[closer] = number
         distance = np.minimum(distance, to_leader)
@@ -77,14 +74,6 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
         if distance[leader] <= 0.05 * reach:  # all others are near to a leader
             break
     return nearest
-
-
-def _exchange_s(topology: Topology, leader: int, frame_bytes: float) -> Floats:
-    rate = np.minimum(topology.bytes_per_s[leader], topology.bytes_per_s[:, leader]).astype(np.float64)
-    seconds: Floats = topology.latency_s[leader].astype(np.float64) + topology.latency_s[:, leader]
-    seconds = seconds + 2.0 * frame_bytes / np.maximum(rate, 1.0)
-    seconds[leader] = 0.0
-    return seconds
 
 
 def _coarse(topology: Topology, near: Ints, units: int) -> Level:
@@ -106,8 +95,7 @@ def _coarse(topology: Topology, near: Ints, units: int) -> Level:
     weight = np.bincount(unit_of)
 
     def summed(values: Floats) -> Floats:
-        total: Floats = np.bincount(unit_of, weights=values).astype(np.float64)
-        return total
+        return np.bincount(unit_of, weights=values).astype(np.float64)
 
     behind = np.bincount(topology.card, minlength=int(topology.card.max()) + 1)[topology.card]
     memory = np.full(number, np.inf)

@@ -36,7 +36,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LIGHT_STATE_S
-from shoal.protocol.plan import Plan, Stage
+from shoal.protocol.plan import Bound, Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 5.0
@@ -154,7 +154,7 @@ class LayoutObjective:
         trust = trust_in(
             spread=math.hypot(FORECAST_ERROR, self._changed),
             error=self._snapshot.forecast_error,
-            variance=figures_variance(self._snapshot, self.throughput, found),
+            variance=figures_variance(self._snapshot, self._topology, found, cost.bound),
         )
         price = self._in_place(found) if in_place else self._divided(found, cost)
         loss_before = self._losses.of(self._current)
@@ -202,14 +202,17 @@ class LayoutObjective:
     def _divided(self, found: Placement, cost: Cost) -> dict[str, float]:
         """Price other boundaries."""
         topology, workload, current, live = self._topology, self._workload, self._current, self._live
-        slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
+        everywhere = np.full(topology.num_devices, 1.0 - AHEAD_PART)
+        slowed = ThroughputObjective(_with_part(topology, everywhere), workload).cost(current)
         assert math.isfinite(slowed.seconds), "slower lines take no memory"
         stop_and_copy_s = fetch_s(topology, workload, current, found, together=True)
-        part = max(AHEAD_PART, 1.0 - _busy(self.throughput, current, step_s=live.parts["foreseen_s"]))
+        left = np.ones(topology.num_devices)  # spares keep all of their lines for state
+        trains = [device for stage in current.stages for device in stage]
+        left[trains] = max(AHEAD_PART, 1.0 - _busy(self.throughput, current, step_s=live.parts["foreseen_s"]))
         return {
             "drain_s": AGREED_S + sum(each.parts["round_trip_s"] + each.parts["commit_s"] for each in (live, cost)),
             "stop_and_copy_s": stop_and_copy_s,
-            "precopy_s": fetch_s(_beside_training(topology, current, part), workload, current, found),
+            "precopy_s": fetch_s(_with_part(topology, left), workload, current, found),
             "meanwhile": live.parts["foreseen_s"] / slowed.parts["foreseen_s"]
             if math.isfinite(slowed.seconds)
             else 0.0,
@@ -246,14 +249,14 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
     return spread**2 / (spread**2 + error**2 + variance)
 
 
-def figures_variance(snapshot: SwarmSnapshot, throughput: ThroughputObjective, placement: Placement) -> float:
+def figures_variance(
+    snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
+) -> float:
     """Return v, the variance of the logarithm of the figures that bound a layout: the mean over the devices of its
     slowest stage or, if lines bound it, over the links of these with each other and with the neighbouring stages."""
-    bound = throughput.cost(placement).bound
     if bound is None or snapshot.network is None:
         return 0.0
     what, k = bound
-    topology = throughput.topology
     number = {peer.peer: index for index, peer in enumerate(snapshot.peers)}
     rows = [number[PeerID(name)] for name in topology.names]
     stage = [rows[device] for device in placement.stages[k]]
@@ -365,24 +368,13 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
     return float((sent_bytes / rates).max()) / step_s
 
 
-def _with_part(topology: Topology, part: float) -> Topology:
+def _with_part(topology: Topology, part_N: Floats) -> Topology:
+    """Return `topology` with a part of each device's line rates. A path has the larger part of its two ends."""
     return replace(
         topology,
-        bytes_per_s=part * topology.bytes_per_s,
-        up_bytes_per_s=part * topology.up_bytes_per_s,
-        down_bytes_per_s=part * topology.down_bytes_per_s,
-    )
-
-
-def _beside_training(topology: Topology, current: Placement, part: float) -> Topology:
-    """Return `topology` with `part` of the line rates of peers that train. Spares keep all of theirs."""
-    left = np.ones(topology.num_devices)
-    left[[device for stage in current.stages for device in stage]] = part
-    return replace(
-        topology,
-        bytes_per_s=np.maximum(left[:, None], left[None, :]) * topology.bytes_per_s,
-        up_bytes_per_s=left * topology.up_bytes_per_s,
-        down_bytes_per_s=left * topology.down_bytes_per_s,
+        bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,
+        up_bytes_per_s=part_N * topology.up_bytes_per_s,
+        down_bytes_per_s=part_N * topology.down_bytes_per_s,
     )
 
 

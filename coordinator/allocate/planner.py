@@ -1,12 +1,16 @@
-"""The throughput planner: decides which device holds which layers, alike on any machine."""
+"""The throughput planner: decides which device holds which layers, alike on any machine.
+
+Several numbers of stages get a short search each, and the most promising ones a longer one. A large swarm is searched
+in several views (`hierarchy.py`), from the coarsest to the finest."""
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.coordinator.allocate.at_once import one_a_stage, take_in
+from shoal.coordinator.allocate.at_once import one_a_stage
 from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
-from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
+from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
@@ -18,6 +22,15 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+_FINALISTS = 2
+"""The search goes on with this many numbers of stages after a first try of all."""
+_RANKED = 4
+"""This many of the best placements of a search are compared by the foreseen step."""
+
+
+def default_work(num_devices: int) -> int:
+    """Return the units for about half a second with 64 devices, 2 s with 1,000, 16 s with 10,000, on one core."""
+    return 34_000_000 + 240_000 * num_devices
 
 
 def plan(
@@ -36,25 +49,27 @@ def plan(
     Args:
         num_stages: None: several are tried and the best is taken; with a `current`, its number.
         work: a budget in units of `evolution.WORK_PER_SECOND`; None: `default_work`.
-        current: the present placement, empty stages allowed. The search begins there, and the time of fetching other
-            layers counts as lost work, spread over `horizon_s`.
+        current: the present placement. The search begins there, and the time of fetching other layers counts as lost
+            work, spread over `horizon_s`.
         gain_min: the least relative gain of a change beyond that, else `current` is returned unchanged.
     Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
     Raises: NoLayout: no placement on `num_stages` stages is possible."""
-    now = _with_newcomers(topology, workload, current)
-    if num_stages is None and current is not None:
-        num_stages = len(current.stages)
-    start = None if now is None else now[0]
-    search = _Search(topology, workload, seed=seed, current=start, horizon_s=horizon_s)
-    found, seconds, _ = search.each(num_stages, default_work(topology.num_devices) if work is None else work)[0]
-    if now is not None and (found is None or seconds > now[1].seconds * (1.0 - gain_min)):
-        return now
-    if found is None:
+    objective = ThroughputObjective(topology, workload)
+    if current is not None:
+        num_stages = num_stages or len(current.stages)
+    search = _Search(objective, seed=seed, current=current, horizon_s=horizon_s)
+    found = search.each(num_stages, default_work(topology.num_devices) if work is None else work)[0]
+    if current is not None:
+        now = objective.cost(current)
+        stays = found.placement is None or found.seconds > now.seconds * (1.0 - gain_min)
+        if stays and math.isfinite(now.seconds):
+            return current, now
+    if found.placement is None:
         raise NoLayout(search.why_not(num_stages))
-    cost = ThroughputObjective(topology, workload).cost(found)
+    cost = objective.cost(found.placement)
     if not math.isfinite(cost.seconds):
         raise NoLayout(cost.why)
-    return found, cost
+    return found.placement, cost
 
 
 def plan_each(
@@ -71,73 +86,56 @@ def plan_each(
 
     Args: as of `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
     Raises: NoLayout: there is none."""
-    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, bias=bias)
-    found = [placement for placement, _, _ in search.each(num_stages, work) if placement is not None]
-    if not found:
-        raise NoLayout(search.why_not(num_stages))
+    search = _Search(ThroughputObjective(topology, workload), seed=seed, bias=bias)
     best: dict[int, Placement] = {}
-    for placement in found:
-        best.setdefault(len(placement.stages), placement)
+    for found in search.each(num_stages, work):
+        if found.placement is not None:
+            best.setdefault(len(found.placement.stages), found.placement)
+    if not best:
+        raise NoLayout(search.why_not(num_stages))
     return list(best.values())
 
 
-_FINALISTS = 2
-"""The search goes on with this many numbers of stages after a first try of all."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Try:
+    """The result of a search with one number of stages."""
+
+    num_stages: int
+    placement: Placement | None = None
+    """None: none is possible."""
+    seconds: float = math.inf
+    """The search's T, which is made for climbing, with the cost of moving."""
+    foreseen_s: float = math.inf
+    """The foreseen step, corrected by the bias seen in this run: it compares numbers of stages."""
+    work: int = 0
 
 
-def default_work(num_devices: int) -> int:
-    """Return the units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
-    return 40_000_000 + 300_000 * num_devices
-
-
-def _with_newcomers(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Placement, Cost] | None:
-    """Return `current` with newcomers and spares where they help; None if there is none or it cannot be repaired."""
-    if current is None:
-        return None
-    try:
-        return take_in(topology, workload, ThroughputObjective(topology, workload), current)
-    except NoLayout:
-        return None
-
-
+@dataclass(kw_only=True, eq=False)
 class _Search:
-    def __init__(
-        self,
-        topology: Topology,
-        workload: Workload,
-        *,
-        seed: int,
-        current: Placement | None,
-        horizon_s: float,
-        bias: ForecastBias = UNBIASED,
-    ) -> None:
-        self._topology, self._workload = topology, workload
-        self._seed, self._current, self._horizon_s, self._bias = seed, current, horizon_s, bias
-        self._levels = levels(topology, workload)
+    objective: ThroughputObjective = field(kw_only=False)
+    seed: int
+    current: Placement | None = None
+    horizon_s: float = math.inf
+    bias: ForecastBias = UNBIASED
 
-    def each(self, num_stages: int | None, work: int) -> list[tuple[Placement | None, float, int]]:
-        """Return all tries, the best first: (placement; None: none is possible, seconds with moving, work spent)."""
+    def __post_init__(self) -> None:
+        self._levels = levels(self.objective.topology, self.objective.workload)
+
+    def each(self, num_stages: int | None, work: int) -> list[_Try]:
+        """Return all tries, the best first."""
         if num_stages is not None:
             return [self._solve(num_stages, work)]
         choices = self._choices()
-        tried = [self._solve(k, work // (3 * len(choices))) for k in choices]
-        foreseen_s = [self._foreseen_s(found, seconds) for found, seconds, _ in tried]
-        order = sorted(range(len(choices)), key=lambda i: (foreseen_s[i], choices[i]))
-        for index in order[:_FINALISTS]:
-            left = work - sum(did for _, _, did in tried)
-            tried.append(self._solve(choices[index], left // (_FINALISTS + len(choices) - len(tried))))
-        return sorted(tried, key=lambda each: self._foreseen_s(*each[:2]))
-
-    def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
-        """Return the seconds that compare numbers of stages: the foreseen step, not the search's T, which is made for
-        climbing, corrected by the bias seen in this run."""
-        cost = None if found is None else ThroughputObjective(self._topology, self._workload).cost(found)
-        if found is None or cost is None or not math.isfinite(cost.seconds):
-            return math.inf
-        return seconds * cost.parts["foreseen_s"] / cost.parts["step_s"] / self._bias.factor(len(found.stages))
+        tried = [self._solve(k, work // (3 * len(choices)), is_long=False) for k in choices]
+        left = work - sum(each.work for each in tried)
+        for index, best in enumerate(sorted(tried, key=lambda each: each.foreseen_s)[:_FINALISTS]):
+            again = self._solve(best.num_stages, left // (_FINALISTS - index))
+            left -= again.work
+            tried.append(again)
+        return sorted(tried, key=lambda each: each.foreseen_s)
 
     def why_not(self, num_stages: int | None) -> str:
-        t, w = self._topology, self._workload
+        t, w = self.objective.topology, self.objective.workload
         k = num_stages or self._choices()[-1]
         if t.num_devices < k:
             return f"{t.num_devices} devices cannot hold {k} stages"
@@ -149,56 +147,59 @@ class _Search:
         )
 
     def _choices(self) -> list[int]:
-        most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)
+        most = min(self.objective.workload.num_layers, self.objective.topology.num_devices, STAGES_MAX)
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
-    def _solve(self, num_stages: int, work: int) -> tuple[Placement | None, float, int]:
-        if num_stages > min(self._topology.num_devices, self._workload.num_layers) or not self._topology.may_feed.any():
-            return None, math.inf, 0
+    def _solve(self, num_stages: int, work: int, *, is_long: bool = True) -> _Try:
+        t, w = self.objective.topology, self.objective.workload
+        if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
+            return _Try(num_stages=num_stages)
+        given = [one for one in (self.current, self._chain(num_stages)) if one is not None]
+        known = [assignment_of(t.num_devices, placement) for placement in given]
+        flat: list[Assignment] = []  # the result of the coarser level, by device
         spent = 0
-        start: Assignment | None = None
         for index, level in enumerate(self._levels):
-            evaluator = self._evaluator(level, num_stages)
-            begin = [] if start is None else [refine(start, self._levels[index - 1], level)]
-            if self._current is not None:
-                begin.append(coarsen(assignment_of(self._topology.num_devices, self._current), level))
-            if (chain := self._chain(num_stages)) is not None:
-                begin.append(coarsen(assignment_of(self._topology.num_devices, chain), level))
-            begin = [evaluator.repair(each, seed=self._seed) for each in begin]
+            is_finest = len(level.weight) == t.num_devices
+            evaluator = ThroughputEvaluator(
+                level.topology,
+                w,
+                num_stages,
+                weight=level.weight,
+                current=self.current if is_finest else None,  # only single devices have a cost of moving
+                horizon_s=self.horizon_s,
+            )
+            start = [evaluator.repair(coarsen(each, level), seed=self.seed) for each in (*flat, *known)]
             budget = (work - spent) // (len(self._levels) - index)
-            keep, share = (POPULATION, None) if start is None else (len(begin), budget)
-            found = evolve(evaluator, seed=self._seed, work=budget, start=begin, keep=keep, share=share)
+            keep, share = (len(start), budget) if flat else (POPULATION, None)
+            found = evolve(evaluator, seed=self.seed, work=budget, start=start, keep=keep, share=share)
             spent += found.work
-            start = found.assignment
-        assert start is not None
-        last = self._levels[-1]
-        bounds = evaluator.placement_of(start).bounds
-        flat = start[last.unit_of]
-        stages = tuple(tuple(int(d) for d in np.flatnonzero(flat == k)) for k in range(num_stages))
-        if found.cost >= IMPOSSIBLE or not all(stages):
-            return None, math.inf, spent
-        return Placement(stages=stages, bounds=bounds), found.cost, spent
+            flat = [found.assignment[level.unit_of]]
+        tries = [
+            self._try(evaluator, level, assignment, spent)
+            for assignment in (found.assignment, *found.others)[: _RANKED if is_long else 1]
+        ]
+        return min(tries, key=lambda each: each.foreseen_s)
+
+    def _try(self, evaluator: ThroughputEvaluator, level: Level, assignment: Assignment, work: int) -> _Try:
+        """Price what a search has found for the finest `level`."""
+        K, seconds = evaluator.num_stages, evaluator.cost(assignment)
+        flat = assignment[level.unit_of]
+        stages = tuple(tuple(int(d) for d in np.flatnonzero(flat == k)) for k in range(K))
+        if seconds >= IMPOSSIBLE or not all(stages):
+            return _Try(num_stages=K, work=work)
+        placement = Placement(stages=stages, bounds=evaluator.placement_of(assignment).bounds)
+        cost = self.objective.cost(placement)
+        foreseen_s = math.inf
+        if math.isfinite(cost.seconds):
+            foreseen_s = seconds * cost.parts["foreseen_s"] / cost.parts["step_s"] / self.bias.factor(K)
+        return _Try(num_stages=K, placement=placement, seconds=seconds, foreseen_s=foreseen_s, work=work)
 
     def _chain(self, num_stages: int) -> Placement | None:
         """Return a feasible start where some devices do not reach others; None if all do, or none is found."""
-        t = self._topology
-        num_paths = int((t.bytes_per_s > 0.0).sum())
-        if num_paths >= t.num_devices * (t.num_devices - 1):
+        rate = self.objective.topology.bytes_per_s
+        if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None
         try:
-            found, _ = one_a_stage(t, self._workload, ThroughputObjective(t, self._workload), num_stages)
+            return one_a_stage(self.objective, num_stages)
         except NoLayout:
             return None
-        return found
-
-    def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
-        """Make the evaluator of one level; the cost of moving counts for single devices only."""
-        flat = len(level.weight) == self._topology.num_devices
-        return ThroughputEvaluator(
-            level.topology,
-            self._workload,
-            num_stages,
-            weight=None if flat else level.weight,
-            current=self._current if flat else None,
-            horizon_s=self._horizon_s,
-        )

@@ -43,7 +43,6 @@ class ThroughputEvaluator:
         self._kernels: Any = throughput_kernels
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
-        self.classes: Assignment = np.arange(topology.num_devices)
         self.draws = 16
         self.share = 20_000 * topology.num_devices
         self.topology = topology

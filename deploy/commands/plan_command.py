@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.coordinator.cost.dtfm import DtfmObjective
+from shoal.coordinator.allocate.dtfm_search import DtfmObjective
 from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Cost, Objective, Placement

@@ -19,9 +19,8 @@ import cyclic_moves
 import numpy as np
 import numpy.typing as npt
 
-from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, even
+from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, DtfmObjective, even
 from shoal.coordinator.allocate.evolution import Assignment
-from shoal.coordinator.cost.dtfm import DtfmObjective
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.protocol.topology import Topology, WorkloadEntry
 

@@ -1,5 +1,5 @@
 """Compiled steps of the DT-FM paper's genetic algorithm (`algorithm.py`). They follow the rules of the product's
-`matching.py`."""
+`dtfm_kernels.py`."""
 
 import numpy as np
 from numba import njit

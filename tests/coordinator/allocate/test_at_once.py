@@ -2,13 +2,15 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 
 import allocate_swarms as swarms
-from shoal.coordinator.allocate.at_once import cut, joins, plan_at_once
+from shoal.coordinator.allocate.at_once import climb, cut, joins, plan_at_once
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 
 
@@ -63,3 +65,35 @@ def test_the_cut_is_the_best_that_fits() -> None:
     bounds = cut(topology, workload, stages, held=2.0)
     assert bounds is not None
     assert slowest(bounds) == pytest.approx(best)
+
+
+class Distance:
+    """Implements `Objective`: how far the members of stage 0 are from a goal; counts its evaluations."""
+
+    def __init__(self, goal: set[int]) -> None:
+        self.goal, self.asked = goal, 0
+
+    def cost(self, placement: Placement) -> Cost:
+        self.asked += 1
+        return Cost(seconds=1.0 + len(self.goal ^ set(placement.stages[0])))
+
+
+def toggled(device: int, placement: Placement) -> list[Placement]:
+    members = tuple(sorted({*placement.stages[0]} ^ {device}))
+    return [Placement(stages=(members,), bounds=placement.bounds)]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3, 100])
+def test_a_climb_takes_what_helps_until_nothing_does_or_its_budget_is_spent(budget: int) -> None:
+    objective, start = Distance({1, 3, 4}), Placement(stages=((0,),), bounds=(0, 1))
+    found, cost = climb(objective, start, [partial(toggled, device) for device in range(5)], budget)
+    assert cost.seconds == Distance({1, 3, 4}).cost(found).seconds == max(1.0, 5.0 - {0: 0, 1: 1, 3: 2}.get(budget, 4))
+    assert objective.asked == 1 + min(budget, 10), "the second pass finds nothing"
+
+
+def test_a_move_leads_to_the_best_of_its_neighbours() -> None:
+    def both(placement: Placement) -> list[Placement]:
+        return [Placement(stages=(members,), bounds=(0, 1)) for members in ((1,), (1, 2), (2,))]
+
+    found, _ = climb(Distance({1, 2}), Placement(stages=((0,),), bounds=(0, 1)), [both], 9)
+    assert found.stages == ((1, 2),)

@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 
-from shoal.coordinator.allocate.evolution import Improved, _Population, evolve, key
+from shoal.coordinator.allocate.evolution import HOMELESS, Improved, evolve, perturbed
 
 
 class Teams:
@@ -13,7 +13,6 @@ class Teams:
     def __init__(self, weights, num_stages, *, reach=3):
         self.weights = np.array(weights, dtype=np.float64)
         self.num_devices, self.num_stages = len(weights), num_stages
-        self.classes = np.unique(self.weights, return_inverse=True)[1].astype(np.int64)
         self.draws = 1
         self.share = 100
         self.reach = reach
@@ -118,19 +117,14 @@ def test_of_several_random_starts_the_cheapest_is_improved_and_all_are_paid_for(
     assert len(drawn) == 1, "something is left to improve it with"
 
 
-def test_nobody_is_in_the_population_twice_under_other_names():
-    teams = Teams(WEIGHTS, 2)
-    population = _Population(teams, 4)
-    population.add(5.0, np.array([0, 1] * 6))
-    population.add(5.0, np.array([1, 0] * 6))
-    assert [member[2][0] for member in population.members] == [0]
-    population.add(4.0, np.array([1, 0] * 6))
-    assert [member[2][0] for member in population.members] == [1], "the same groups in a cheaper order are better"
-    for cost in (9.0, 8.0, 7.0, 6.0):
-        population.add(cost, np.array([int(device < cost) for device in range(12)]))
-    assert [member[0] for member in population.members] == [4.0, 6.0, 7.0, 8.0]
-    names = [key(member[2], teams.classes, 2) for member in population.members]
-    assert names == [member[1] for member in population.members]
+def test_a_perturbed_assignment_names_no_stage_that_is_not_and_leaves_its_parent_alone():
+    first = np.arange(24, dtype=np.int64) % 4
+    before = first.copy()
+    children = [perturbed(first, 4, Random(seed)) for seed in range(300)]
+    assert (first == before).all()
+    assert all(((child >= HOMELESS) & (child < 4)).all() for child in children)
+    assert len({child.tobytes() for child in children}) > 200
+    assert any((child == HOMELESS).any() for child in children)
 
 
 def test_a_single_device_ends_too():

@@ -282,8 +282,10 @@ def test_a_gain_is_believed_by_what_is_known_of_what_bounds_the_layout_and_by_ho
     topology = pair()
     known, unknown = (change_to(swarm(variance), topology, BEFORE, AFTER) for variance in (0.0, 0.5))
     throughput = ThroughputObjective(topology, workload("fp32"))
-    assert throughput.cost(AFTER).bound[0] == "compute"
-    assert figures_variance(swarm(0.5), throughput, AFTER) == pytest.approx(0.5)
+    bound = throughput.cost(AFTER).bound
+    assert bound is not None
+    assert bound[0] == "compute"
+    assert figures_variance(swarm(0.5), topology, AFTER, bound) == pytest.approx(0.5)
     assert known is not None
     assert unknown is not None
     assert 0.0 < unknown.believed < 0.05 * known.believed

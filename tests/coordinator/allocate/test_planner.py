@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import allocate_swarms as swarms
-from shoal.coordinator.allocate.at_once import take_in
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.planner import plan
@@ -84,23 +83,6 @@ def test_a_device_that_would_slow_the_others_down_is_left_out() -> None:
     assert found.spares(7) == (6,)
 
 
-def test_a_spare_joins_the_poorest_stage() -> None:
-    topology, workload = make_topology(np.full((4, 4), 0.01), np.full((4, 4), 1e9), flop_per_s=2e13), swarms.workload()
-    now = Placement(stages=((0, 1), (2,)), bounds=(0, 3, 6))
-    found, _ = take_in(topology, workload, ThroughputObjective(topology, workload), now)
-    assert found == Placement(stages=((0, 1), (2, 3)), bounds=(0, 3, 6))
-
-
-def test_a_stage_without_anybody_gets_one_of_the_richest() -> None:
-    topology, workload = make_topology(np.full((4, 4), 0.01), np.full((4, 4), 1e9), flop_per_s=2e13), swarms.workload()
-    now = Placement(stages=((0, 1, 2), (), (3,)), bounds=(0, 2, 4, 6))
-    found, _ = take_in(topology, workload, ThroughputObjective(topology, workload), now)
-    assert all(found.stages)
-    assert set(found.stages[0]) < {0, 1, 2}
-    assert 3 in found.stages[2]
-    assert found.bounds == now.bounds
-
-
 def test_what_cannot_be_is_said_in_one_line() -> None:
     topology = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e9), memory_bytes=1e8)
     with pytest.raises(NoLayout, match="does not fit"):
@@ -110,9 +92,6 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
     blind = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e9), may_feed=0.0)
     with pytest.raises(NoLayout, match="text"):
         plan(blind, swarms.workload(), num_stages=2, work=100_000)
-    workload, two = swarms.workload(), make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e9), may_feed=0.0)
-    with pytest.raises(NoLayout, match="no device is left"):
-        take_in(two, workload, ThroughputObjective(two, workload), Placement(stages=((), (1,)), bounds=(0, 3, 6)))
 
 
 def test_faster_groups_get_more_layers() -> None:

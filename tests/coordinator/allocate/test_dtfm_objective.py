@@ -5,11 +5,13 @@ import math
 
 import numpy as np
 import pytest
+from dtfm_formula import bottleneck, shortest_open_path
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network, random_network
 
-from shoal.coordinator.cost.dtfm import DtfmObjective, bottleneck, shortest_open_path
+from shoal.coordinator.allocate import dtfm_kernels
+from shoal.coordinator.allocate.dtfm_search import DtfmObjective
 from shoal.coordinator.cost.placement import Placement
 from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import make_topology
@@ -69,21 +71,31 @@ def matrix(data, rows, columns):
 
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
 def test_no_other_handover_has_a_shorter_longest_hop(rows, columns, data):
+    """Devices 0 to rows - 1 hand over to the devices after them."""
     hop = matrix(data, rows, columns)
     small = hop if rows <= columns else hop.T
     best = min(
         max(max(small[i, j] for i, j in enumerate(choice)), small.min(axis=0).max())
         for choice in itertools.permutations(range(small.shape[1]), small.shape[0])
     )
-    assert bottleneck(hop) == best
+    both = np.zeros((rows + columns, rows + columns))
+    both[:rows, rows:], both[rows:, :rows] = hop, hop.T
+    above, under = np.arange(rows), np.arange(rows, rows + columns)
+    longest, partner = dtfm_kernels.handover(both, above, under)
+    assert longest == best == bottleneck(hop)
+    assert sorted(partner[partner >= 0]) == list(range(min(rows, columns)))
 
 
 @given(st.integers(1, 6), st.data())
 def test_no_other_order_is_shorter(stages, data):
     distances = matrix(data, stages, stages)
     distances += distances.T
+    order = np.zeros(stages, dtype=np.int64)
+    length = dtfm_kernels.open_path(distances, order)
+    assert sorted(order) == list(range(stages))
+    assert length == sum(distances[a, b] for a, b in itertools.pairwise(order))
     best = min(sum(distances[a, b] for a, b in itertools.pairwise(p)) for p in itertools.permutations(range(stages)))
-    assert shortest_open_path(distances) == best
+    assert length == best == shortest_open_path(distances)
 
 
 def test_the_paper_has_five_cases():
