@@ -19,7 +19,7 @@ from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roll import Electorate, InviteOf

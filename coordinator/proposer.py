@@ -10,7 +10,7 @@ from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.judge import APART_MAX
 from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID

@@ -19,7 +19,7 @@ from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain, answer_offer, answer_request
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import Answered, Ask
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.proposer import Ballot, PlanAdopted, Proposer
 from shoal.coordinator.roll import Electorate
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
