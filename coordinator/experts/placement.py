@@ -30,7 +30,7 @@ def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int)
 
     Args:
         loads: tokens or any other measure of each expert, finite and >= 0.
-        num_slots: all are given.
+        num_slots: slots to give, all of them.
     Returns: int [E]; of equal loads the lower expert comes first.
     Raises: LocalError: a load is invalid, or there are too few slots."""
     _check(loads, num_slots, min_replicas)
@@ -72,8 +72,6 @@ def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
 
     A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
     conditions and f <= N are sufficient, since all experts need the same number."""
-    if num_experts == 0:
-        return len(slots)
     return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)
 
 
