@@ -18,7 +18,7 @@ from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.plan_notes import PlanNotes, Refusals

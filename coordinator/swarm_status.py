@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.era import CheckpointCatalog, holders
-from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global

@@ -11,16 +11,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import FailureRecord
 
-PRIOR_FAILURES = 1.0
 PRIOR_S = 6 * 3600.0
 """The time in which an unknown node is assumed to fail once: a volunteer's evening."""
 HORIZON_S = 600.0
-"""The life of a placement without membership changes: `expert_groups.LOOK_STEPS` steps of about ten seconds."""
+"""The life of a placement without membership changes: `groups.LOOK_STEPS` steps of about ten seconds."""
 SEEN_S_MAX = 7 * 24 * 3600.0
 """A week has the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
@@ -61,25 +61,19 @@ class FailureRecords:
         past = self._past(peer)
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
-    def probability(self, peer: PeerID) -> float:
-        """Return the probability that `peer` fails within `HORIZON_S`."""
-        past = self._pasts.get(peer, _Past())
-        return failure_probability(past.failures, past.seen_s)
-
     def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
         """Return the probability of each of `peers` to fail within `HORIZON_S`. A peer with a short record counts as
         like the others of this swarm, lost ones included."""
         failures = sum(past.failures for past in self._pasts.values())
         seen_s = sum(past.seen_s for past in self._pasts.values())
-        prior_s = PRIOR_FAILURES * (seen_s + PRIOR_S) / (failures + PRIOR_FAILURES)
+        prior_s = (seen_s + PRIOR_S) / (failures + 1.0)
         pasts = [self._pasts.get(peer, _Past()) for peer in peers]
-        return [failure_probability(p.failures, p.seen_s, prior_s=prior_s) for p in pasts]
+        return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
         """Return the records for the next coordinator: of `members` first, then of the peers seen last."""
-        order = dict.fromkeys(peer for peer in members if peer in self._pasts)
-        order |= dict.fromkeys(reversed(self._pasts))
-        known = ((peer, self._pasts[peer]) for peer in tuple(order)[:HANDED_OVER_MAX])
+        order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
+        known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)
 
     def take_over(self, records: Iterable[FailureRecord]) -> None:
@@ -87,7 +81,7 @@ class FailureRecords:
         Figures are never added, so a record received twice counts once."""
         for past in self._pasts.values():
             past.heard_s = None  # the time since then is in the records received
-        for record in tuple(records)[:HANDED_OVER_MAX]:
+        for record in islice(records, HANDED_OVER_MAX):
             figures = record.failures, record.seen_s
             if len(record.peer) > PEER_ID_CHARS_MAX or not all(0.0 <= figure < math.inf for figure in figures):
                 continue
@@ -112,15 +106,9 @@ class FailureRecords:
 
 def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = PRIOR_S) -> float:
     """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. Its prior is a gamma
-    distribution worth `PRIOR_FAILURES` in `PRIOR_S`: after a day or two only a peer's own record counts.
-
-    Args:
-        num_failures: the times it was lost without a good-bye; old ones count in part.
-        seen_s: the seconds in which that could have happened.
-        prior_s: the time in which similar nodes fail `PRIOR_FAILURES` times.
-    """
-    rate_per_s = (num_failures + PRIOR_FAILURES) / (max(0.0, seen_s) + prior_s)
-    return -math.expm1(-rate_per_s * HORIZON_S)
+    distribution worth one failure in `prior_s`, the time in which similar nodes fail once: after a day or two only the
+    peer's own `num_failures` in `seen_s` seconds count."""
+    return -math.expm1(-(num_failures + 1.0) / (seen_s + prior_s) * HORIZON_S)
 
 
 def rounded(probability: float) -> float:

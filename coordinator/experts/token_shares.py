@@ -7,7 +7,7 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def token_shares(
-    placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], *, tolerance: float = 1e-4
+    placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float]
 ) -> tuple[dict[int, float], ...]:
     """Minimise the sum over nodes of work^2 / speed, which also minimises the load of the busiest node. Each expert in
     turn fills its holders like water, given the work of the others, until nothing moves; the objective is convex and
@@ -32,7 +32,7 @@ def token_shares(
         for expert, load in enumerate(loads):
             if load > 0.0 and len(holders[expert]) > 1:
                 moved = max(moved, _pour(parts[expert], load, work, speeds) / load)
-        if moved <= tolerance:
+        if moved <= 1e-4:
             break
     return tuple(_normed(part, load) for part, load in zip(parts, loads, strict=True))
 

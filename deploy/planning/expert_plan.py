@@ -6,9 +6,14 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from shoal.coordinator.experts.allocation import attainable_min_replicas, busiest_replica_load_ratio, replica_counts
-from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
-from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
+from shoal.coordinator.experts.placement import (
+    FAILURE_PROBABILITY_ASSUMED,
+    attainable_min_replicas,
+    busiest_replica_load_ratio,
+    place,
+    replica_counts,
+)
+from shoal.coordinator.experts.recovery import holder_masks, loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
 from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.terminal.plain import say_json
@@ -100,15 +105,16 @@ def plan_experts(asked: ExpertsFile, *, seed: int) -> ExpertsReport:
     chances = asked.failure_probability
     replicas = replica_counts(asked.loads, num_slots=sum(asked.slots), min_replicas=asked.min_replicas)
     placement = place(replicas, asked.slots, failure_probability=chances, min_replicas=asked.min_replicas, seed=seed)
-    loss = loss_probability(placement, len(replicas), chances or [FAILURE_PROBABILITY_ASSUMED] * len(asked.slots))
+    masks = holder_masks(placement, len(replicas))
+    loss = loss_probability(masks, chances or [FAILURE_PROBABILITY_ASSUMED] * len(asked.slots))
     speeds = [max(count, 1e-9) for count in asked.slots]
     shares = token_shares(placement, asked.loads, speeds)
     return ExpertsReport(
         replicas=replicas,
         placement=placement,
-        recovery_probability=1.0 - loss.high,
+        recovery_probability=1.0 - loss.probability,
         recovery_probability_is_exact=loss.is_exact,
-        loss_probability=loss.high,
+        loss_probability=loss.probability,
         recovery_by_failures=recovery_by_failures(placement, len(replicas)),
         busiest_replica_load_ratio=busiest_replica_load_ratio(asked.loads, replicas),
         busiest_node_load_ratio=busiest_node_load_ratio(placement, asked.loads, speeds, shares),

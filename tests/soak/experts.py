@@ -11,11 +11,16 @@ import random
 import sys
 from collections.abc import Mapping
 
-from shoal.coordinator.experts.allocation import attainable_min_replicas, replica_counts
-from shoal.coordinator.experts.constructions import mro, spread
-from shoal.coordinator.experts.expert_placement import place
-from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
-from shoal.coordinator.experts.replan import ExpertNode, replan
+from shoal.coordinator.experts.placement import (
+    FAILURE_PROBABILITY_ASSUMED,
+    attainable_min_replicas,
+    mro,
+    place,
+    replica_counts,
+    spread,
+)
+from shoal.coordinator.experts.recovery import holder_masks, loss_probability
+from shoal.coordinator.experts.replan import replan
 
 NODES_MAX = 12
 
@@ -27,12 +32,6 @@ def draw_loads(rng: random.Random, count: int) -> list[float]:
     if kind == 1:
         return [1.0 / rank for rank in range(1, count + 1)]
     return [rng.lognormvariate(0.0, 1.5) if kind == 2 else rng.random() for _ in range(count)]
-
-
-def recovery(placement: ExpertPlacement, num_experts: int) -> tuple[float, ...]:
-    by_failures = recovery_by_failures(placement, num_experts)
-    assert by_failures is not None
-    return by_failures
 
 
 def one_placement(rng: random.Random) -> str:
@@ -55,47 +54,46 @@ def one_placement(rng: random.Random) -> str:
     if min(mask.bit_count() for mask in holder_masks(placement, num_experts)) < min_replicas:
         return f"the promise is broken: {setting}"
     for rule in (mro, spread):
-        theirs = rule(replicas, slots)
-        if chance is None:
-            for k, (a, b) in enumerate(
-                zip(recovery(placement, num_experts), recovery(theirs, num_experts), strict=True)
-            ):
-                if a < b:
-                    return f"{rule.__name__} is better at {k} failures, {b} to {a}: {setting}"
-        elif holds_promise(theirs, num_experts, min_replicas):
-            a, b = (loss_probability(each, num_experts, chance).low for each in (placement, theirs))
+        theirs = holder_masks(rule(replicas, slots), num_experts)
+        if min(mask.bit_count() for mask in theirs) >= min_replicas:
+            chances = chance or [FAILURE_PROBABILITY_ASSUMED] * size
+            ours = holder_masks(placement, num_experts)
+            a, b = (loss_probability(masks, chances).probability for masks in (ours, theirs))
             if a > b * (1.0 + 1e-9):
                 return f"{rule.__name__} is better, {b} to {a}: {setting}"
     return ""
 
 
-def holds_promise(placement: ExpertPlacement, num_experts: int, min_replicas: int) -> bool:
-    return min(mask.bit_count() for mask in holder_masks(placement, num_experts)) >= min_replicas
-
-
 def one_history(rng: random.Random) -> str:
     """A swarm through ten changes."""
     loads = draw_loads(rng, rng.randint(1, 16))
-    nodes = {f"p{i}": ExpertNode(slots=rng.randint(1, 6)) for i in range(rng.randint(1, 10))}
+    nodes = {f"p{i}": FAILURE_PROBABILITY_ASSUMED for i in range(rng.randint(2, 10))}
+    slots_wanted = rng.randint(1, 6)
     current: Mapping[str, tuple[int, ...]] = {}
     for turn in range(10):
-        event = rng.randrange(4)
+        event = rng.randrange(5)
         if event == 0 and len(nodes) > 1:
             del nodes[rng.choice(sorted(nodes))]
         elif event == 1 and len(nodes) < NODES_MAX:
-            nodes[f"n{turn}"] = ExpertNode(slots=rng.randint(0, 6), failure_probability=10 ** rng.uniform(-3.0, 0.0))
+            nodes[f"n{turn}"] = 10 ** rng.uniform(-3.0, 0.0)
         elif event == 2:
-            nodes[rng.choice(sorted(nodes))] = ExpertNode(slots=rng.randint(0, 6))
+            nodes[rng.choice(sorted(nodes))] = 10 ** rng.uniform(-3.0, 0.0)
+        elif event == 3:
+            slots_wanted = rng.randint(1, 6)
         else:
             loads = [load * rng.lognormvariate(0.0, 0.5) for load in loads]
-        plan = replan(current, loads, nodes, min_replicas=2)
-        for expert in {expert for experts in plan.placement.values() for expert in experts}:
-            if sum(expert in experts for experts in plan.placement.values()) < plan.min_replicas:
-                return f"the promise is broken: {loads=} {nodes=} {current=} {plan=}"
-        again = replan(plan.placement, loads, nodes, min_replicas=2)
-        if again.placement != plan.placement:
-            return f"no rest, {again.reason}: {loads=} {nodes=} {current=} {plan=}"
-        current = plan.placement
+        min_replicas = min(2, len(nodes))
+        slots = max(slots_wanted, -(-len(loads) * min_replicas // len(nodes)))
+        placement = replan(current, loads, nodes, slots=slots, min_replicas=min_replicas)
+        setting = f"{loads=} {nodes=} {slots=} {current=} {placement=}"
+        if any(len(experts) != slots for experts in placement.values()):
+            return f"slots are not full: {setting}"
+        if min(map(int.bit_count, holder_masks(list(placement.values()), len(loads)))) < min_replicas:
+            return f"the promise is broken: {setting}"
+        again = replan(placement, loads, nodes, slots=slots, min_replicas=min_replicas)
+        if again != placement:
+            return f"no rest, {again}: {setting}"
+        current = placement
     return ""
 
 

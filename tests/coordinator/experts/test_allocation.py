@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.experts.allocation import (
+from shoal.coordinator.experts.placement import (
     attainable_min_replicas,
     busiest_replica_load_ratio,
     replica_counts,

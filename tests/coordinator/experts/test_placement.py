@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordinator.experts.allocation import attainable_min_replicas, replica_counts
-from shoal.coordinator.experts.constructions import levelled, mro, mro_fits, spread
-from shoal.coordinator.experts.expert_placement import place
+from shoal.coordinator.experts.placement import attainable_min_replicas, mro, place, replica_counts, spread
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability, recovery_by_failures
 
 
@@ -23,6 +21,10 @@ def recovery(placement: ExpertPlacement, num_experts: int) -> tuple[float, ...]:
     by_failures = recovery_by_failures(placement, num_experts)
     assert by_failures is not None
     return by_failures
+
+
+def loss(placement: ExpertPlacement, num_experts: int, chances: Sequence[float]) -> float:
+    return loss_probability(holder_masks(placement, num_experts), chances).probability
 
 
 def counts_of(placement: ExpertPlacement, num_experts: int) -> tuple[int, ...]:
@@ -81,13 +83,13 @@ def test_small_cases_are_solved_to_the_end(task: tuple[list[int], tuple[int, ...
     rng = random.Random(seed)
     chance = [rng.choice([0.01, 0.05, 0.3]) for _ in slots]
     losses = [
-        loss_probability(placement, len(replicas), chance).low
+        loss(placement, len(replicas), chance)
         for placement in every_placement(replicas, slots)
         if min(mask.bit_count() for mask in holder_masks(placement, len(replicas))) >= min_replicas
     ]
     ours = place(replicas, slots, failure_probability=chance, min_replicas=min_replicas)
     if len(set(chance)) > 1:
-        assert loss_probability(ours, len(replicas), chance).low == pytest.approx(min(losses))
+        assert loss(ours, len(replicas), chance) == pytest.approx(min(losses))
 
 
 @settings(max_examples=300)
@@ -99,7 +101,7 @@ def test_fewer_failures_than_the_minimum_lose_nothing(
     slots, replicas, min_replicas = task
     rng = random.Random(chance_seed)
     chance = None if chance_seed is None else [rng.choice([0.0, 0.01, 0.2, 1.0]) for _ in slots]
-    placement = place(replicas, slots, failure_probability=chance, min_replicas=min_replicas, effort=0.02)
+    placement = place(replicas, slots, failure_probability=chance, min_replicas=min_replicas, patience=2)
     assert [len(experts) for experts in placement] == slots
     assert counts_of(placement, len(replicas)) == replicas
     assert all(p == 1.0 for p in recovery(placement, len(replicas))[:min_replicas])
@@ -124,20 +126,21 @@ def test_fewer_failures_than_the_minimum_lose_nothing_in_large_swarms(
 
 @settings(max_examples=60)
 @given(num_nodes=st.integers(2, 9), slots_each=st.integers(1, 7), seed=st.integers(0, 10_000))
-def test_neither_mro_nor_spread_survives_more_at_any_number_of_failures(
-    num_nodes: int, slots_each: int, seed: int
-) -> None:
+def test_neither_mro_nor_spread_loses_an_expert_less_often(num_nodes: int, slots_each: int, seed: int) -> None:
     rng = random.Random(seed)
     slots = [slots_each] * num_nodes
     num_experts = rng.randint(1, min(20, sum(slots)))
     min_replicas = rng.randint(1, min(3, attainable_min_replicas(slots, num_experts)))
     loads = rng.choice([[1.0] * num_experts, zipf(num_experts), [rng.random() for _ in range(num_experts)]])
     replicas = replica_counts(loads, num_slots=sum(slots), min_replicas=min_replicas)
-    ours = recovery(place(replicas, slots, min_replicas=min_replicas), num_experts)
-    for k, theirs in enumerate(
-        zip(*(recovery(rule(replicas, slots), num_experts) for rule in (mro, spread)), strict=True)
-    ):
-        assert ours[k] >= max(theirs), (slots, replicas, k)
+    chances = [rng.choice([0.01, 0.05, 0.3])] * num_nodes
+    if rng.random() < 0.5:
+        chances = [10 ** rng.uniform(-3.0, 0.0) for _ in slots]
+    ours = place(replicas, slots, failure_probability=chances, min_replicas=min_replicas)
+    for rule in (mro, spread):
+        theirs = rule(replicas, slots)
+        if min(mask.bit_count() for mask in holder_masks(theirs, num_experts)) >= min_replicas:
+            assert loss(ours, num_experts, chances) <= loss(theirs, num_experts, chances) * (1.0 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +150,15 @@ def test_neither_mro_nor_spread_survives_more_at_any_number_of_failures(
         ([2] * 21, [6] * 7),
         ([3] * 5, [3] * 5),
         ([4] * 6 + [5] * 5, [7] * 7),
-        ([7] * 4 + [6] * 10, [8] * 11),  # Seed 3007 of the soak: needs the later rounds.
+        ([7] * 4 + [6] * 10, [8] * 11),
     ],
     ids=str,
 )
 def test_hard_cases(replicas_slots: tuple[list[int], list[int]]) -> None:
     replicas, slots = replicas_slots
-    ours = recovery(place(replicas, slots, min_replicas=2), len(replicas))
-    for rule in (mro, spread):
-        assert all(a >= b for a, b in zip(ours, recovery(rule(replicas, slots), len(replicas)), strict=True))
+    chances = [0.05] * len(slots)
+    ours = loss(place(replicas, slots, min_replicas=2), len(replicas), chances)
+    assert all(ours <= loss(rule(replicas, slots), len(replicas), chances) for rule in (mro, spread))
 
 
 def test_what_is_rare_is_on_reliable_nodes() -> None:
@@ -163,7 +166,7 @@ def test_what_is_rare_is_on_reliable_nodes() -> None:
     chance = [0.3, 0.01, 0.3, 0.02, 0.3, 0.3]
     placement = place((2, 2, 4, 4), [2] * 6, failure_probability=chance, min_replicas=2)
     masks = holder_masks(placement, 4)
-    assert loss_probability(placement, 4, chance).low <= min(0.01 * 0.02 + 0.3**4, 0.01 * 0.3 + 0.3**3 * 0.02)
+    assert loss(placement, 4, chance) <= min(0.01 * 0.02 + 0.3**4, 0.01 * 0.3 + 0.3**3 * 0.02)
     assert masks[0] == masks[1]
 
 
@@ -172,10 +175,10 @@ def test_no_order_of_nodes_makes_mro_safer_than_the_search() -> None:
     slots = [2, 6, 4, 3, 5, 4, 2, 6]
     chance = [rng.uniform(0.01, 0.4) for _ in slots]
     replicas = replica_counts(zipf(10), num_slots=sum(slots), min_replicas=2)
-    ours = loss_probability(place(replicas, slots, failure_probability=chance, min_replicas=2), 10, chance)
+    ours = loss(place(replicas, slots, failure_probability=chance, min_replicas=2), 10, chance)
     for _ in range(200):
         order = rng.sample(range(8), 8)
-        assert ours.high <= loss_probability(mro(replicas, slots, order=order), 10, chance).low
+        assert ours <= loss(mro(replicas, slots, order=order), 10, chance)
 
 
 def test_the_same_seed_gives_the_same_placement() -> None:
@@ -191,12 +194,10 @@ def test_no_expert_is_twice_on_a_node_where_that_costs_nothing() -> None:
 
 @given(task=tasks(nodes_max=8))
 def test_constructions_fill_every_slot_once(task: tuple[list[int], tuple[int, ...], int]) -> None:
-    slots, replicas, min_replicas = task
-    for placement in (mro(replicas, slots), spread(replicas, slots), levelled(replicas, slots, min_replicas=1)):
+    slots, replicas, _ = task
+    for placement in (mro(replicas, slots), spread(replicas, slots)):
         assert [len(experts) for experts in placement] == slots
         assert counts_of(placement, len(replicas)) == replicas
-    kept = levelled(replicas, slots, min_replicas=min_replicas)
-    assert min(mask.bit_count() for mask in holder_masks(kept, len(replicas))) >= min_replicas
 
 
 @given(num_nodes=st.integers(1, 7), slots_each=st.integers(1, 4), seed=st.integers(0, 999))
@@ -207,8 +208,9 @@ def test_where_mro_fits_every_group_is_lost_together(num_nodes: int, slots_each:
     num_experts = rng.randint(1, sum(slots))
     loads = [rng.random() for _ in range(num_experts)]
     replicas = replica_counts(loads, num_slots=sum(slots), min_replicas=1)
-    if not mro_fits(replicas, slots):
-        return
     groups = sorted(replicas)[::slots_each]
-    loss = loss_probability(place(replicas, slots, min_replicas=1), num_experts, [0.1] * num_nodes)
-    assert loss.low == pytest.approx(1 - math.prod(1 - 0.1**size for size in groups), rel=1e-9)
+    if sum(groups) > num_nodes:
+        return  # a group finds fewer nodes than its rarest expert has replicas
+    chances = [0.1] * num_nodes
+    ours = loss(place(replicas, slots, failure_probability=chances, min_replicas=1), num_experts, chances)
+    assert ours == pytest.approx(1 - math.prod(1 - 0.1**size for size in groups), rel=1e-9)

@@ -4,13 +4,12 @@ The placement stays while it is good enough (`replan.py`). A newly named member 
 which stay until then. If layers move to other stages, a member keeps its experts of the layers of its new stage, and
 each layer takes its part of the measured loads along."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from shoal.coordinator.experts.failure_records import FailureRecords
-from shoal.coordinator.experts.replan import ExpertNode, replan
+from shoal.coordinator.experts.replan import replan
 from shoal.coordinator.experts.token_shares import token_shares
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
@@ -123,50 +122,66 @@ class ExpertPlaces:
         loads = self._loads_within(tuple(stage.layers for stage in stages))
         placed = []
         for index, stage in enumerate(stages):
-            groups: Sequence[ExpertGroup] = ()
-            if before is not None and before.experts and begins:
-                groups = _held_within(before, index, stage)
-            elif before is not None and before.experts and len(before.stages) == len(stages):
-                held = before.stages[index].layers == stage.layers
-                groups = before.experts[index * self.num_experts :][: self.num_experts] if held else ()
-            placed += self._place_stage(index, stage, groups, loads.get(index), sequence, begins=begins)
+            held = self._held_within(stage, before)
+            placed += self._place_stage(index, stage, held, loads.get(index), sequence, begins=begins)
         return tuple(placed)
+
+    def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
+        """Return the previous holders of each expert in any layer of `stage`."""
+        held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
+        if before is not None and before.experts:
+            for entry in before.experts:
+                former = before.stages[entry.stage]
+                if former.first_layer < stage.last_layer and stage.first_layer < former.last_layer:
+                    held[entry.expert] |= {member.peer: member for member in entry.members}
+        return held
 
     def _place_stage(
         self,
         index: int,
         stage: Stage,
-        groups: Sequence[ExpertGroup],
+        held: Sequence[Mapping[PeerID, Member]],
         measured: Sequence[float] | None,
         sequence: int,
         *,
         begins: bool,
     ) -> list[ExpertGroup]:
-        """Args: measured: the loads; None: no reports."""
+        """Args: held: the previous holders of each expert. measured: the loads; None: no reports."""
         min_replicas = min(self.min_replicas, len(stage.members))
-        is_measured = measured is not None and sum(measured) > 0.0
-        if groups and not begins and not is_measured and _is_whole(groups, stage, min_replicas):
-            return list(groups)  # until loads are measured, the present groups are good enough
+        if measured is None or sum(measured) <= 0.0:
+            is_whole = {*stage.peers} == {peer for peers in held for peer in peers} and min(
+                map(len, held)
+            ) >= min_replicas
+            if is_whole and not begins:  # until loads are measured, the present groups are good enough
+                return [ExpertGroup(index, expert, tuple(peers.values())) for expert, peers in enumerate(held)]
+            measured = [float(len(peers)) or 1.0 for peers in held]  # the present placement would be right for these
         slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
         current: dict[PeerID, list[int]] = {}
-        since: dict[tuple[int, PeerID], int] = {}
-        for entry in groups:
-            for member in entry.members:
-                if begins and member.peer not in stage.peers:
-                    continue  # this member has moved to another stage
-                current.setdefault(member.peer, []).append(entry.expert)
-                since[entry.expert, member.peer] = sequence if begins else member.since
-        nodes: dict[str, ExpertNode] = {
-            peer: ExpertNode(slots=slots, failure_probability=self.records.probability(peer)) for peer in stage.peers
-        }
-        if measured is None or not is_measured:  # the loads for which the present placement would be right
-            measured = [float(len(entry.members)) for entry in groups] if groups else [1.0] * self.num_experts
-        loads = list(measured)
-        chosen = replan(
-            _filled(current, nodes, slots, loads), loads, nodes, min_replicas=min_replicas, seed=sequence
-        ).placement
-        return _groups(index, stage, chosen, loads, since, sequence)
+        for expert, peers in enumerate(held):
+            for peer in peers:
+                if not begins or peer in stage.peers:  # others have moved to another stage
+                    current.setdefault(peer, []).append(expert)
+        chances: dict[str, float] = dict(zip(stage.peers, self.records.probabilities(stage.peers), strict=True))
+        filled = _filled(current, chances.keys(), slots, measured)
+        chosen = replan(filled, measured, chances, slots=slots, min_replicas=min_replicas)
+        placement = tuple(chosen[peer] for peer in stage.peers)
+        shares = token_shares(placement, measured, [member.share for member in stage.members])
+
+        def member_of(expert: int, node: int) -> Member:
+            member = stage.members[node]
+            former = held[expert].get(member.peer)
+            since = sequence if begins or former is None else former.since
+            return Member(member.peer, max(SHARE_MIN, shares[expert].get(node, 0.0)), member.bandwidth, since)
+
+        return [
+            ExpertGroup(
+                index,
+                expert,
+                tuple(member_of(expert, node) for node, experts in enumerate(placement) if expert in experts),
+            )
+            for expert in range(self.num_experts)
+        ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
         """Return the measured loads by stage for these bounds: each layer takes its part along."""
@@ -183,42 +198,18 @@ class ExpertPlaces:
         return moved
 
 
-def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
-    """Return groups for `stage` with the previous holders in any of its layers, the holder of most layers first."""
-    groups = []
-    for expert in range(before.num_experts):
-        held: Counter[PeerID] = Counter()
-        members: dict[PeerID, Member] = {}
-        for number, former in enumerate(before.stages):
-            common = min(stage.last_layer, former.last_layer) - max(stage.first_layer, former.first_layer)
-            if common > 0:
-                for member in before.group_members(before.expert_group(number, expert)):
-                    held[member.peer] += common
-                    members[member.peer] = member
-        ranked = sorted(members, key=lambda peer: (-held[peer], peer))
-        groups.append(ExpertGroup(index, expert, tuple(members[peer] for peer in ranked)))
-    return groups
-
-
-def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:
-    """True if the holders are exactly the stage's members and each expert has at least `min_replicas`."""
-    holders = {peer for entry in groups for peer in entry.peers}
-    return holders == {*stage.peers} and all(len(entry.members) >= min_replicas for entry in groups)
-
-
 def _filled(
-    current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, ExpertNode], slots: int, loads: Sequence[float]
-) -> dict[str, tuple[int, ...]]:
+    current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
+) -> dict[str, list[int]]:
     """Guess how each member's slots are filled, since a plan names only the holders: free slots take the busiest
     experts, as at placement. (Lost: more of each in turn: quiet swarms kept moving.)"""
-    filled = {peer: list(experts) for peer, experts in current.items()}
-    replicas: Counter[int] = Counter()
+    filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
-    for peer in sorted(current.keys() & nodes.keys()):
-        replicas.update(current[peer])
+    for peer in sorted(current.keys() & live):
         for expert in current[peer]:
             holders.setdefault(expert, []).append(peer)
-    busiest = [(-loads[expert] / replicas[expert], expert) for expert in holders]
+    replicas = {expert: len(peers) for expert, peers in holders.items()}
+    busiest = [(-loads[expert] / count, expert) for expert, count in replicas.items()]
     heapify(busiest)
     while busiest:
         _, expert = heappop(busiest)
@@ -227,33 +218,4 @@ def _filled(
             filled[peer].append(expert)
             replicas[expert] += 1
             heappush(busiest, (-loads[expert] / replicas[expert], expert))
-    return {peer: tuple(experts) for peer, experts in filled.items()}
-
-
-def _groups(
-    index: int,
-    stage: Stage,
-    chosen: Mapping[str, Sequence[int]],
-    loads: Sequence[float],
-    since: Mapping[tuple[int, PeerID], int],
-    sequence: int,
-) -> list[ExpertGroup]:
-    members = {member.peer: member for member in stage.members}
-    placement = tuple(tuple(chosen.get(peer, ())) for peer in stage.peers)
-    speeds = [member.share for member in stage.members]
-    shares = token_shares(placement, loads, speeds)
-    groups = []
-    for expert in range(len(loads)):
-        holders = [node for node, experts in enumerate(placement) if expert in experts]
-        held = {stage.peers[node]: max(SHARE_MIN, shares[expert].get(node, 0.0)) for node in holders}
-        groups.append(
-            ExpertGroup(
-                index,
-                expert,
-                tuple(
-                    Member(peer, share, members[peer].bandwidth, since.get((expert, peer), sequence))
-                    for peer, share in held.items()
-                ),
-            )
-        )
-    return groups
+    return filled

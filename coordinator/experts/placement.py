@@ -1,0 +1,270 @@
+"""Replicas of experts: how many of each, and on which nodes, so that the fewest sets of failures lose an expert. Pure.
+
+A slot is a unit of work: r slots cut an expert's tokens in r parts, on any nodes. A node that holds an expert twice
+keeps one copy of it and computes two parts."""
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+
+from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability
+from shoal.protocol.errors import LocalError
+
+FAILURE_PROBABILITY_ASSUMED = 0.05
+"""The failure probability of each node where none is given and one is needed."""
+SEARCHES = 3
+"""A search ends where no single change helps; the next one often ends elsewhere."""
+PATIENCE = 150
+"""A search ends after this many tries without a gain."""
+SLOTS_TRIED = 60
+"""A try takes longer with more slots than this, so the patience is shorter."""
+
+
+# --- how many ---
+
+
+def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
+    """Give each slot beyond the minimum to the expert with the largest load per replica so far. No other counts have a
+    less busy busiest replica: each slot was given at a load above the final largest one.
+
+    Args:
+        loads: tokens or any other measure of each expert, finite and >= 0.
+        num_slots: slots to give, all of them.
+    Returns: int [E]; of equal loads the lower expert comes first.
+    Raises: LocalError: a load is invalid, or there are too few slots."""
+    _check(loads, num_slots, min_replicas)
+    replicas = [min_replicas] * len(loads)
+    waiting = [(-load / min_replicas, expert) for expert, load in enumerate(loads)]
+    heapq.heapify(waiting)
+    for _ in range(num_slots - min_replicas * len(loads)):
+        _, expert = waiting[0]
+        replicas[expert] += 1
+        heapq.heapreplace(waiting, (-loads[expert] / replicas[expert], expert))
+    return tuple(replicas)
+
+
+def _check(loads: Sequence[float], num_slots: int, min_replicas: int) -> None:
+    if not loads:
+        raise LocalError("there are no experts: give each a load, 0 if it is unknown")
+    if not all(math.isfinite(load) and load >= 0.0 for load in loads):
+        raise LocalError("loads must be finite and not negative")
+    if min_replicas < 1:
+        raise LocalError("an expert needs at least one replica: min_replicas is below 1")
+    if num_slots < min_replicas * len(loads):
+        raise LocalError(
+            f"{len(loads)} experts with {min_replicas} replicas each need {min_replicas * len(loads)} slots, "
+            f"there are {num_slots}"
+        )
+
+
+def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
+    """Return the largest load per replica, divided by the load of each slot if all were equal: 1 is ideal, also without
+    load. Experts without replicas are ignored."""
+    total, num_slots = math.fsum(loads), sum(replicas)
+    if total <= 0.0 or num_slots == 0:
+        return 1.0
+    return max(load / count for load, count in zip(loads, replicas, strict=True) if count) * num_slots / total
+
+
+def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
+    """Return the largest number of different nodes that each of the experts can be on at once.
+
+    A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
+    conditions and f <= N are sufficient, since all experts need the same number."""
+    return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)
+
+
+# --- where, by rule ---
+
+
+def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
+    """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order.
+
+    Experts come in ascending order of replicas, in groups as large as a node has slots (as the smallest of the group's
+    nodes). Each group takes as many nodes as its rarest expert has replicas, so one set of nodes, and no other, loses
+    the whole group.
+
+    Args: order: the nodes, those for the rarest experts first; default: as they are.
+    Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled."""
+    table = _Table(replicas, slots)
+    nodes = [node for node in (range(len(slots)) if order is None else order) if slots[node]]
+    experts = table.rarest_first
+    while experts and nodes:
+        block = nodes[: replicas[experts[0]]]
+        group = experts[: min(slots[node] for node in block)]
+        table.put_group(group, block)
+        nodes, experts = nodes[len(block) :], experts[len(group) :]
+    table.fill()
+    return table.placement()
+
+
+def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
+    """Deal the replicas of one expert after the other round the nodes, most replicas first."""
+    table = _Table(replicas, slots)
+    nodes = [node for turn in range(max(slots)) for node, count in enumerate(slots) if turn < count]
+    experts = [expert for expert in reversed(table.rarest_first) for _ in range(replicas[expert])]
+    for expert, node in zip(experts, nodes, strict=True):
+        table.put(expert, node)
+    return table.placement()
+
+
+def mend(
+    current: Sequence[Sequence[int]],
+    replicas: Sequence[int],
+    slots: Sequence[int],
+    *,
+    failure_probability: Sequence[float],
+    min_replicas: int,
+) -> ExpertPlacement:
+    """Keep what the nodes hold, as far as replicas and slots go, and deal the rest, reliable nodes first. A second
+    replica stays on a node only if the expert has enough others for `min_replicas` nodes; it may have too few free
+    nodes all the same."""
+    table = _Table(replicas, slots)
+    order = sorted(range(len(slots)), key=lambda node: (failure_probability[node], node))
+    for expert in table.rarest_first:
+        for node in order:
+            if expert in current[node] and table.room[node] and table.left[expert]:
+                table.put(expert, node)
+    for expert in table.rarest_first:
+        needed = max(0, min_replicas - sum(expert in held for held in table.held))
+        for node in order:
+            for _ in range(current[node].count(expert) - 1):
+                if table.room[node] and table.left[expert] > needed:
+                    table.put(expert, node)
+    table.deal(order, failure_probability)
+    table.fill()
+    return table.placement()
+
+
+class _Table:
+    """A placement under construction."""
+
+    def __init__(self, replicas: Sequence[int], slots: Sequence[int]) -> None:
+        assert sum(replicas) == sum(slots), "every slot holds a replica"
+        self.left = list(replicas)
+        self.room = list(slots)
+        self.held: list[list[int]] = [[] for _ in slots]
+        self.rarest_first = sorted(range(len(replicas)), key=lambda expert: (replicas[expert], expert))
+
+    def placement(self) -> ExpertPlacement:
+        return tuple(tuple(sorted(held)) for held in self.held)
+
+    def put(self, expert: int, node: int) -> None:
+        self.held[node].append(expert)
+        self.room[node] -= 1
+        self.left[expert] -= 1
+
+    def put_group(self, group: Sequence[int], nodes: Sequence[int]) -> None:
+        for node in nodes:
+            for expert in group:
+                self.put(expert, node)
+
+    def put_groups(self, order: Sequence[int], *, size: int, num_groups: int) -> None:
+        """Put groups of `size` experts, the rarest first, each on the first nodes of `order` with room for all of it.
+        Where too few have, the group is smaller."""
+        experts = self.rarest_first
+        for _ in range(num_groups):
+            rooms = sorted(filter(None, self.room), reverse=True)
+            if not experts or not rooms:
+                return
+            count = min(self.left[experts[0]], len(rooms))
+            fitting = min(size, rooms[count - 1])
+            self.put_group(experts[:fitting], [node for node in order if self.room[node] >= fitting][:count])
+            experts = experts[fitting:]
+
+    def put_minimum(self, min_replicas: int) -> None:
+        """Put each expert on `min_replicas` nodes, those with the most room. By Gale and Ryser these are different
+        nodes if they can be."""
+        for expert in self.rarest_first:
+            for node in heapq.nsmallest(min_replicas, range(len(self.room)), key=lambda node: -self.room[node]):
+                self.put(expert, node)
+
+    def deal(self, order: Sequence[int], chances: Sequence[float]) -> None:
+        """Put one replica after the other, of the expert whose loss is most probable so far, on the first node of
+        `order` that has room and lacks the expert."""
+        lost = [1.0] * len(self.left)
+        for node, held in enumerate(self.held):
+            for expert in set(held):
+                lost[expert] *= chances[node]
+        waiting = [(-lost[expert], expert) for expert, left in enumerate(self.left) if left]
+        heapq.heapify(waiting)
+        nodes = [iter(order) for _ in self.left]  # a node without room, or with the expert, stays so
+        while waiting:
+            p, expert = heapq.heappop(waiting)
+            free = next((node for node in nodes[expert] if self.room[node] and expert not in self.held[node]), None)
+            if free is not None:
+                self.put(expert, free)
+                if self.left[expert]:
+                    heapq.heappush(waiting, (p * chances[free], expert))
+
+    def fill(self) -> None:
+        """Put the remaining replicas, the rarest expert first, in the remaining slots."""
+        experts = [expert for expert in self.rarest_first for _ in range(self.left[expert])]
+        nodes = [node for node, room in enumerate(self.room) for _ in range(room)]
+        for expert, node in zip(experts, nodes, strict=True):
+            self.put(expert, node)
+
+
+# --- where, by search ---
+
+
+def place(
+    replicas: Sequence[int],
+    slots: Sequence[int],
+    *,
+    failure_probability: Sequence[float] | None = None,
+    min_replicas: int,
+    seed: int = 0,
+    patience: int = PATIENCE,
+) -> ExpertPlacement:
+    """Put every replica in a slot: by MRO, by spread, or by the best found mixture of groups and single experts.
+
+    Args:
+        replicas: int [E], of each expert, >= 1; they fill the slots exactly.
+        slots: int [N], of each node, >= 0.
+        failure_probability: float [N], in [0, 1]; None: all nodes alike.
+        min_replicas: different nodes of each expert, at most `attainable_min_replicas`.
+        patience: the search ends after this many tries without a gain.
+    Returns: a placement that keeps the promise of `min_replicas`. No rule that keeps it has a lower probability of a
+    loss."""
+    chances = failure_probability or [FAILURE_PROBABILITY_ASSUMED] * len(slots)
+    patience = min(patience, 1 + patience * SLOTS_TRIED // max(1, sum(slots)))
+    rng = random.Random(seed)
+
+    def built(order: Sequence[int], size: int, num_groups: int, *, minimum: int = 0) -> ExpertPlacement:
+        table = _Table(replicas, slots)
+        table.put_minimum(minimum)
+        table.put_groups(order, size=size, num_groups=num_groups)
+        table.deal(order, chances)
+        table.fill()
+        return table.placement()
+
+    def rank(placement: ExpertPlacement) -> tuple[int, float, int]:
+        """Return (experts below the promise, the probability of a loss, experts twice on a node): less is better."""
+        masks = holder_masks(placement, len(replicas))
+        holders = [mask.bit_count() for mask in masks]
+        broken = sum(count < min_replicas for count in holders)
+        return broken, loss_probability(masks, chances).probability, sum(slots) - sum(holders)
+
+    reliable_first = sorted(range(len(slots)), key=lambda node: (chances[node], -slots[node], node))
+    found = [mro(replicas, slots), spread(replicas, slots), built(reliable_first, 0, 0, minimum=min_replicas)]
+    for _ in range(SEARCHES):
+        order, size, num_groups = reliable_first, max(slots), len(replicas)
+        found.append(built(order, size, num_groups))
+        lowest, tries_left = rank(found[-1]), patience
+        while tries_left:
+            tries_left -= 1
+            tried, tried_size, tried_groups = list(order), size, num_groups
+            if rng.random() < 0.5:
+                i, j = rng.randrange(len(order)), rng.randrange(len(order))
+                tried[i], tried[j] = tried[j], tried[i]
+            else:
+                tried_size, tried_groups = rng.randint(1, max(slots)), rng.randint(0, len(replicas))
+            placement = built(tried, tried_size, tried_groups)
+            now = rank(placement)
+            if now < lowest:
+                tries_left = patience
+            if now <= lowest:
+                found[-1], lowest, order, size, num_groups = placement, now, tried, tried_size, tried_groups
+    return min(found, key=rank)
