@@ -43,7 +43,7 @@ def rate(result: SimResult, from_s: float, to_s: float) -> float:
 def test_a_member_that_becomes_slow_costs_no_more_for_long_than_that_it_is_missing(slow_s: float) -> None:
     """One of two devices of a stage becomes eight times slower, early or late in a step."""
     term_s = SPEC.swarm.term_s
-    without, result = played(2), played(3, Slowing(slow_s, 0, 8.0))
+    without, result = played(2), played(3, Slowing(slow_s, 1, 8.0))
     assert result.failures == ()
     usual, then = rate(without, slow_s, slow_s + 5 * term_s), rate(result, slow_s + 2 * term_s, slow_s + 5 * term_s)
     assert then > usual

@@ -85,7 +85,8 @@ def test_a_pair_that_loses_each_other_costs_a_swarm_little_for_two_terms(plans, 
     lost_s, met_s, end_s = 70.0, 180.0, 290.0
     result = play(network(6), stages, end_s, Severing(lost_s, *pair, met_s))
     usual = rate(result, 30.0, lost_s)
-    assert rate(result, lost_s + 2 * TERM_S, met_s) >= 0.8 * usual
+    # The larger of two groups may have four members, of which three are left.
+    assert rate(result, lost_s + 2 * TERM_S, met_s) >= 0.75 * usual
     assert rate(result, met_s + 2 * TERM_S, end_s) >= 0.9 * usual
     assert all(len(plan.members) == 6 for plan in plans), "both are heard by others, so neither is counted out"
 
