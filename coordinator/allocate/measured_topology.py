@@ -21,7 +21,6 @@ Memory is a claim: no other peer can measure it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,25 +98,13 @@ def topology_of(snapshot: SwarmSnapshot) -> Topology:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Variances:
-    """How certain the figures of a topology are: variances of their natural logarithms."""
-
-    speed_variance: Floats
-    """[N], of `Topology.flop_per_s`."""
-    rate_variance: Floats
-    """[N, N], of `Topology.bytes_per_s`; row = sender."""
-
-
-def variances_of(snapshot: SwarmSnapshot, topology: Topology) -> Variances:
-    """Return the variances of `topology`, which is that of `snapshot`. A rate that is no measurement is `WIDE`."""
-    peers, network = snapshot.peers, snapshot.network
+def rate_variance_of(snapshot: SwarmSnapshot, topology: Topology) -> Floats:
+    """Return float [N, N], the variance of log(`Topology.bytes_per_s`) of each link; row = sender. A rate that is no
+    measurement has `WIDE`. Args: topology: that of `snapshot`."""
+    network = snapshot.network
     assert network is not None
     is_measured = (topology.bytes_per_s == network.bytes_per_s) & ~np.isnan(network.rate_variance)
-    return Variances(
-        speed_variance=np.array([peer.speed_variance for peer in peers]),
-        rate_variance=np.where(is_measured, network.rate_variance, WIDE),
-    )
+    return np.where(is_measured, network.rate_variance, WIDE)
 
 
 def _latencies(measured: Floats) -> Floats:

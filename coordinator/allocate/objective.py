@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, SwarmSnapshot
-from shoal.coordinator.allocate.measured_topology import placement_of, topology_of, variances_of
+from shoal.coordinator.allocate.measured_topology import placement_of, rate_variance_of, topology_of
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -264,7 +264,7 @@ def figures_variance(
         return float(np.mean([snapshot.peers[index].speed_variance for index in stage]))
     near = [rows[device] for members in placement.stages[max(0, k - 1) : k + 2] for device in members]
     pairs = [(i, j) for i in stage for j in near if i != j]
-    variance = variances_of(snapshot, topology_of(snapshot)).rate_variance
+    variance = rate_variance_of(snapshot, topology_of(snapshot))
     return float(np.mean([variance[pair] for pair in pairs])) if pairs else 0.0
 
 
