@@ -1,4 +1,4 @@
-"""Adjust the placement that a search has found, by what its objective leaves out. Pure.
+"""Improves the placement that a search has found in three respects that the search does not count. Pure.
 
 - `filled`: the objective uses means, by which only the longest stage gains from one more member, so a search may leave
   a useful device out. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does
@@ -94,7 +94,7 @@ def _with_exchanged(placement: Placement, one: int, other: int) -> Placement:
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
-    """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
+    """Let two devices change places, or a device and a spare, as long as fewer bytes of state then have to travel.
     Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.cost(found).seconds

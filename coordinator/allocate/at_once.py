@@ -26,8 +26,8 @@ Move = Callable[[Placement], Iterable[Placement]]
 
 
 def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget: int) -> tuple[Placement, Cost]:
-    """Make the moves in turn, again and again, while one of them shortens the step by `GAIN_MIN`; a move leads to the
-    best of the neighbours that it reaches.
+    """Climb to a placement whose step no move shortens by `GAIN_MIN` any more. The moves take turns; each one tries all
+    neighbours that it yields and goes to the best.
 
     Args: budget: the most evaluations.
     Returns: (placement, its cost): `start` if nothing helps."""

@@ -1,4 +1,4 @@
-"""Compiled parts of the search on the DT-FM objective: exact matching and order, and annealing over explicit pipelines.
+"""Kernels of the DT-FM search: exact matching of two stages, exact order of the stages, annealing of pipelines.
 
 A layout is int64 [K, R] of devices: row = stage in pipeline order, column = one pipeline; -1 is the hole of a stage
 that is one smaller than the largest. Where two neighbouring stages have holes in different columns, the two devices
@@ -134,7 +134,8 @@ def open_path(cost, order):
 
 @njit(cache=True)
 def settle(x, share, hop):
-    """Put stages in the best order and devices in the best columns, in place.
+    """Match each stage with the next so that their longest hop is shortest, in the order of stages where these hops add
+    up to least. Changes `x`.
 
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
@@ -295,7 +296,7 @@ def exchange(x, k, j, c, m, length):
 
 @njit(cache=True)
 def turn(x, first, last):
-    """Reverse the order of stages first to last - 1. Twice is nothing."""
+    """Reverse the order of the stages from `first` to `last` - 1. A second call undoes it."""
     for i in range((last - first) // 2):
         for c in range(x.shape[1]):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
