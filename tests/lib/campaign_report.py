@@ -36,7 +36,14 @@ def failure(verdict: RunVerdict, options: CampaignOptions) -> str:
     return "\n".join(lines)
 
 
-_OPTIONS = (("--peers", "peers"), ("--steps", "steps"), ("--experts", "experts"), ("--fault-seconds", "fault_s"))
+_OPTIONS = (
+    ("--peers", "peers"),
+    ("--stages", "stages"),
+    ("--steps", "steps"),
+    ("--experts", "experts"),
+    ("--fault-seconds", "fault_s"),
+    ("--mean-gap", "mean_gap_s"),
+)
 
 
 def replay_command(seed: int, options: CampaignOptions) -> str:

@@ -41,9 +41,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="Begin no seed after this long; 0: no limit.")
     parser.add_argument("--wire", metavar="FORTH,BACK,SUMS", help="formats in place of fp32, as int8,int8,hadamard4")
     parser.add_argument("--peers", type=int, default=CampaignOptions().peers)
+    parser.add_argument("--stages", type=int, default=CampaignOptions().stages)
     parser.add_argument("--steps", type=int, default=CampaignOptions().steps)
     parser.add_argument("--experts", type=int, default=0, help="of the model, spread over the peers")
     parser.add_argument("--fault-seconds", type=float, default=CampaignOptions().fault_s, help="how long faults happen")
+    parser.add_argument("--mean-gap", type=float, default=CampaignOptions().mean_gap_s, help="seconds between faults")
     parser.add_argument("--kind", action="append", default=[], help="let only faults of this kind happen; repeatable")
     parser.add_argument("--lines", action="store_true", help="print a line for each seed")
     parser.add_argument("--json", type=Path, help="write a line for each seed to this file")
@@ -52,9 +54,11 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     options = CampaignOptions(
         peers=arguments.peers,
+        stages=arguments.stages,
         steps=arguments.steps,
         experts=arguments.experts,
         fault_s=arguments.fault_seconds,
+        mean_gap_s=arguments.mean_gap,
         kinds=parse_kinds(arguments.kind),
         wire=parse_wire(arguments.wire),
     )
