@@ -107,13 +107,13 @@ class OneChain:
 
 @dataclass(slots=True)
 class VersionsGrow:
-    sentence: str = "within an era a replica's version only grows"
+    sentence: str = "a replica's version only grows"
     _versions: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
         if not isinstance(event, Held):
             return None
-        key = (event.name, event.life, event.era, event.stage)
+        key = (event.name, event.life, event.incarnation, event.stage)
         before = self._versions.get(key, -1)
         self._versions[key] = event.version
         return None if event.version >= before else f"{event.name} went from version {before} to {event.version}"

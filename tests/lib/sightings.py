@@ -37,6 +37,8 @@ class Obeyed(_OfNode, frozen=True, kw_only=True):
 class Held(_OfNode, frozen=True, kw_only=True):
     """A node has stepped to, or loaded, a state of its stage."""
 
+    incarnation: int
+    """The number of the node's replica. Each replica begins without state, as each process does."""
     era: int
     stage: int
     version: int

@@ -166,6 +166,7 @@ class SimSwarm:
             total = sum(float(t.abs().sum()) for layer in state.layers.values() for t in layer.tensors)
             tell(
                 Held,
+                incarnation=node.peer.services.life.incarnation,
                 era=node.endpoint.era,
                 stage=stage,
                 version=state.version,

@@ -39,8 +39,27 @@ def obeyed(name: str, term: int, sequence: int, *, previous: str = "", life: int
     return Obeyed(at_s=0.0, name=name, life=life, plan=SignedPlan(plan, b"", plan_digest(plan)))
 
 
-def held(name: str, version: int, *, at_s: float = 0.0, digest: str = "d", era: int = 0, finite: bool = True) -> Held:
-    return Held(at_s=at_s, name=name, life=0, era=era, stage=0, version=version, digest=digest, is_finite=finite)
+def held(
+    name: str,
+    version: int,
+    *,
+    at_s: float = 0.0,
+    digest: str = "d",
+    era: int = 0,
+    finite: bool = True,
+    incarnation: int = 0,
+) -> Held:
+    return Held(
+        at_s=at_s,
+        name=name,
+        life=0,
+        incarnation=incarnation,
+        era=era,
+        stage=0,
+        version=version,
+        digest=digest,
+        is_finite=finite,
+    )
 
 
 def committed(
@@ -139,7 +158,8 @@ INNOCENTS: list[tuple[Invariant, Sequence[Event]]] = [
     (OnePlanPerOrder(), [FIRST, obeyed("b", 1, 1), obeyed("a", 1, 2, previous=FIRST.plan.digest)]),
     (OrdersGrow(), [obeyed("a", 1, 6), obeyed("a", 2, 5), obeyed("a", 2, 5, life=1), obeyed("b", 1, 1)]),
     (OneChain(), [obeyed("a", 1, 2, previous="x"), obeyed("b", 1, 2, previous="x"), obeyed("b", 1, 3, previous="y")]),
-    (VersionsGrow(), [held("a", 3), held("a", 3), held("a", 1, era=1), held("b", 1)]),
+    (VersionsGrow(), [held("a", 3), held("a", 3), held("a", 1, era=1, incarnation=1), held("b", 1)]),
+    (VersionsGrow(), [held("a", 3), held("a", 2, incarnation=1)]),
     (OneStatePerVersion(), [committed(0), committed(0), committed(1, digest="e"), committed(0, digest="e", era=1)]),
     (StraysReturn(), [held("a", 1, digest="e"), committed(0), quiet(0.0), ticked(9.0), held("a", 2), ticked(40.0)]),
     (StraysReturn(), [held("a", 1, digest="e"), committed(0), quiet(0.0), started("a", 1), ticked(40.0)]),
