@@ -76,7 +76,7 @@ class EvolutionaryAllocator:
             return _arranged(snapshot, previous, seed, _standby(snapshot, previous, None), None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
-            placement, _ = plan_at_once(topology, snapshot.workload)
+            placement, _ = plan_at_once(_first_topology(snapshot), snapshot.workload)
             stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(snapshot, topology, snapshot.workload)
@@ -180,7 +180,7 @@ def _alone(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
-    topology, workload = topology_of(snapshot), snapshot.workload
+    topology, workload = _first_topology(snapshot), snapshot.workload
     assert workload is not None
     work = _first_work(topology.num_devices)
     throughput, losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
@@ -190,6 +190,15 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = first_reason(len(snapshot.peers), len(stages))
     return Layout(stages=stages, spares=spares, reason=reason), reason
+
+
+def _first_topology(snapshot: SwarmSnapshot) -> Topology:
+    """Return the topology that a first layout is made for. Little but probes is known then, and work is slower than a
+    probe (quota, heat, other programs, the peer's own networking): so each device counts as half a standard deviation
+    slower than measured. A layout for slower devices uses more of them; one for faster devices leaves them idle."""
+    topology = topology_of(snapshot)
+    slower = np.array([math.exp(-0.5 * math.sqrt(peer.speed_variance)) for peer in snapshot.peers])
+    return replace(topology, flop_per_s=topology.flop_per_s * slower)
 
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:

@@ -82,7 +82,7 @@ class Change:
 
     @property
     def believed(self) -> float:
-        """The mean of the true gain. SoleHolders, and an infinite gain, are believed as they are."""
+        """The mean of the true gain. Losses, and an infinite gain, are believed as they are."""
         if self.gain <= 0.0 or math.isinf(self.gain):
             return max(self.gain, -1.0)
         return math.expm1(self.trust * math.log1p(self.gain))
