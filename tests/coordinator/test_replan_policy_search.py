@@ -683,9 +683,10 @@ class Quiet:
 
 
 @pytest.mark.sim
-def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heartbeat, make_unsigned):
-    """Sixty terms by sixty coordinators, each of which hears figures that are off by up to 10 %."""
-    quiet = Quiet(make_advert, make_heartbeat, noise=0.1, seed=3)
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heartbeat, make_unsigned, noise):
+    """Sixty terms by sixty coordinators, each of which hears figures that are off by up to 10 or 30 %."""
+    quiet = Quiet(make_advert, make_heartbeat, noise=noise, seed=3)
     allocator = EvolutionaryAllocator()
     workload_flop = Workload.of(SPEC).layer_flop
     plan, plans, searches = None, [], []
