@@ -7,14 +7,17 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.allocate.interface import Allocator, Searching
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.cluster_view import ClusterView
@@ -40,6 +43,7 @@ from shoal.coordinator.coordination_events import (
     Reply,
     ReportDue,
     Search,
+    Searched,
     SendHeartbeat,
     SpreadOrder,
     TellNode,
@@ -47,16 +51,15 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.ledger import ReportQueue, StepRecord
 from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
-from shoal.coordinator.report_queue import ReportQueue
-from shoal.coordinator.searcher import RunBlocking, Searcher, inline
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.voting import HEARD_HEARTBEATS, UNMET_MIN, Acquaintance
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
+from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
@@ -118,6 +121,32 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     Reset: Done,
 }
 """Each call of coordination -> its answer."""
+
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+async def inline(work: Callable[[], object]) -> object:
+    """Run work at once; in virtual time it must take no time."""
+    return work()
+
+
+async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
+    """Run a search where it does not block the event loop. After an error the coordinator goes on with repaired
+    layouts."""
+    assert isinstance(allocator, Searching), "only a searching allocator is asked to"
+    found: list[tuple[Layout | None, str]] = []
+    try:
+        await run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
+    except LocalError as error:
+        return Searched(job=job, reason=f"no search: {error}")
+    except Exception as error:
+        logger.debug("the search that failed", exc_info=True)
+        place, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        reason = f"a search for a layout failed, and the plan stays: {what.removesuffix(': ')} ({where})"
+        return Searched(job=job, reason=reason, is_bug=True)
+    ((layout, why),) = found
+    return Searched(job=job, layout=layout, reason=why)
 
 
 def ignore(*told: object) -> None:
@@ -198,7 +227,7 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
-        self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
+        self._allocator, self._run_blocking = allocator, run_blocking
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
         """Why the coordinator refuses us; empty: it does not, or we have not met it."""
@@ -255,7 +284,7 @@ class Coordination:
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
         if self.plan is None and self.core.owner == self._endpoint.peer_id:
-            self._spawn(self._searcher.prepare())  # while the others arrive
+            self._spawn(self._prepare_search())  # while the others arrive
         self._feed(CoordinationTimerFired())
 
     def exclude(self, order: Exclusion) -> None:
@@ -362,7 +391,7 @@ class Coordination:
             case LookUp():
                 self._spawn(self._look_up())
             case Search():
-                self._spawn(self._searcher.run(command.job))
+                self._spawn(self._search(command.job))
             case TellNode():
                 self._callbacks.on_step(command.record)
             case LogReason():
@@ -557,19 +586,17 @@ class Coordination:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
             live = self._plans.open_link(reply.plan, target) if reply.plan else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
-            self._reports.failed(sent)
+            self._reports.returned(sent, arrived=False)
             self._note_refusal(error)
             self._failed(target, heartbeat, error, asked_s)
             await self._discovery.meet()  # its address may have changed or be unknown
             return
-        except asyncio.CancelledError:
-            self._reports.failed(sent)
-            raise
         self._ends_untold = not reply.ends
         self._note_refusal(None)
-        if reply.is_coordinator and target == self.core.coordinator:
+        has_arrived = reply.is_coordinator and target == self.core.coordinator
+        self._reports.returned(sent, arrived=has_arrived)
+        if has_arrived:
             self._heard_s = self._clock.now_s()
-            self._reports.arrived(sent)
             if reply.save_at:
                 self._callbacks.on_save(reply.save_at)
             if reply.safe[1]:
@@ -578,8 +605,6 @@ class Coordination:
                 self._callbacks.on_probe(reply.probe[:PROBES_PER_REPLY_MAX], reply.beside[:TOGETHER_MAX])
             if reply.in_doubt:
                 self._callbacks.on_doubt()
-        else:
-            self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
 
     def _note_refusal(self, error: Exception | None) -> None:
@@ -617,6 +642,14 @@ class Coordination:
         if not self.core.is_coordinator:
             await self._beat(self.core.coordinator)  # our last reports, which no other peer can send
             await self._endpoint.ask(self.core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
+
+    async def _prepare_search(self) -> None:
+        """Compile the kernels in advance."""
+        if isinstance(self._allocator, Searching):
+            await self._run_blocking(self._allocator.prepare)
+
+    async def _search(self, job: SearchJob) -> None:
+        self._feed(await searched(self._allocator, job, self._run_blocking))
 
     async def _look_up(self) -> None:
         self._feed(HeadFound(head=await self._discovery.look_up(self.core.role.hint.doubted)))

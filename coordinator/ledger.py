@@ -24,10 +24,13 @@ import msgspec
 
 from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, Heartbeat, TransferLeadership, ValidationReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
+WAITING_MAX = 4096
+"""Reports that a peer keeps while there is no coordinator: an hour of one a second. Then the oldest are dropped."""
 HISTORY_STEPS = 1024
 """Number of steps with records; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
@@ -36,6 +39,8 @@ _NOTICE_HEARTBEATS = 2.5
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
+Waiting = tuple[float, CommitReport | ValidationReport]
+"""(the time since which a report waits, the report)."""
 Ends = tuple[tuple[PeerID, bytes], ...]
 """(member, its signature of `end_body`)."""
 
@@ -61,6 +66,40 @@ class StepRecord:
     peers: int
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has reported its part."""
+
+
+class ReportQueue:
+    """Sends a peer's reports, the oldest first, a few a heartbeat, and keeps each until a coordinator has it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
+        self._sent: tuple[Waiting, ...] = ()
+
+    def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
+        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight. A commit
+        contains its age.
+        Returns: (the heartbeat to send, the argument for `returned`)."""
+        known = [report for _, report in self._waiting]
+        new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
+        self._waiting.extend((now_s, report) for report in new if report not in known)
+        sent: tuple[Waiting, ...] = ()
+        if not self._sent:
+            sent = self._sent = tuple(self._waiting)[:REPORTS_PER_HEARTBEAT_MAX]
+        commits = tuple(
+            msgspec.structs.replace(report, age_s=report.age_s + max(0.0, now_s - since_s))
+            for since_s, report in sent
+            if isinstance(report, CommitReport)
+        )
+        validations = tuple(report for _, report in sent if isinstance(report, ValidationReport))
+        return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
+
+    def returned(self, sent: tuple[Waiting, ...], *, arrived: bool) -> None:
+        """Drop these reports if a coordinator has them, else send them again."""
+        for waiting in sent if arrived else ():
+            if self._waiting and self._waiting[0] == waiting:  # otherwise the full queue has dropped it
+                self._waiting.popleft()
+        if sent and sent == self._sent:
+            self._sent = ()
 
 
 class Ledger:

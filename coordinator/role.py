@@ -30,6 +30,7 @@ from blake3 import blake3
 
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain_sync import LeaderHint
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import (
     Answered,
@@ -45,7 +46,6 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.failure_detector import PING_HEARTBEATS, CoordinatorWatch, FailureDetector
-from shoal.coordinator.leader_hint import LeaderHint
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
