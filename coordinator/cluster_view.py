@@ -490,8 +490,7 @@ class ClusterView:
                 runs_ahead=runs_ahead,
             )
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
-        holders = (peer for stage in live.stages for peer in stage.peers)
-        is_whole = all(self.roster.has_state(peer, live) for peer in holders)
+        is_whole = self.roster.is_whole(live)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)
         comparison = self.calibration.comparison()
         self.notes.judge(comparison.sentence if comparison is not None else "")

@@ -365,6 +365,10 @@ class Roster:
         beat = self._beat_in_place(peer, live)
         return beat is not None and beat.synced
 
+    def is_whole(self, live: Plan) -> bool:
+        """True if every member of a stage of `live` has that stage's state."""
+        return all(self.has_state(peer, live) for stage in live.stages for peer in stage.peers)
+
     def _beat_in_place(self, peer: PeerID, live: Plan) -> Heartbeat | None:
         """Return the last heartbeat of `peer` if it is in the place that `live` gives it."""
         beat = self.beat(peer)
