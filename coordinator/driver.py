@@ -417,9 +417,9 @@ class Coordination:
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._store.begin(self.core.chain.record())
+        record = self._store.load(self._endpoint.run)
         if record is None:
-            return
+            return self._store.save(self.core.chain.record())
         self.core.restore(record, self._stored, self._clock.now_s())
         if self.core.live is not None:
             self._obey(self.core.live)

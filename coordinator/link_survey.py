@@ -388,19 +388,15 @@ class LinkSurvey:
         apart, stale_s = (DOUBT_HEARTBEATS, DOUBT_STALE_S) if in_doubt else (APART_HEARTBEATS, IN_USE_STALE_S)
         if now_s < max(self._roster.at(peer).asked_s.values(), default=-math.inf) + apart * self._heartbeat_s:
             return ()
-        candidates = [p for p in plan.spares if p not in self._targets and self._is_unknown(peer, p, now_s)]
-        if candidates:
-            return self._chosen(peer, candidates, now_s, most=1)
-        stage = plan.stage_of(peer)
+        stage, probed = plan.stage_of(peer), self._probed_from(peer).intersection(plan.members)
         near = () if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
-        used = {p for part in near for p in part.peers}
-        candidates = [p for p in used if self._is_stale(peer, p, now_s, stale_s)]
-        if not candidates:
-            probed = self._probed_from(peer) & set(plan.members)
-            if len(probed) < min(PARTNERS_ENOUGH, len(plan.members) - 1):
-                candidates = [p for p in plan.members if p not in probed and self._is_unknown(peer, p, now_s)]
-        if not candidates:
-            candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
+        wanted = plan.members if len(probed) < min(PARTNERS_ENOUGH, len(plan.members) - 1) else ()
+        candidates = (
+            [p for p in plan.spares if p not in self._targets and self._is_unknown(peer, p, now_s)]
+            or [p for part in near for p in part.peers if self._is_stale(peer, p, now_s, stale_s)]
+            or [p for p in wanted if p not in probed and self._is_unknown(peer, p, now_s)]
+            or [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
+        )
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:

@@ -37,24 +37,17 @@ class PlanNotes:
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
         """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
         outcome, and its age if that is greater."""
-        notes, told_s, outcomes = tuple(notes), dict[tuple[int, int], float](), dict[tuple[int, int], str]()
-        for note in notes:
-            if math.isfinite(note.seconds_ago):
-                told_s[note.term, note.sequence] = now_s - max(0.0, note.seconds_ago)
-            if note.outcome:
-                outcomes[note.term, note.sequence] = note.outcome[:REASON_CHARS_MAX]
-        own = []
-        for at_s, note in self._notes:
-            name = note.term, note.sequence
-            outcome = outcomes.get(name, note.outcome)
-            own.append((min(at_s, told_s.get(name, at_s)), msgspec.structs.replace(note, outcome=outcome)))
-        first = min(((note.term, note.sequence) for _, note in own), default=None)
-        missed = [
-            (now_s - max(0.0, note.seconds_ago), _cut(note))
+        told = {
+            (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
-            if (first is None or (note.term, note.sequence) < first) and math.isfinite(note.seconds_ago)
-        ]
-        self._notes = deque([*missed, *own], maxlen=NOTES_MAX)
+            if math.isfinite(note.seconds_ago)
+        }
+        own = {(note.term, note.sequence): (at_s, note) for at_s, note in self._notes}
+        for name in own.keys() & told.keys():
+            (at_s, note), (told_s, theirs) = own[name], told[name]
+            own[name] = min(at_s, told_s), msgspec.structs.replace(note, outcome=theirs.outcome or note.outcome)
+        missed = [each for name, each in told.items() if not own or name < min(own)]
+        self._notes = deque([*missed, *own.values()], maxlen=NOTES_MAX)
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
         return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)

@@ -1,7 +1,9 @@
 """Extends the chain: drafts plans, runs one ballot at a time, and announces the plan that goes live. Pure.
 
-A ballot requests the term, if we do not hold it yet, and then the votes for a plan."""
+A ballot requests the term, if we do not hold it yet, and then the votes for a plan. A pre-vote (`role`) only asks
+whether the term would be granted."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +40,7 @@ PROPOSAL_HEARTBEATS = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base plan. `plan` is None while the term is being requested."""
+    """One ballot on one base plan. `plan` is None while the term is being requested, and in a pre-vote."""
 
     base: SignedPlan
     term: int
@@ -46,14 +48,16 @@ class Ballot:
     expires_at_s: float
     permit: bytes = b""
     """The coordinator's, where it has handed the term over."""
+    prevote: bool = False
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
     """Members that have agreed -> the signature of their vote; empty while the term is being requested."""
-    waiting: set[PeerID] = field(default_factory=set)
+    waiting: dict[PeerID, float] = field(default_factory=dict)
+    """Members that have been asked -> the time until which they are not asked again."""
     promised: set[PeerID] = field(default_factory=set)
     """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """Members that know something to be wrong with our plan."""
+    """Members that know something to be wrong with our plan, or are not asked."""
     voted: dict[PeerID, str] = field(default_factory=dict)
     """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(default_factory=list)
@@ -63,18 +67,20 @@ class Ballot:
         """Return what this ballot asks now. Answers to anything else do not count."""
         base = self.base.link
         if self.plan is None:
-            return TermRequest(term=self.term, live=base, permit=self.permit)
+            return TermRequest(term=self.term, live=base, permit=self.permit, prevote=self.prevote)
         plan = self.plan.envelope
         fits = len(plan) + len(base) + ENVELOPE_BYTES_MAX <= CONTROL_BYTES_MAX
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
-    def ask(self) -> list[Command]:
-        """Ask the electors and, with an offer, the newcomers, so that they learn it early; but nobody twice at once."""
+    def ask(self, now_s: float = 0.0, *, again_s: float = math.inf) -> list[Command]:
+        """Ask the electors and, with an offer, the newcomers, so that they learn it early.
+        Args: again_s: when a question counts as lost; inf: once it fails."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
-        peers = [p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused]
-        self.waiting.update(peers)
+        left_out = {*self.agreed, *self.refused, *(p for p, until_s in self.waiting.items() if now_s < until_s)}
+        peers = [peer for peer in everyone if peer not in left_out]
+        self.waiting.update(dict.fromkeys(peers, again_s))
         question = self.question()
         return [Ask(peer=peer, message=question) for peer in peers]
 
@@ -229,7 +235,7 @@ class Proposer:
             return []
         if isinstance(reply, TermGrant) is not (ballot.plan is None):
             return []  # it answers another question
-        ballot.waiting.discard(event.peer)
+        ballot.waiting.pop(event.peer, None)
         is_unfit = isinstance(reply, PlanVote) and reply.unfit
         notes = self._note_refusal(ballot, event.peer, reply.reason, now_s) if is_unfit else []
         term = reply.term  # the highest that the member has promised
@@ -269,7 +275,7 @@ class Proposer:
 
     def unanswered(self, event: Unanswered) -> None:
         if self._ballot is not None and event.asked == self._ballot.question():
-            self._ballot.waiting.discard(event.peer)
+            self._ballot.waiting.pop(event.peer, None)
 
     def press(self, now_s: float) -> list[Command]:
         """Ask silent members again, or give up after the deadline."""

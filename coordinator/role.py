@@ -46,7 +46,7 @@ from shoal.coordinator.coordination_events import (
     Unanswered,
 )
 from shoal.coordinator.failure_detector import PING_HEARTBEATS, CoordinatorWatch, FailureDetector
-from shoal.coordinator.proposer import Proposer
+from shoal.coordinator.proposer import Ballot, Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
@@ -136,17 +136,6 @@ def transfer_body(term: int, heir: PeerID) -> bytes:
 
 
 @dataclass(slots=True, kw_only=True)
-class PreVote:
-    base: SignedPlan
-    term: int
-    asks_at_s: float
-    expires_at_s: float
-    agreed: set[PeerID]
-    waiting: dict[PeerID, float] = field(default_factory=dict)
-    """Members that have been asked -> the time until which they are not asked again."""
-
-
-@dataclass(slots=True, kw_only=True)
 class Tenure:
     """Our leadership term, from our first plan to the heir's."""
 
@@ -209,11 +198,11 @@ class CoordinationRole:
         self.own: Heartbeat | None = None
         """Our last heartbeat."""
         self._leaving = False
-        self._pre_vote: PreVote | None = None
+        self._pre_vote: Ballot | None = None
         self._is_asking = False
         """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
         coordinator."""
-        self._not_before_s = now_s
+        self._asks_at_s = self._not_before_s = now_s
         self._term_max = 0
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
@@ -466,12 +455,15 @@ class CoordinationRole:
         if pre_vote is None:
             commands.append(LogReason(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
             self._is_asking = True
-            pre_vote = self._pre_vote = PreVote(
+            self._asks_at_s = now_s
+            pre_vote = self._pre_vote = Ballot(
                 base=live,
                 term=max(self._chain.granted_term, plan.term, self._term_max) + 1,
-                asks_at_s=now_s,
+                owner=self._owner,
                 expires_at_s=now_s + PRE_VOTE_HEARTBEATS * self._heartbeat_s,
-                agreed={self._me},
+                prevote=True,
+                agreed={self._me: b""},
+                refused={plan.coordinator},
             )
         if now_s >= pre_vote.expires_at_s:
             self._back_off(now_s)
@@ -487,15 +479,15 @@ class CoordinationRole:
             return []
         pre_vote.waiting.pop(event.peer, None)
         if reply.granted:
-            pre_vote.agreed.add(event.peer)
+            pre_vote.agreed[event.peer] = b""
         elif reply.term >= pre_vote.term:
             self._term_max = reply.term
             pre_vote.term = reply.term + 1  # consent to a lower term covers this one
         return self._succeed(pre_vote, now_s)
 
-    def _succeed(self, pre_vote: PreVote, now_s: float) -> list[Command]:
+    def _succeed(self, pre_vote: Ballot, now_s: float) -> list[Command]:
         """Become a candidate if a majority of the electors misses the coordinator."""
-        if not is_quorum(pre_vote.agreed, pre_vote.base.plan, self._owner):
+        if not pre_vote.carried:
             return []
         self._pre_vote = None
         if self._proposer.is_busy:
@@ -504,24 +496,19 @@ class CoordinationRole:
         note = LogReason(text=f"a majority misses coordinator {name}, asking for term {pre_vote.term}")
         return [note, *self._proposer.campaign(pre_vote.base, now_s, term=pre_vote.term)]
 
-    def _about(self, asked: object) -> PreVote | None:
+    def _about(self, asked: object) -> Ballot | None:
         """Return our pre-vote, if `asked` is its question."""
         pre_vote = self._pre_vote
         if pre_vote is None or not isinstance(asked, TermRequest) or not asked.prevote:
             return None
         return pre_vote if asked.live == pre_vote.base.link else None
 
-    def _ask(self, pre_vote: PreVote, now_s: float) -> list[Command]:
-        if now_s < pre_vote.asks_at_s:
+    def _ask(self, pre_vote: Ballot, now_s: float) -> list[Command]:
+        if now_s < self._asks_at_s:
             return []
-        pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
-        coordinator = pre_vote.base.plan.coordinator
-        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, permit=b"", prevote=True)
-        left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
-        peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
-        again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
-        pre_vote.waiting.update(dict.fromkeys(peers, again_s))
-        return [Ask(peer=peer, message=question) for peer in peers]
+        self._asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
+        again_s = max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
+        return pre_vote.ask(now_s, again_s=now_s + again_s)
 
     def _standing(self, plan: Plan) -> int | None:
         if self._turn[0] is not plan:
