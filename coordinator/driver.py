@@ -58,36 +58,14 @@ from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.voting import HEARD_HEARTBEATS, UNMET_MIN, Acquaintance
+from shoal.protocol import messages
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
 from shoal.protocol.membership import AccessLevel, Excluded
-from shoal.protocol.messages import (
-    Advert,
-    ChainLinks,
-    ChainRequest,
-    Done,
-    Exclude,
-    Heartbeat,
-    HeartbeatReply,
-    Leave,
-    Ping,
-    PingRequest,
-    PlanLive,
-    PlanOffer,
-    PlanVote,
-    Refusal,
-    Reset,
-    Standing,
-    StandingRequest,
-    StatusRequest,
-    SwarmStatus,
-    TermGrant,
-    TermRequest,
-    TransferLeadership,
-)
+from shoal.protocol.messages import Advert, Done, Exclude, Heartbeat, HeartbeatReply, Ping, Refusal, SwarmStatus
 from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
@@ -109,16 +87,16 @@ LEAVE_HEARTBEATS = 10.0
 
 _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     Heartbeat: HeartbeatReply,
-    TermRequest: TermGrant,
-    PlanOffer: PlanVote,
-    PlanLive: Done,
-    TransferLeadership: Done,
+    messages.TermRequest: messages.TermGrant,
+    messages.PlanOffer: messages.PlanVote,
+    messages.PlanLive: Done,
+    messages.TransferLeadership: Done,
     Ping: Ping,
-    PingRequest: Ping,
-    ChainRequest: ChainLinks,
-    StandingRequest: Standing,
-    Leave: Done,
-    Reset: Done,
+    messages.PingRequest: Ping,
+    messages.ChainRequest: messages.ChainLinks,
+    messages.StandingRequest: messages.Standing,
+    messages.Leave: Done,
+    messages.Reset: Done,
 }
 """Each call of coordination -> its answer."""
 
@@ -269,7 +247,7 @@ class Coordination:
     async def ask_status(self) -> SwarmStatus:
         """Ask the coordinator for the status of the swarm.
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError."""
-        return self.status() or await self._endpoint.ask(self.core.coordinator, StatusRequest(), SwarmStatus)
+        return self.status() or await self._endpoint.ask(self.core.coordinator, messages.StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
         """Restore the stored state, then take part in coordination.
@@ -279,8 +257,8 @@ class Coordination:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on_heard = self._hear
         self._endpoint.on(Exclude, self._answer_exclude)
-        self._endpoint.on(StatusRequest, self._answer_status)
-        self._endpoint.on(PingRequest, self._ping_for)
+        self._endpoint.on(messages.StatusRequest, self._answer_status)
+        self._endpoint.on(messages.PingRequest, self._ping_for)
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
         if self.plan is None and self.core.owner == self._endpoint.peer_id:
@@ -457,15 +435,15 @@ class Coordination:
                 if reason := self._why_not_enter(source, message.advert):
                     return Refusal(reason=reason)
                 self._introduce(source, message.advert.addresses)
-            case TermRequest():
+            case messages.TermRequest():
                 base = self._plans.open_link(message.live, source)
-            case PlanOffer():
+            case messages.PlanOffer():
                 plan = self._plans.open(message.plan, source)
                 base = self._plans.open_link(message.predecessor, source) if message.predecessor else None
                 knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
-            case PlanLive() | TransferLeadership():
+            case messages.PlanLive() | messages.TransferLeadership():
                 plan = self._plans.open_link(message.plan, source)
-            case Reset():
+            case messages.Reset():
                 base = self._plans.open_link(message.live, source)
                 mandate = self._plans.open_mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
         event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate, knows=knows)
@@ -502,7 +480,7 @@ class Coordination:
             return members.access_level(peer) is not AccessLevel.STRANGER
         return peer in self._came_s or self._discovery.knows(peer)
 
-    async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
+    async def _answer_status(self, source: PeerID, message: messages.StatusRequest) -> msgspec.Struct:
         """Return the status of the run, which another coordinator may have to be asked for."""
         mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
@@ -520,7 +498,7 @@ class Coordination:
         except ShoalError as error:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
 
-    async def _ping_for(self, source: PeerID, message: PingRequest) -> msgspec.Struct:
+    async def _ping_for(self, source: PeerID, message: messages.PingRequest) -> msgspec.Struct:
         """Ping a member for the coordinator, which cannot reach it or suspects so."""
         plan = self.core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
@@ -548,11 +526,11 @@ class Coordination:
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
-            newer = reply.live if isinstance(reply, TermGrant | PlanVote) else b""
+            newer = reply.live if isinstance(reply, messages.TermGrant | messages.PlanVote) else b""
             live = self._plans.open_link(newer, peer) if newer else None
-            links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()
+            links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, messages.ChainLinks) else ()
             opened = tuple(self._plans.open_link(link, peer) for link in links)
-            voted = reply.accepted if isinstance(reply, TermGrant) else b""
+            voted = reply.accepted if isinstance(reply, messages.TermGrant) else b""
             accepted = self._plans.open(voted, peer) if voted else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
@@ -566,7 +544,7 @@ class Coordination:
         """Report a failed call to the core. An early failure means that no process listens there."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
-            if isinstance(asked, TermRequest | PlanOffer):
+            if isinstance(asked, messages.TermRequest | messages.PlanOffer):
                 return  # a retry would be as large, for other peers too: let the proposal expire
         took_s = self._clock.now_s() - asked_s
         is_answer = isinstance(error, Unreachable) and not error.is_silence
@@ -641,7 +619,7 @@ class Coordination:
                         await self._moved_on.wait()
         if not self.core.is_coordinator:
             await self._beat(self.core.coordinator)  # our last reports, which no other peer can send
-            await self._endpoint.ask(self.core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
+            await self._endpoint.ask(self.core.coordinator, messages.Leave(), Done, timeout_s=self._timeout_s)
 
     async def _prepare_search(self) -> None:
         """Compile the kernels in advance."""
