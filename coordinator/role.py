@@ -194,7 +194,7 @@ class CoordinationRole:
         self._sign_transfer, self._verify_transfer = sign_transfer, verify_transfer
         self.watch = CoordinatorWatch(heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self.hint = LeaderHint(me=me, owner=owner, chain=chain, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
-        self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
+        self._detector = FailureDetector(me=me, roster=policy.view.roster)
         self.own: Heartbeat | None = None
         """Our last heartbeat."""
         self._leaving = False
@@ -374,15 +374,14 @@ class CoordinationRole:
         """Handle the answer to a question of the coordinator's, or to a ping."""
         commands: list[Command] = []
         if self.is_coordinator:
-            roster = self._policy.view.roster
             match event.asked:
                 case TransferLeadership() if event.peer == self._tenure.heir:
                     patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s + ROUND_TRIPS * event.took_s
                     self._tenure.due_s = now_s + patience_s
                 case Ping():
-                    commands = self._detector.answered(event.peer, roster, now_s)
+                    commands = self._detector.answered(event.peer, now_s)
                 case PingRequest(peer):
-                    commands = self._detector.vouched(event.peer, peer, roster, now_s)
+                    commands = self._detector.vouched(event.peer, peer, now_s)
         if isinstance(event.reply, Ping):
             if self.plan is not None and event.peer == self.plan.coordinator:
                 self.watch.answered(event.took_s, now_s)
@@ -407,7 +406,6 @@ class CoordinationRole:
         if isinstance(event.asked, Ping) and event.refused:
             return self._detector.refused(
                 event.peer,
-                self._policy.view.roster,
                 plan,
                 irreplaceable=self._policy.is_irreplaceable(event.peer, plan, now_s),
                 took_s=event.took_s,
@@ -524,7 +522,7 @@ class CoordinationRole:
         if members < tenure.members:
             tenure.lost_s = now_s
         tenure.members = members
-        commands = self._detector.look(roster, plan, now_s, awaited=self._policy.awaited)
+        commands = self._detector.look(plan, now_s, awaited=self._policy.awaited)
         alive = roster.alive(now_s)
         hears = is_quorum({self._me, *alive}, plan, self._owner)
         alone = not hears or self.hint.coordinator != self._me
@@ -575,7 +573,7 @@ class CoordinationRole:
         known = alive, all(roster.was_heard(peer) for peer in alive)
         if now_s < self._plan_at_s and known == self._known:
             return []
-        if not self._detector.is_settled(roster, live.plan, now_s):
+        if not self._detector.is_settled(live.plan, now_s):
             return []
         self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
         sequence = self._proposer.next_sequence(live)
