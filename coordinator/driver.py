@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,7 @@ from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PE
 from shoal.protocol.membership import AccessLevel, Excluded
 from shoal.protocol.messages import Advert, Done, Exclude, Heartbeat, HeartbeatReply, Ping, Refusal, SwarmStatus
 from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
-from shoal.protocol.ports import Clock, Directory
+from shoal.protocol.ports import Clock, Directory, RunBlocking, inline
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
 from shoal.protocol.timer import Timer
@@ -99,13 +99,6 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     messages.Reset: Done,
 }
 """Each call of coordination -> its answer."""
-
-RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
-
-
-async def inline(work: Callable[[], object]) -> object:
-    """Run work at once; in virtual time it must take no time."""
-    return work()
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:

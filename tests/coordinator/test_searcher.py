@@ -8,9 +8,10 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Searched
-from shoal.coordinator.driver import inline, searched
+from shoal.coordinator.driver import searched
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import inline
 
 JOB = SearchJob(
     snapshot=SwarmSnapshot(peers=(), layer_costs=(1.0,), num_stages=1),
