@@ -10,7 +10,7 @@ from functools import cached_property
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
@@ -18,6 +18,7 @@ from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
+from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
 from shoal.coordinator.link_survey import LinkSurvey
