@@ -20,7 +20,7 @@ from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.coordinator.experts.groups import ExpertPlaces
-from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
+from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roster import TOLD_MAX, Roster
@@ -311,9 +311,6 @@ class ClusterView:
         held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
-    def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
-        return sum(map(live.has, self.links.cannot_reach(peer, now_s)))
-
     def measured(self, live: Plan, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the peers that are alive, for the allocator. A peer that has not followed into the live era yet holds
         nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
@@ -522,9 +519,6 @@ class ClusterView:
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
             self._safe = catalog.newest_safe(self.layers) or (0, 0)
         return self._safe
-
-    def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
-        return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0

@@ -165,11 +165,6 @@ class CoordinationCore:
     # --- for the driver ---
 
     @property
-    def live(self) -> SignedPlan | None:
-        """The plan that this peer obeys, with its signatures."""
-        return self.chain.live
-
-    @property
     def plan(self) -> Plan | None:
         return self.chain.live.plan if self.chain.live else None
 
@@ -387,7 +382,7 @@ class CoordinationCore:
                 self.role.replied(event.peer, reply, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
                     self.view.ledger.pace.take_over(reply.pace, now_s)
-                live = self.live
+                live = self.chain.live
                 if live and event.peer == live.plan.coordinator != self.me and reply.term < live.plan.term:
                     commands.append(
                         Ask(peer=event.peer, message=messages.PlanLive(plan=live.link))
@@ -486,7 +481,9 @@ class CoordinationCore:
 
     def _tell(self, plan: Plan | None, now_s: float, *, flush: bool) -> list[Command]:
         """Tell the node which steps are complete. Args: flush: do not wait for further reports of a step."""
-        records = self.view.completed_steps(plan, now_s, flush=flush) if plan is not None else []
+        if plan is None:
+            return []
+        records = self.view.ledger.tell(now_s, term=plan.term, peers=len(plan.members), flush=flush)
         return [TellNode(record=record) for record in records]
 
     def _name_of(self, peer: PeerID) -> str:

@@ -226,7 +226,7 @@ class Coordination:
     @property
     def plan(self) -> SignedPlan | None:
         """The plan that this peer obeys, with its signatures."""
-        return self.core.live
+        return self.core.chain.live
 
     @property
     def silence_s(self) -> float:
@@ -392,8 +392,8 @@ class Coordination:
         if record is None:
             return self._store.save(self.core.chain.record())
         self.core.restore(record, self._stored, self._clock.now_s())
-        if self.core.live is not None:
-            self._obey(self.core.live)
+        if self.plan is not None:
+            self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
         """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""

@@ -341,7 +341,7 @@ class FailureDetector:
             other
             for other in plan.members
             if other not in (peer, self._me) and other not in inquiry.reporters and other not in self._inquiries
-            if self._roster.was_heard(other) and not self._roster.is_gone(other, now_s)
+            if self._roster.beat(other) is not None and not self._roster.is_gone(other, now_s)
         ]
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:2]

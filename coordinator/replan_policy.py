@@ -175,7 +175,7 @@ class ReplanPolicy:
         """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
         Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
-        if view.roster.unheard(now_s):
+        if not view.roster.are_heard(view.roster.alive(now_s)):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
         view.compare(live, now_s)
         catalog = view.catalog(now_s)

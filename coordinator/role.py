@@ -127,7 +127,8 @@ def heirs(view: ClusterView, plan: Plan, now_s: float, *, vouchers: Collection[P
     """Return the peers that may coordinate the next term, first choice first. Peers that members cannot reach come
     last, because a coordinator removes members that it cannot hear. Args: vouchers: reach a member that we cannot."""
     order = rank(view.run, plan.term + 1, (peer for peer in plan.members if view.roster.may_coordinate(peer, now_s)))
-    return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
+    unreached = {peer: sum(map(plan.has, view.links.cannot_reach(peer, now_s))) for peer in order}
+    return sorted(order, key=lambda peer: (unreached[peer], peer not in vouchers))
 
 
 def transfer_body(term: int, heir: PeerID) -> bytes:
@@ -570,7 +571,7 @@ class CoordinationRole:
 
     def _next_plan(self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float) -> list[Command]:
         roster = self._policy.view.roster
-        known = alive, all(roster.was_heard(peer) for peer in alive)
+        known = alive, roster.are_heard(alive)
         if now_s < self._plan_at_s and known == self._known:
             return []
         if not self._detector.is_settled(live.plan, now_s):

@@ -218,9 +218,9 @@ class Roster:
         arrivals = self.arrivals(peer)
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
-    def was_heard(self, peer: PeerID) -> bool:
-        """True if a heartbeat of `peer` has arrived; an expected peer is alive without one."""
-        return self.beat(peer) is not None
+    def are_heard(self, peers: Iterable[PeerID]) -> bool:
+        """True if a heartbeat of each peer has arrived; an expected peer is alive without one."""
+        return all(self.beat(peer) is not None for peer in peers)
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` left, was silent for too long, or is unknown."""
@@ -329,10 +329,6 @@ class Roster:
     def alive(self, now_s: float) -> tuple[PeerID, ...]:
         """Return the live peers, in the order of their identifiers."""
         return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
-
-    def unheard(self, now_s: float) -> tuple[PeerID, ...]:
-        """Return the peers that count as alive only because they are expected."""
-        return tuple(peer for peer in self.alive(now_s) if not self.was_heard(peer))
 
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
