@@ -503,7 +503,8 @@ class ClusterView:
         """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
         beats = self.roster.beats(self.roster.records)
         alive = (beat for peer, beat in beats if beat.era == live.era and not self.roster.is_gone(peer, now_s))
-        self._snapshots.look(alive, now_s, elapsed_s=self.elapsed_s(now_s))
+        step_s = self.ledger.pace.usual_step_s
+        self._snapshots.look(alive, now_s, elapsed_s=self.elapsed_s(now_s), step_s=step_s)
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:

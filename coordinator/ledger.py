@@ -397,30 +397,25 @@ class SnapshotSchedule:
         """How many versions one stage may be ahead of another."""
         self.save_at = 0
         """The version to write; 0: none is due."""
-        self._pace: deque[tuple[float, int]] = deque(maxlen=16)
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
         self.save_at = 0
-        self._pace.clear()
         self._look_at_s = -math.inf
 
-    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
+    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float, step_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat."""
+        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat. step_s: the usual
+        time of a step; 0: unknown."""
         if self._interval_s <= 0.0 or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:
             return
-        newest = max(beat.version for beat in members)
-        self._pace.append((now_s, newest))
         if self.save_at > min(beat.version for beat in members):
             return  # a member has not reached it yet
         self.save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
-            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
-            steps_per_s = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
-            ahead = math.ceil(steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
-            self.save_at = newest + self._lead_steps + ahead
+            ahead = math.ceil(_NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 0
+            self.save_at = max(beat.version for beat in members) + self._lead_steps + ahead
