@@ -369,7 +369,7 @@ class Proposer:
         ended = before if before and begins and _ends_with(before, begins) else None
         # A new era is no roll-back after the end of its layout, or if all peers had stopped.
         goes_back = begins is not None and begins.loses and ended is None
-        stages = _since(tuple(map(_sane, layout.stages)), goes_on, sequence)
+        stages = _placed(layout.stages, goes_on, sequence)
         restored = (before.restore_era, before.restore_version) if before else (0, 0)
         restored = (begins.from_era, begins.version) if begins else restored
         plan = Plan(
@@ -405,32 +405,27 @@ class Proposer:
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
 
-def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`."""
-    held = {
-        (index, *stage.layers, member.peer): member.since
-        for index, stage in enumerate(before.stages if before else ())
-        for member in stage.members
-    }
-    replace = msgspec.structs.replace
-    return tuple(
-        replace(
-            stage,
-            members=tuple(replace(m, since=held.get((index, *stage.layers, m.peer), sequence)) for m in stage.members),
+def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
+    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`. Raise very small
+    shares and bandwidths relative to the stage's largest: a member may claim any speed."""
+    replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
+    for index, stage in enumerate(before.stages if before else ()):
+        held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}
+    placed = []
+    for index, stage in enumerate(stages):
+        share = max(m.share for m in stage.members) / APART_MAX
+        bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
+        members = tuple(
+            replace(
+                m,
+                share=max(m.share, share),
+                bandwidth=max(m.bandwidth, bandwidth),
+                since=held.get((index, *stage.layers, m.peer), sequence),
+            )
+            for m in stage.members
         )
-        for index, stage in enumerate(stages)
-    )
-
-
-def _sane(stage: Stage) -> Stage:
-    """Raise very small shares and bandwidths relative to the stage's largest: a member may claim any speed."""
-    share = max(m.share for m in stage.members) / APART_MAX
-    bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
-    raised = (
-        msgspec.structs.replace(m, share=max(m.share, share), bandwidth=max(m.bandwidth, bandwidth))
-        for m in stage.members
-    )
-    return msgspec.structs.replace(stage, members=tuple(raised))
+        placed.append(replace(stage, members=members))
+    return tuple(placed)
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
