@@ -247,28 +247,16 @@ class LinkSurvey:
         latency_s, sent, received, variance = (np.full((len(peers), len(peers)), np.nan) for _ in range(4))
         is_certain = np.zeros((len(peers), len(peers)), dtype=np.bool_)
         slow_lines = self._slow_lines(len(peers) - 1)
-        found = [
-            (
-                number[reporter],
-                number[target],
-                link.round_trip.log,
+        for i, reporter in enumerate(peers):
+            for target, link in self._roster.at(reporter).links.items():
+                if (j := number.get(target)) is None:
+                    continue
                 # The other links of a slow line were measured before it became slow.
-                link.sent.log if slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf else math.nan,
-                link.received.log,
-                link.num_probes >= PROBES_CERTAIN,
-                link.sent.variance(now_s),
-            )
-            for reporter in peers
-            for target, link in self._roster.at(reporter).links.items()
-            if target in number
-        ]
-        if found:
-            columns = np.array(found)
-            i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
-            latency_s[i, j] = np.exp(columns[:, 2]) / 2
-            sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
-            is_certain[i, j] = columns[:, 5] > 0.0
-            variance[i, j] = columns[:, 6]
+                is_current = slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf
+                latency_s[i, j], received[j, i] = link.round_trip.log, link.received.log
+                sent[i, j] = link.sent.log if is_current else math.nan
+                is_certain[i, j], variance[i, j] = link.num_probes >= PROBES_CERTAIN, link.sent.variance(now_s)
+        latency_s, sent, received = np.exp(latency_s) / 2, np.exp(sent), np.exp(received)
         said, seen = sent, ~np.isnan(received)
         if seen.any():
             sent = np.where(seen, sent, np.minimum(sent, BOAST * np.median(received[seen])))
