@@ -15,16 +15,14 @@ from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
-from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
-from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
+from shoal.coordinator.era import Certificates, CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule
 from shoal.coordinator.link_survey import LinkSurvey
-from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roster import TOLD_MAX, Roster
-from shoal.coordinator.voting import Electorate, InviteOf
+from shoal.coordinator.voting import Electorate, InviteOf, PlanNotes, Refusals
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX

@@ -26,7 +26,6 @@ from functools import partial
 
 import msgspec
 
-from shoal.coordinator.certificates import certified_flaw, newest_whole
 from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import (
@@ -55,6 +54,7 @@ from shoal.coordinator.coordination_events import (
     TellNode,
     Unanswered,
 )
+from shoal.coordinator.era import certified_flaw, newest_whole
 from shoal.coordinator.ledger import Ends, end_body, proves_end
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
