@@ -581,10 +581,9 @@ class Coordination:
     def _note_refusal(self, error: Exception | None) -> None:
         plan = self.core.plan
         is_outside = plan is None or not plan.has(self._endpoint.peer_id)
-        refused = isinstance(error, Refused) and is_outside
-        self._times_turned_away = self._times_turned_away + 1 if refused else 0
-        often = self._times_turned_away >= TURNED_AWAY_TIMES
-        self.turned_away = error.reason if often and isinstance(error, Refused) else ""
+        reason = error.reason if isinstance(error, Refused) and is_outside else None
+        self._times_turned_away = self._times_turned_away + 1 if reason is not None else 0
+        self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
         """Sign the run's end once all that we hold has reached it; empty before."""

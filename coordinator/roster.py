@@ -262,15 +262,11 @@ class Roster:
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
         """Return the statistics of peers with a longer timeout than regular ones, longest first."""
-        irregular = [
-            (seen.arrivals.patience_s, peer, seen.arrivals)
-            for peer, seen in self.presences.items()
-            if not seen.left and seen.arrivals.patience_s > seen.arrivals.floor_s
-        ]
-        irregular.sort(key=lambda each: (-each[0], each[1]))
+        here = {peer: seen.arrivals for peer, seen in self.presences.items() if not seen.left}
+        irregular = [(-known.patience_s, peer) for peer, known in here.items() if known.patience_s > known.floor_s]
         return tuple(
-            ArrivalStatistics(peer, found.mean_s, found.deviation_s, found.worst_s)
-            for _, peer, found in irregular[:TOLD_MAX]
+            ArrivalStatistics(peer, here[peer].mean_s, here[peer].deviation_s, here[peer].worst_s)
+            for _, peer in sorted(irregular)[:TOLD_MAX]
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
