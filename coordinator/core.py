@@ -398,15 +398,13 @@ class CoordinationCore:
             case messages.Standing() as standing:
                 self.judge.told(event.peer, standing)
                 return commands
-            case messages.TermGrant() if isinstance(event.asked, TermRequest) and event.asked.prevote:
-                return commands + self.role.count(event, now_s)
             case _:
                 return commands + self._proposer.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
         match event.asked:
-            case TermRequest(prevote=False) | messages.PlanOffer():
-                self._proposer.unanswered(event)
+            case TermRequest() | messages.PlanOffer():
+                self._proposer.unanswered(event, now_s)
             case messages.ChainRequest():
                 self._chain_sync.unanswered(event.peer)
             case messages.StandingRequest():

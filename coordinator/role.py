@@ -45,8 +45,8 @@ from shoal.coordinator.coordination_events import (
     Search,
     Unanswered,
 )
-from shoal.coordinator.failure_detector import PING_HEARTBEATS, CoordinatorWatch, FailureDetector
-from shoal.coordinator.proposer import Ballot, Proposer
+from shoal.coordinator.failure_detector import CoordinatorWatch, FailureDetector
+from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
@@ -57,7 +57,6 @@ from shoal.protocol.messages import (
     Ping,
     PingRequest,
     Refusal,
-    TermGrant,
     TermRequest,
     TransferLeadership,
 )
@@ -80,10 +79,6 @@ TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 GIVES_WAY_HEARTBEATS = 0.4
 BACK_OFF_HEARTBEATS = 0.5
-PRE_VOTE_HEARTBEATS = 3.0
-"""Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
-ASK_AGAIN_HEARTBEATS = 0.5
-"""A question without an answer counts as lost after this time."""
 
 # --- leader ---
 
@@ -199,12 +194,10 @@ class CoordinationRole:
         self.own: Heartbeat | None = None
         """Our last heartbeat."""
         self._leaving = False
-        self._pre_vote: Ballot | None = None
         self._is_asking = False
         """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
         coordinator."""
-        self._asks_at_s = self._not_before_s = now_s
-        self._term_max = 0
+        self._not_before_s = now_s
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
         self._tenure = Tenure(begun_s=now_s, due_s=now_s + swarm.term_s, publish_at_s=now_s, members=frozenset())
@@ -230,7 +223,7 @@ class CoordinationRole:
 
     def is_fast_tick(self, now_s: float) -> bool:
         """True if our checks of other peers need the short tick."""
-        return self.is_coordinator or self._pre_vote is not None or self.watch.is_fast_tick(now_s)
+        return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
         """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
@@ -263,7 +256,6 @@ class CoordinationRole:
         """Follow the new live plan, after `before`. Returns: the coordinator of `before`, if it is silent."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
-        self._pre_vote = None
         if new_term:
             self.watch.obeys(replaced=silent, now_s=now_s)
         self.hint.obeyed()
@@ -297,7 +289,8 @@ class CoordinationRole:
 
     def _back_off(self, now_s: float) -> None:
         """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
-        self._pre_vote, self._is_asking = None, False
+        self._proposer.drop_pre_vote()
+        self._is_asking = False
         self._hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     # --- calls from others ---
@@ -328,7 +321,7 @@ class CoordinationRole:
         """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
         theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
-            self._pre_vote = None
+            self._proposer.drop_pre_vote()
             self._hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
 
     def take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
@@ -391,8 +384,6 @@ class CoordinationRole:
         return commands
 
     def unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
-        if (pre_vote := self._about(event.asked)) is not None:
-            pre_vote.waiting.pop(event.peer, None)
         plan = self.plan
         if plan is None:
             return []
@@ -443,71 +434,19 @@ class CoordinationRole:
             commands.append(Ask(peer=plan.coordinator, message=Ping()))
         suspect_at_s = self.watch.suspect_at_s
         if turn is None or now_s < suspect_at_s:
-            self._pre_vote, self._is_asking = None, False
+            self._proposer.drop_pre_vote()
+            self._is_asking = False
             return commands
         # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
         stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + 3.0 * self.watch.round_trip_s
         due_s = suspect_at_s + (0 if self._is_asking else turn) * stagger_s
-        if self._proposer.is_busy or now_s < max(due_s, self._not_before_s):
+        occupied = self._proposer.is_busy or self._proposer.is_sounding
+        if occupied or now_s < max(due_s, self._not_before_s):
             return commands
-        pre_vote = self._pre_vote
-        if pre_vote is None:
-            commands.append(LogReason(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
-            self._is_asking = True
-            self._asks_at_s = now_s
-            pre_vote = self._pre_vote = Ballot(
-                base=live,
-                term=max(self._chain.granted_term, plan.term, self._term_max) + 1,
-                owner=self._owner,
-                expires_at_s=now_s + PRE_VOTE_HEARTBEATS * self._heartbeat_s,
-                prevote=True,
-                agreed={self._me: b""},
-                refused={plan.coordinator},
-            )
-        if now_s >= pre_vote.expires_at_s:
-            self._back_off(now_s)
-            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
-            return [*commands, LogReason(text=text)]
-        return commands + self._ask(pre_vote, now_s) + self._succeed(pre_vote, now_s)
-
-    def count(self, event: Answered, now_s: float) -> list[Command]:
-        """Count a member's answer to our pre-vote."""
-        pre_vote, reply = self._about(event.asked), event.reply
-        assert isinstance(reply, TermGrant)
-        if not self._chain.takes_term(reply.term + 1) or pre_vote is None:
-            return []
-        pre_vote.waiting.pop(event.peer, None)
-        if reply.granted:
-            pre_vote.agreed[event.peer] = b""
-        elif reply.term >= pre_vote.term:
-            self._term_max = reply.term
-            pre_vote.term = reply.term + 1  # consent to a lower term covers this one
-        return self._succeed(pre_vote, now_s)
-
-    def _succeed(self, pre_vote: Ballot, now_s: float) -> list[Command]:
-        """Become a candidate if a majority of the electors misses the coordinator."""
-        if not pre_vote.carried:
-            return []
-        self._pre_vote = None
-        if self._proposer.is_busy:
-            return []
-        name = pre_vote.base.plan.coordinator[-8:]
-        note = LogReason(text=f"a majority misses coordinator {name}, asking for term {pre_vote.term}")
-        return [note, *self._proposer.campaign(pre_vote.base, now_s, term=pre_vote.term)]
-
-    def _about(self, asked: object) -> Ballot | None:
-        """Return our pre-vote, if `asked` is its question."""
-        pre_vote = self._pre_vote
-        if pre_vote is None or not isinstance(asked, TermRequest) or not asked.prevote:
-            return None
-        return pre_vote if asked.live == pre_vote.base.link else None
-
-    def _ask(self, pre_vote: Ballot, now_s: float) -> list[Command]:
-        if now_s < self._asks_at_s:
-            return []
-        self._asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
-        again_s = max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
-        return pre_vote.ask(now_s, again_s=now_s + again_s)
+        self._is_asking = True
+        text = f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"
+        asks = self._proposer.pre_vote(live, now_s, round_trip_s=self.watch.round_trip_s)
+        return [*commands, LogReason(text=text), *asks]
 
     def _standing(self, plan: Plan) -> int | None:
         if self._turn[0] is not plan:
