@@ -6,7 +6,7 @@ the view learns only which plans are live."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
@@ -476,15 +476,11 @@ class ClusterView:
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / LARGE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
+            predict = partial(self.predict_step_time, live.stages, now_s, live.formats)
             runs_ahead = self.runs_ahead(now_s)
-            differs = runs_ahead and self.calibration.is_synchronous(self.version_max)
-            self.calibration.predict_step_time(
-                self.predict_step_time(live.stages, now_s, live.formats),
-                synchronous=self.predict_step_time(live.stages, now_s, live.formats, runs_ahead=False)
-                if differs
-                else None,
-                runs_ahead=runs_ahead,
-            )
+            differs = runs_ahead and self.calibration.synchronous_left(self.version_max) > 0
+            synchronous = predict(runs_ahead=False) if differs else None
+            self.calibration.predict_step_time(predict(), synchronous=synchronous, runs_ahead=runs_ahead)
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
         is_whole = self.roster.is_whole(live)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)

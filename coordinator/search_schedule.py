@@ -197,24 +197,20 @@ def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
     ahead."""
     if before.workload != after.workload:
         return True
-    pairs = zip(before.peers, after.peers, strict=True)
-    if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
+    then, now = (np.array([peer.flop_per_s for peer in snapshot.peers]) for snapshot in (before, after))
+    if _far(then, now, 1.3).any():
         return True
     if before.network is None or after.network is None:
         return before.network is not after.network
     old, new = before.network, after.network
     late = np.fabs(old.latency_s - new.latency_s) > 0.005
-    if (late & _far(old.latency_s, new.latency_s)).any() or _far(old.bytes_per_s, new.bytes_per_s).any():
+    if (late & _far(old.latency_s, new.latency_s, 1.6)).any() or _far(old.bytes_per_s, new.bytes_per_s, 1.6).any():
         return True
     was, known = ~np.isnan(old.bytes_per_s), ~np.isnan(new.bytes_per_s)
     return bool((known & ~was).sum() > was.sum() / 4)
 
 
-def _ratio(a: float, b: float) -> float:
-    return max(a / b, b / a)
-
-
-def _far(a: Floats, b: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """bool [N, N]: both figures are known and too far apart."""
+def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+    """Return where both figures are known, and more than a factor apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.fabs(np.log(a / b)) > math.log(1.6)
+        return np.fabs(np.log(a / b)) > math.log(factor)
