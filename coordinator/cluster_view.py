@@ -16,7 +16,7 @@ from shoal.coordinator.allocate.measured_topology import choose_formats, predict
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
-from shoal.coordinator.era import Certificates, CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
+from shoal.coordinator.era import Certificates, CheckpointCatalog, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.coordinator.experts.groups import ExpertPlaces
 from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule
@@ -24,7 +24,7 @@ from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.roster import TOLD_MAX, Roster
 from shoal.coordinator.voting import Electorate, InviteOf, PlanNotes, Refusals
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import held_keys
+from shoal.protocol.layers import group_keys, held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import Heartbeat, Reset, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
@@ -351,9 +351,12 @@ class ClusterView:
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
         whole = catalog.newest_whole(self.layers)
+        disks = catalog.parts[whole] if whole is not None else {}
+        keys = [group_keys(model, previous, index) for index in range(len(previous.stages))] if previous else []
 
         def homes(peer: MeasuredPeer) -> tuple[int, ...]:
-            on_disk = stages_on(catalog, peer.peer, whole, previous, model) if whole and previous else ()
+            kept = disks.get(peer.peer, frozenset())
+            on_disk = (index for index, layers in enumerate(keys) if kept.issuperset(layers))
             stages = (peer.synced_stage, self.roster.at(peer.peer).former_stage, *on_disk)
             return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
 

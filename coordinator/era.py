@@ -103,10 +103,6 @@ class CheckpointCatalog:
                 return snapshot
         return None
 
-    def has(self, peer: PeerID, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
-        """True if `peer` alone has all of `layers`."""
-        return self.parts.get(snapshot, {}).get(peer, frozenset()).issuperset(layers)
-
 
 class HolderWatch:
     """Tracks since when each stage, and each placed expert, has had no holder of its state."""
@@ -249,14 +245,6 @@ def next_beginning(
     era = 1 + max(last, *(era for era in (*heard, *(era for era, _ in catalog.parts)) if era <= era_max), 0)
     from_era, version = catalog.newest_whole(held_keys(model, placed=placed)) or (0, 0)
     return Beginning(era=era, version=version, from_era=from_era)
-
-
-def stages_on(
-    catalog: CheckpointCatalog, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec
-) -> tuple[int, ...]:
-    """Return the stages of `plan` for which `peer` has all layers of `snapshot` on its disk."""
-    ranges = (group_keys(model, plan, index) for index in range(len(plan.stages)))
-    return tuple(index for index, keys in enumerate(ranges) if catalog.has(peer, snapshot, keys))
 
 
 # --- certificates ---

@@ -257,8 +257,9 @@ class Ledger:
         self._confirm(flush=flush)
         waits = False
         for step in sorted(self._untold):
-            by_stage = self._of_stages(step)
-            complete = len(by_stage) == self._stages_of(step)
+            num_stages = self._stages_of(step)
+            by_stage = {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
+            complete = len(by_stage) == num_stages
             if step == self._steps - 1:
                 complete = self.done  # the run's last record contains its last validation
             if step >= self.step:
@@ -300,11 +301,6 @@ class Ledger:
     def _stages_of(self, step: int) -> int:
         begun, before = self._stages_before
         return before if step < begun else self._num_stages
-
-    def _of_stages(self, step: int) -> dict[int, CommitReport]:
-        """Return the reports of stages."""
-        num_stages = self._stages_of(step)
-        return {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
 
     def has_reported(self, version: int) -> bool:
         """True if every stage, and every group of placed experts, has reported the step that made `version`."""
