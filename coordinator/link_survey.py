@@ -224,15 +224,12 @@ class LinkSurvey:
         """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
         measurements it counts as it claims, at most as the median of the others, or as that median if it claims
         nothing."""
-        measured: dict[PeerID, float] = {}
-        found: dict[PeerID, float] = {}
+        measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
-            sent = ((target, link.sent) for target, link in self._roster.at(peer).links.items() if link.sent.n)
-            seen = ((said, self._roster.at(target).links.get(peer)) for target, said in sent)
             rates = [
-                min(said.value, BOAST * back.received.value)
-                for said, back in seen
-                if back is not None and back.received.n
+                min(link.sent.value, BOAST * back.received.value)
+                for target, link in self._roster.at(peer).links.items()
+                if link.sent.n and (back := self._roster.at(target).links.get(peer)) is not None and back.received.n
             ]
             if rates:
                 measured[peer] = median(rates)

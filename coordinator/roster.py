@@ -273,9 +273,8 @@ class Roster:
         """Use these statistics, if they are possible, from the peers' first heartbeats on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, TOLD_MAX):
-            if all(
-                0.0 <= seconds <= longest_s for seconds in (arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s)
-            ):
+            figures = arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s
+            if all(0.0 <= seconds <= longest_s for seconds in figures):
                 self.of(arrivals.peer).irregular = arrivals
 
     def excuse_all(self, now_s: float) -> None:
