@@ -183,12 +183,6 @@ class CoordinationCore:
         return bool(self.ends)
 
     @property
-    def predecessor(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known. Members that were removed since may still drain."""
-        live = self.chain.live
-        return self.chain.links.find(live.plan.previous) if live is not None else None
-
-    @property
     def excluded(self) -> Excluded:
         """The peers and keys that known orders exclude."""
         return self.chain.exclusions.excluded

@@ -295,7 +295,7 @@ class Node:
 
     def _obey(self, plan: SignedPlan) -> None:
         self._on_plan(plan)
-        before = self.coordination.core.predecessor
+        before = self.coordination.core.chain.links.before_last
         if before is not None and not self.endpoint.gate.has_plan:
             self.endpoint.obey(before.plan)  # members that left since may still be draining
         self.endpoint.obey(plan.plan)
