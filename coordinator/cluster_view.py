@@ -90,7 +90,8 @@ class ClusterView:
         """The state that the previous coordinator transferred, for the term that we may get."""
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        """The live plan."""
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
@@ -117,7 +118,7 @@ class ClusterView:
         self.experts.records.heard(peer, now_s)
         self._note_speed(peer, heartbeat, now_s)
         self.links.note(peer, heartbeat.links, now_s, busy=self._working)
-        if not (self._plan is not None and self._plan.has(peer)) and peer not in self._former_members:
+        if not (self.plan is not None and self.plan.has(peer)) and peer not in self._former_members:
             return []
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.ledger.note_validations(heartbeat.validations)
@@ -125,7 +126,7 @@ class ClusterView:
 
     def _note_speed(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
         """Record how fast the device of `peer` works for its stage."""
-        plan, stage, w = self._plan, heartbeat.stage, self.workload
+        plan, stage, w = self.plan, heartbeat.stage, self.workload
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
             return
         if 0 <= stage < len(plan.stages):
@@ -140,7 +141,7 @@ class ClusterView:
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
-        before, members = self._plan, frozenset(plan.members)
+        before, members = self.plan, frozenset(plan.members)
         members_before = frozenset(before.members) if before is not None else frozenset()
         for peer in sorted(members_before - members) if leads else ():
             if self.roster.has_vanished(peer, now_s):
@@ -153,7 +154,7 @@ class ClusterView:
             self._seen_from_s = now_s
         elif [stage.layers for stage in before.stages] != [stage.layers for stage in plan.stages]:
             self._num_divisions += 1
-        self._plan, self._working = plan, frozenset(peer for stage in plan.stages for peer in stage.peers)
+        self.plan, self._working = plan, frozenset(peer for stage in plan.stages for peer in stage.peers)
         self.confirmations.obey(plan)
         self.certificates.obey(plan)
         self.experts.obey(plan)

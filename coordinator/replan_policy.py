@@ -12,7 +12,7 @@ from typing import Any
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
 from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
+from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, places_of
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
@@ -74,15 +74,13 @@ class ReplanPolicy:
         self._heartbeat_s = view.spec.swarm.heartbeat_s
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
-        self._era = 0
         self._ends_s, self._notice = 0.0, 1
         """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """The fewest bytes that members of the following layout still lacked, and since when."""
-        self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
-        """The stages after the live plan's, and when we first saw them."""
+        """When we first saw the stages after the live plan's."""
         self._change: Change | None = None
         """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
@@ -92,7 +90,6 @@ class ReplanPolicy:
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
-        self._places: Places | None = None
         self._placed_s = 0.0
         """When we first saw the live plan's places."""
         self._due_s = math.inf
@@ -104,14 +101,15 @@ class ReplanPolicy:
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
+        before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
-        if places_of(plan) != self._places:
-            self._places, self._placed_s = places_of(plan), now_s
-        if plan.next_layout != self._next_layout:
-            self._next_layout, self._follows_s, self._change = plan.next_layout, now_s, None
-        if plan.era != self._era:
-            self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
+        if before is None or places_of(plan) != places_of(before):
+            self._placed_s = now_s
+        if before is None or plan.next_layout != before.next_layout:
+            self._follows_s, self._change = now_s, None
+        if before is None or plan.era != before.era:
+            self._holders, self._too_few_s = HolderWatch(self._heartbeat_s, now_s), math.inf
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
