@@ -390,7 +390,8 @@ class Coordination:
     def _restore(self) -> None:
         record = self._store.load(self._endpoint.run)
         if record is None:
-            return self._store.save(self.core.chain.record())
+            self._store.save(self.core.chain.record())
+            return
         self.core.restore(record, self._stored, self._clock.now_s())
         if self.plan is not None:
             self._obey(self.plan)

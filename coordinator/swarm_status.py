@@ -154,7 +154,8 @@ def risks(
     alone = [
         (index, holder)
         for index, held in enumerate(by_group[: len(live.stages)])
-        for holder in (held if len(held) == 1 else ())
+        if len(held) == 1
+        for holder in held
         if not _has_copy(catalog, holder, frozenset(group_keys(model, live, index)))
     ]
     if len(alone) == 1:
