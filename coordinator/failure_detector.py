@@ -45,7 +45,6 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 the two within which it should be live."""
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: after this time one is missing."""
-ALARM_HEARTBEATS = 2.0
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
 peer's network daemon on a busy machine. A roll-back costs more."""
@@ -155,7 +154,7 @@ class CoordinatorWatch:
         """Check the coordinator ourselves, because a candidate thinks that it is gone."""
         if now_s >= self._alarm_until_s and not self.is_close:
             self._inquiry.ping_at_s = now_s
-        self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
+        self._alarm_until_s = now_s + 2.0 * self._heartbeat_s
 
     def is_fast_tick(self, now_s: float) -> bool:
         return self.is_close or now_s < self._alarm_until_s

@@ -77,8 +77,6 @@ STAGGER_HEARTBEATS = 0.3
 """Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
-GIVES_WAY_HEARTBEATS = 0.4
-BACK_OFF_HEARTBEATS = 0.5
 
 # --- leader ---
 
@@ -291,7 +289,7 @@ class CoordinationRole:
         """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
         self._proposer.drop_pre_vote()
         self._is_asking = False
-        self._hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
+        self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
 
     # --- calls from others ---
 
@@ -322,7 +320,7 @@ class CoordinationRole:
         theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
             self._proposer.drop_pre_vote()
-            self._hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
+            self._hold_off(now_s + 0.4 * self._heartbeat_s)
 
     def take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
         """Answer the coordinator, which transfers the role to us, and request the next term."""
