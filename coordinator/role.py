@@ -274,8 +274,9 @@ class CoordinationRole:
             self._tenure.hasten(now_s)
 
     def failed(self, now_s: float, *, outbid: bool) -> None:
-        """Record that a proposal of ours has failed."""
-        self._back_off(now_s)
+        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once."""
+        self._is_asking = False
+        self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
         self._policy.unsettle()
         if outbid:
             # A majority may have promised our term to a candidate that then failed: only a later term helps.
@@ -284,12 +285,6 @@ class CoordinationRole:
     def _hold_off(self, until_s: float) -> None:
         """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
         self._not_before_s = max(self._not_before_s, until_s)
-
-    def _back_off(self, now_s: float) -> None:
-        """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
-        self._proposer.drop_pre_vote()
-        self._is_asking = False
-        self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
 
     # --- calls from others ---
 
