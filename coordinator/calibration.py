@@ -144,7 +144,9 @@ class Calibration:
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False
-        return (ratio < SLOW and not 0.0 < noted < SLOW) or (noted > 0.0 and _apart(ratio, noted) >= CHANGED)
+        return (ratio < SLOW and not 0.0 < noted < SLOW) or (
+            noted > 0.0 and max(ratio / noted, noted / ratio) >= CHANGED
+        )
 
     @property
     def is_unexplained(self) -> bool:
@@ -187,10 +189,6 @@ class Calibration:
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
-    def is_synchronous(self, version: int) -> bool:
-        """True if the step from `version` is one of the synchronous steps at the run's start."""
-        return self.synchronous_left(version) > 0
-
     def synchronous_left(self, version: int) -> int:
         """Return the number of synchronous steps from `version` on."""
         return max(0, self._synchronous_steps - version)
@@ -221,7 +219,7 @@ class Calibration:
         if self._steady_from < self._synchronous_steps <= version:
             self._steady_from = self._synchronous_steps + 1  # earlier measurements are of synchronous steps
             self._learned_to = max(self._learned_to, self._steady_from)
-        share = self._synchronous_share if self.is_synchronous(version) else 1.0
+        share = self._synchronous_share if self.synchronous_left(version) else 1.0
         rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
         self._seen, self._shown_tokens_per_s = (rate / share, num_steps), rate
         self._newest = pace.newest(now_s) / share if num_steps else 0.0
@@ -337,7 +335,3 @@ def _times(factor: float, foreseen: Foreseen | None) -> Foreseen | None:
     if foreseen is None:
         return None
     return Foreseen(foreseen.tokens_per_s * factor, foreseen.bound, foreseen.stage)
-
-
-def _apart(a: float, b: float) -> float:
-    return max(a / b, b / a)

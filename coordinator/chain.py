@@ -99,7 +99,7 @@ class ChainLog:
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan."""
+        """The predecessor of the live plan, if known. Members that were removed since may still drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:

@@ -6,26 +6,25 @@ the view learns only which plans are live."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
-from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
-from shoal.coordinator.era import CheckpointCatalog, disks_of, holders, is_last_holder, stages_on
+from shoal.coordinator.era import Certificates, CheckpointCatalog, disks_of, holders, is_last_holder
+from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.coordinator.experts.groups import ExpertPlaces
-from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule, StepRecord
+from shoal.coordinator.ledger import Confirmations, Ends, Ledger, SnapshotSchedule
 from shoal.coordinator.link_survey import LinkSurvey
-from shoal.coordinator.plan_notes import PlanNotes, Refusals
 from shoal.coordinator.roster import TOLD_MAX, Roster
-from shoal.coordinator.voting import Electorate, InviteOf
+from shoal.coordinator.voting import Electorate, InviteOf, PlanNotes, Refusals
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import held_keys
+from shoal.protocol.layers import group_keys, held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import Heartbeat, Reset, TransferLeadership
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
@@ -91,7 +90,8 @@ class ClusterView:
         """The state that the previous coordinator transferred, for the term that we may get."""
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        """The live plan."""
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
@@ -118,7 +118,7 @@ class ClusterView:
         self.experts.records.heard(peer, now_s)
         self._note_speed(peer, heartbeat, now_s)
         self.links.note(peer, heartbeat.links, now_s, busy=self._working)
-        if not (self._plan is not None and self._plan.has(peer)) and peer not in self._former_members:
+        if not (self.plan is not None and self.plan.has(peer)) and peer not in self._former_members:
             return []
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
         self.ledger.note_validations(heartbeat.validations)
@@ -126,7 +126,7 @@ class ClusterView:
 
     def _note_speed(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> None:
         """Record how fast the device of `peer` works for its stage."""
-        plan, stage, w = self._plan, heartbeat.stage, self.workload
+        plan, stage, w = self.plan, heartbeat.stage, self.workload
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
             return
         if 0 <= stage < len(plan.stages):
@@ -141,7 +141,7 @@ class ClusterView:
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
-        before, members = self._plan, frozenset(plan.members)
+        before, members = self.plan, frozenset(plan.members)
         members_before = frozenset(before.members) if before is not None else frozenset()
         for peer in sorted(members_before - members) if leads else ():
             if self.roster.has_vanished(peer, now_s):
@@ -154,7 +154,7 @@ class ClusterView:
             self._seen_from_s = now_s
         elif [stage.layers for stage in before.stages] != [stage.layers for stage in plan.stages]:
             self._num_divisions += 1
-        self._plan, self._working = plan, frozenset(peer for stage in plan.stages for peer in stage.peers)
+        self.plan, self._working = plan, frozenset(peer for stage in plan.stages for peer in stage.peers)
         self.confirmations.obey(plan)
         self.certificates.obey(plan)
         self.experts.obey(plan)
@@ -310,9 +310,6 @@ class ClusterView:
         held = holders(live, self.roster, self.catalog(now_s), self.spec.model, not_started=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
-    def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
-        return sum(map(live.has, self.links.cannot_reach(peer, now_s)))
-
     def measured(self, live: Plan, now_s: float) -> tuple[MeasuredPeer, ...]:
         """Return the peers that are alive, for the allocator. A peer that has not followed into the live era yet holds
         nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
@@ -355,9 +352,12 @@ class ClusterView:
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
         whole = catalog.newest_whole(self.layers)
+        disks = catalog.parts[whole] if whole is not None else {}
+        keys = [group_keys(model, previous, index) for index in range(len(previous.stages))] if previous else []
 
         def homes(peer: MeasuredPeer) -> tuple[int, ...]:
-            on_disk = stages_on(catalog, peer.peer, whole, previous, model) if whole and previous else ()
+            kept = disks.get(peer.peer, frozenset())
+            on_disk = (index for index, layers in enumerate(keys) if kept.issuperset(layers))
             stages = (peer.synced_stage, self.roster.at(peer.peer).former_stage, *on_disk)
             return tuple(dict.fromkeys(stage for stage in stages if stage is not None))
 
@@ -480,18 +480,13 @@ class ClusterView:
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / LARGE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
+            predict = partial(self.predict_step_time, live.stages, now_s, live.formats)
             runs_ahead = self.runs_ahead(now_s)
-            differs = runs_ahead and self.calibration.is_synchronous(self.version_max)
-            self.calibration.predict_step_time(
-                self.predict_step_time(live.stages, now_s, live.formats),
-                synchronous=self.predict_step_time(live.stages, now_s, live.formats, runs_ahead=False)
-                if differs
-                else None,
-                runs_ahead=runs_ahead,
-            )
+            differs = runs_ahead and self.calibration.synchronous_left(self.version_max) > 0
+            synchronous = predict(runs_ahead=False) if differs else None
+            self.calibration.predict_step_time(predict(), synchronous=synchronous, runs_ahead=runs_ahead)
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
-        holders = (peer for stage in live.stages for peer in stage.peers)
-        is_whole = all(self.roster.has_state(peer, live) for peer in holders)
+        is_whole = self.roster.is_whole(live)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)
         comparison = self.calibration.comparison()
         self.notes.judge(comparison.sentence if comparison is not None else "")
@@ -506,7 +501,8 @@ class ClusterView:
         """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
         beats = self.roster.beats(self.roster.records)
         alive = (beat for peer, beat in beats if beat.era == live.era and not self.roster.is_gone(peer, now_s))
-        self._snapshots.look(alive, now_s, elapsed_s=self.elapsed_s(now_s))
+        step_s = self.ledger.pace.usual_step_s
+        self._snapshots.look(alive, now_s, elapsed_s=self.elapsed_s(now_s), step_s=step_s)
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
@@ -522,9 +518,6 @@ class ClusterView:
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)
             self._safe = catalog.newest_safe(self.layers) or (0, 0)
         return self._safe
-
-    def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
-        return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def elapsed_s(self, now_s: float) -> float:
         return now_s - self.begun_s if self.begun_s is not None else 0.0

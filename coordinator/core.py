@@ -26,7 +26,6 @@ from functools import partial
 
 import msgspec
 
-from shoal.coordinator.certificates import certified_flaw, newest_whole
 from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import (
@@ -55,36 +54,18 @@ from shoal.coordinator.coordination_events import (
     TellNode,
     Unanswered,
 )
+from shoal.coordinator.era import certified_flaw, newest_whole
 from shoal.coordinator.ledger import Ends, end_body, proves_end
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.role import CoordinationRole
 from shoal.coordinator.swarm_status import swarm_status
 from shoal.coordinator.voting import Judge, goes_back
+from shoal.protocol import messages
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
 from shoal.protocol.membership import Excluded
-from shoal.protocol.messages import (
-    Advert,
-    ChainLinks,
-    ChainRequest,
-    Done,
-    Heartbeat,
-    HeartbeatReply,
-    Leave,
-    Ping,
-    PlanLive,
-    PlanOffer,
-    PlanVote,
-    Refusal,
-    Reset,
-    Standing,
-    StandingRequest,
-    SwarmStatus,
-    TermGrant,
-    TermRequest,
-    TransferLeadership,
-)
+from shoal.protocol.messages import Done, Heartbeat, HeartbeatReply, Refusal, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
@@ -184,11 +165,6 @@ class CoordinationCore:
     # --- for the driver ---
 
     @property
-    def live(self) -> SignedPlan | None:
-        """The plan that this peer obeys, with its signatures."""
-        return self.chain.live
-
-    @property
     def plan(self) -> Plan | None:
         return self.chain.live.plan if self.chain.live else None
 
@@ -207,12 +183,6 @@ class CoordinationCore:
         return bool(self.ends)
 
     @property
-    def predecessor(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known. Members that were removed since may still drain."""
-        live = self.chain.live
-        return self.chain.links.find(live.plan.previous) if live is not None else None
-
-    @property
     def excluded(self) -> Excluded:
         """The peers and keys that known orders exclude."""
         return self.chain.exclusions.excluded
@@ -226,12 +196,12 @@ class CoordinationCore:
         """The peers that have been heard, and the members of the plan."""
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
-    def present_peers(self) -> dict[PeerID, Advert | None]:
+    def present_peers(self) -> dict[PeerID, messages.Advert | None]:
         """The peers that count when a newcomer wants to join -> their adverts, where known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
-    def status(self, now_s: float) -> SwarmStatus | None:
+    def status(self, now_s: float) -> messages.SwarmStatus | None:
         if self.plan is None or not self.is_coordinator:
             return None
         status = swarm_status(self.view, self.plan, now_s, owner=self.owner)
@@ -295,28 +265,28 @@ class CoordinationCore:
                 backs = self.role.backs_coordinator(now_s)
                 commands = self._adopt(event.base, now_s, event.source)
                 return commands + self.role.grant(event.source, request, event.base, now_s, backs=backs)
-            case PlanOffer() as offer:
+            case messages.PlanOffer() as offer:
                 assert event.plan is not None
                 return self._vote(event, offer, event.plan, now_s)
-            case PlanLive():
+            case messages.PlanLive():
                 assert event.plan is not None
                 return [*self._adopt(event.plan, now_s, event.source), Reply(message=Done())]
-            case ChainRequest() as request:
+            case messages.ChainRequest() as request:
                 links = self.chain.links.after(request.after, request.override_epoch)
-                return [Reply(message=ChainLinks(links=links))]
-            case TransferLeadership() as message:
+                return [Reply(message=messages.ChainLinks(links=links))]
+            case messages.TransferLeadership() as message:
                 assert event.plan is not None
                 commands = self._adopt(event.plan, now_s, event.source)
                 return commands + self.role.take_over(event.source, message, event.plan, now_s)
-            case Leave():
+            case messages.Leave():
                 self.view.roster.leave(event.source)
                 return [Reply(message=Done() if self.is_coordinator else Refusal(reason="does not coordinate"))]
-            case Ping() as ping:
+            case messages.Ping() as ping:
                 return [Reply(message=ping)]
-            case StandingRequest():
+            case messages.StandingRequest():
                 own, leaves = self.role.own, self.role.leaves
                 return [Reply(message=self.chain.answer_standing(own, leaves=leaves, revision=self.revision))]
-            case Reset() as reset:
+            case messages.Reset() as reset:
                 assert event.base is not None
                 assert event.mandate is not None
                 return self._proposer.reset(reset, event.base, event.mandate, now_s)
@@ -367,12 +337,12 @@ class CoordinationCore:
             in_doubt=governed is not None and self.view.calibration.is_unexplained,
         )
 
-    def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
+    def _vote(self, event: Received, offer: messages.PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
         commands = self._adopt(event.base, now_s, event.source) if event.base else []
         live, own, leaves = self.plan, self.role.own, self.role.leaves
         if live is not None and self.chain.must_judge(plan):
             asks = self.judge.questions(plan, live, event.knows, now_s)
-            commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
+            commands += [Ask(peer=peer, message=messages.StandingRequest()) for peer in asks]
             if self.judge.is_waiting(now_s):
                 return [*commands, Reply(message=Refusal(reason="asks members for their standing first"))]
             if own is None and goes_back(plan.plan, live):
@@ -389,7 +359,7 @@ class CoordinationCore:
                 # A coordinator that cannot hear us removes us; our vote does not reach it either, so a note is enough.
                 is_ours = not plan.plan.has(self.me)
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
-                vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
+                vote = messages.PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
                 return [*commands, Reply(message=vote)]
         reply = self.chain.answer_offer(event.source, offer.term, plan, event.base, self._sign_vote)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
@@ -406,32 +376,32 @@ class CoordinationCore:
                 self.role.replied(event.peer, reply, took_s=event.took_s, now_s=now_s)
                 if reply.is_coordinator and not self.is_coordinator and event.peer == self.coordinator:
                     self.view.ledger.pace.take_over(reply.pace, now_s)
-                live = self.live
+                live = self.chain.live
                 if live and event.peer == live.plan.coordinator != self.me and reply.term < live.plan.term:
-                    commands.append(Ask(peer=event.peer, message=PlanLive(plan=live.link)))  # it has lost its disk
+                    commands.append(
+                        Ask(peer=event.peer, message=messages.PlanLive(plan=live.link))
+                    )  # it has lost its disk
                 return commands
-            case ChainLinks():
+            case messages.ChainLinks():
                 lost = self.role.is_out_of_touch(now_s)
                 links, questions = self._chain_sync.learn(event.peer, event.links, now_s, may_trust=lost)
                 commands += questions
                 for plan, after in links:
                     commands += self._adopt(plan, now_s, self.me, after=after)
                 return commands
-            case Standing() as standing:
+            case messages.Standing() as standing:
                 self.judge.told(event.peer, standing)
                 return commands
-            case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.prevote:
-                return commands + self.role.count(event, now_s)
             case _:
                 return commands + self._proposer.count(event, now_s)
 
     def _unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
         match event.asked:
-            case TermRequest(prevote=False) | PlanOffer():
-                self._proposer.unanswered(event)
-            case ChainRequest():
+            case TermRequest() | messages.PlanOffer():
+                self._proposer.unanswered(event, now_s)
+            case messages.ChainRequest():
                 self._chain_sync.unanswered(event.peer)
-            case StandingRequest():
+            case messages.StandingRequest():
                 self.judge.told(event.peer, None)
         return self.role.unanswered(event, now_s)
 
@@ -503,7 +473,9 @@ class CoordinationCore:
 
     def _tell(self, plan: Plan | None, now_s: float, *, flush: bool) -> list[Command]:
         """Tell the node which steps are complete. Args: flush: do not wait for further reports of a step."""
-        records = self.view.completed_steps(plan, now_s, flush=flush) if plan is not None else []
+        if plan is None:
+            return []
+        records = self.view.ledger.tell(now_s, term=plan.term, peers=len(plan.members), flush=flush)
         return [TellNode(record=record) for record in records]
 
     def _name_of(self, peer: PeerID) -> str:

@@ -7,14 +7,17 @@ import contextlib
 import logging
 import math
 import random
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.allocate.interface import Allocator, Searching
+from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.cluster_view import ClusterView
@@ -40,6 +43,7 @@ from shoal.coordinator.coordination_events import (
     Reply,
     ReportDue,
     Search,
+    Searched,
     SendHeartbeat,
     SpreadOrder,
     TellNode,
@@ -47,46 +51,23 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
-from shoal.coordinator.ledger import StepRecord
+from shoal.coordinator.ledger import ReportQueue, StepRecord
 from shoal.coordinator.membership import Admission
 from shoal.coordinator.replan_policy import ReplanPolicy
-from shoal.coordinator.report_queue import ReportQueue
-from shoal.coordinator.searcher import RunBlocking, Searcher, inline
+from shoal.coordinator.search_schedule import SearchJob
 from shoal.coordinator.store import PlanStore
 from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.voting import HEARD_HEARTBEATS, UNMET_MIN, Acquaintance
+from shoal.protocol import messages
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
+from shoal.protocol.errors import LocalError, Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
 from shoal.protocol.membership import AccessLevel, Excluded
-from shoal.protocol.messages import (
-    Advert,
-    ChainLinks,
-    ChainRequest,
-    Done,
-    Exclude,
-    Heartbeat,
-    HeartbeatReply,
-    Leave,
-    Ping,
-    PingRequest,
-    PlanLive,
-    PlanOffer,
-    PlanVote,
-    Refusal,
-    Reset,
-    Standing,
-    StandingRequest,
-    StatusRequest,
-    SwarmStatus,
-    TermGrant,
-    TermRequest,
-    TransferLeadership,
-)
+from shoal.protocol.messages import Advert, Done, Exclude, Heartbeat, HeartbeatReply, Ping, Refusal, SwarmStatus
 from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
-from shoal.protocol.ports import Clock, Directory
+from shoal.protocol.ports import Clock, Directory, RunBlocking, inline
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
 from shoal.protocol.timer import Timer
@@ -106,18 +87,37 @@ LEAVE_HEARTBEATS = 10.0
 
 _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     Heartbeat: HeartbeatReply,
-    TermRequest: TermGrant,
-    PlanOffer: PlanVote,
-    PlanLive: Done,
-    TransferLeadership: Done,
+    messages.TermRequest: messages.TermGrant,
+    messages.PlanOffer: messages.PlanVote,
+    messages.PlanLive: Done,
+    messages.TransferLeadership: Done,
     Ping: Ping,
-    PingRequest: Ping,
-    ChainRequest: ChainLinks,
-    StandingRequest: Standing,
-    Leave: Done,
-    Reset: Done,
+    messages.PingRequest: Ping,
+    messages.ChainRequest: messages.ChainLinks,
+    messages.StandingRequest: messages.Standing,
+    messages.Leave: Done,
+    messages.Reset: Done,
 }
 """Each call of coordination -> its answer."""
+
+
+async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
+    """Run a search where it does not block the event loop. After an error the coordinator goes on with repaired
+    layouts."""
+    assert isinstance(allocator, Searching), "only a searching allocator is asked to"
+    found: list[tuple[Layout | None, str]] = []
+    try:
+        await run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
+    except LocalError as error:
+        return Searched(job=job, reason=f"no search: {error}")
+    except Exception as error:
+        logger.debug("the search that failed", exc_info=True)
+        place, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        reason = f"a search for a layout failed, and the plan stays: {what.removesuffix(': ')} ({where})"
+        return Searched(job=job, reason=reason, is_bug=True)
+    ((layout, why),) = found
+    return Searched(job=job, layout=layout, reason=why)
 
 
 def ignore(*told: object) -> None:
@@ -198,7 +198,7 @@ class Coordination:
             rng=rng,
             now_s=clock.now_s(),
         )
-        self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
+        self._allocator, self._run_blocking = allocator, run_blocking
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
         """Why the coordinator refuses us; empty: it does not, or we have not met it."""
@@ -226,7 +226,7 @@ class Coordination:
     @property
     def plan(self) -> SignedPlan | None:
         """The plan that this peer obeys, with its signatures."""
-        return self.core.live
+        return self.core.chain.live
 
     @property
     def silence_s(self) -> float:
@@ -240,7 +240,7 @@ class Coordination:
     async def ask_status(self) -> SwarmStatus:
         """Ask the coordinator for the status of the swarm.
         Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError."""
-        return self.status() or await self._endpoint.ask(self.core.coordinator, StatusRequest(), SwarmStatus)
+        return self.status() or await self._endpoint.ask(self.core.coordinator, messages.StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
         """Restore the stored state, then take part in coordination.
@@ -250,12 +250,12 @@ class Coordination:
             self._endpoint.on(kind, self._answer)
         self._endpoint.on_heard = self._hear
         self._endpoint.on(Exclude, self._answer_exclude)
-        self._endpoint.on(StatusRequest, self._answer_status)
-        self._endpoint.on(PingRequest, self._ping_for)
+        self._endpoint.on(messages.StatusRequest, self._answer_status)
+        self._endpoint.on(messages.PingRequest, self._ping_for)
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
         if self.plan is None and self.core.owner == self._endpoint.peer_id:
-            self._spawn(self._searcher.prepare())  # while the others arrive
+            self._spawn(self._prepare_search())  # while the others arrive
         self._feed(CoordinationTimerFired())
 
     def exclude(self, order: Exclusion) -> None:
@@ -362,7 +362,7 @@ class Coordination:
             case LookUp():
                 self._spawn(self._look_up())
             case Search():
-                self._spawn(self._searcher.run(command.job))
+                self._spawn(self._search(command.job))
             case TellNode():
                 self._callbacks.on_step(command.record)
             case LogReason():
@@ -388,12 +388,13 @@ class Coordination:
         self._callbacks.on_plan(signed)
 
     def _restore(self) -> None:
-        record = self._store.begin(self.core.chain.record())
+        record = self._store.load(self._endpoint.run)
         if record is None:
+            self._store.save(self.core.chain.record())
             return
         self.core.restore(record, self._stored, self._clock.now_s())
-        if self.core.live is not None:
-            self._obey(self.core.live)
+        if self.plan is not None:
+            self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
         """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
@@ -428,15 +429,15 @@ class Coordination:
                 if reason := self._why_not_enter(source, message.advert):
                     return Refusal(reason=reason)
                 self._introduce(source, message.advert.addresses)
-            case TermRequest():
+            case messages.TermRequest():
                 base = self._plans.open_link(message.live, source)
-            case PlanOffer():
+            case messages.PlanOffer():
                 plan = self._plans.open(message.plan, source)
                 base = self._plans.open_link(message.predecessor, source) if message.predecessor else None
                 knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
-            case PlanLive() | TransferLeadership():
+            case messages.PlanLive() | messages.TransferLeadership():
                 plan = self._plans.open_link(message.plan, source)
-            case Reset():
+            case messages.Reset():
                 base = self._plans.open_link(message.live, source)
                 mandate = self._plans.open_mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
         event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate, knows=knows)
@@ -473,7 +474,7 @@ class Coordination:
             return members.access_level(peer) is not AccessLevel.STRANGER
         return peer in self._came_s or self._discovery.knows(peer)
 
-    async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
+    async def _answer_status(self, source: PeerID, message: messages.StatusRequest) -> msgspec.Struct:
         """Return the status of the run, which another coordinator may have to be asked for."""
         mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
@@ -491,7 +492,7 @@ class Coordination:
         except ShoalError as error:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
 
-    async def _ping_for(self, source: PeerID, message: PingRequest) -> msgspec.Struct:
+    async def _ping_for(self, source: PeerID, message: messages.PingRequest) -> msgspec.Struct:
         """Ping a member for the coordinator, which cannot reach it or suspects so."""
         plan = self.core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
@@ -519,11 +520,11 @@ class Coordination:
         try:
             expect = _ANSWER[type(message)]
             reply: msgspec.Struct = await self._endpoint.ask(peer, message, expect, timeout_s=self._timeout_s)
-            newer = reply.live if isinstance(reply, TermGrant | PlanVote) else b""
+            newer = reply.live if isinstance(reply, messages.TermGrant | messages.PlanVote) else b""
             live = self._plans.open_link(newer, peer) if newer else None
-            links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, ChainLinks) else ()
+            links = reply.links[:LINKS_PER_REPLY_MAX] if isinstance(reply, messages.ChainLinks) else ()
             opened = tuple(self._plans.open_link(link, peer) for link in links)
-            voted = reply.accepted if isinstance(reply, TermGrant) else b""
+            voted = reply.accepted if isinstance(reply, messages.TermGrant) else b""
             accepted = self._plans.open(voted, peer) if voted else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
             self._failed(peer, message, error, asked_s)
@@ -537,7 +538,7 @@ class Coordination:
         """Report a failed call to the core. An early failure means that no process listens there."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
-            if isinstance(asked, TermRequest | PlanOffer):
+            if isinstance(asked, messages.TermRequest | messages.PlanOffer):
                 return  # a retry would be as large, for other peers too: let the proposal expire
         took_s = self._clock.now_s() - asked_s
         is_answer = isinstance(error, Unreachable) and not error.is_silence
@@ -557,19 +558,17 @@ class Coordination:
             reply = await self._endpoint.ask(target, heartbeat, HeartbeatReply, timeout_s=self._timeout_s)
             live = self._plans.open_link(reply.plan, target) if reply.plan else None
         except (Unreachable, Refused, RemoteError, ValueError) as error:  # ValueError: too large for any peer
-            self._reports.failed(sent)
+            self._reports.returned(sent, arrived=False)
             self._note_refusal(error)
             self._failed(target, heartbeat, error, asked_s)
             await self._discovery.meet()  # its address may have changed or be unknown
             return
-        except asyncio.CancelledError:
-            self._reports.failed(sent)
-            raise
         self._ends_untold = not reply.ends
         self._note_refusal(None)
-        if reply.is_coordinator and target == self.core.coordinator:
+        has_arrived = reply.is_coordinator and target == self.core.coordinator
+        self._reports.returned(sent, arrived=has_arrived)
+        if has_arrived:
             self._heard_s = self._clock.now_s()
-            self._reports.arrived(sent)
             if reply.save_at:
                 self._callbacks.on_save(reply.save_at)
             if reply.safe[1]:
@@ -578,17 +577,14 @@ class Coordination:
                 self._callbacks.on_probe(reply.probe[:PROBES_PER_REPLY_MAX], reply.beside[:TOGETHER_MAX])
             if reply.in_doubt:
                 self._callbacks.on_doubt()
-        else:
-            self._reports.failed(sent)
         self._feed(Answered(peer=target, asked=heartbeat, reply=reply, live=live, took_s=self._clock.now_s() - asked_s))
 
     def _note_refusal(self, error: Exception | None) -> None:
         plan = self.core.plan
         is_outside = plan is None or not plan.has(self._endpoint.peer_id)
-        refused = isinstance(error, Refused) and is_outside
-        self._times_turned_away = self._times_turned_away + 1 if refused else 0
-        often = self._times_turned_away >= TURNED_AWAY_TIMES
-        self.turned_away = error.reason if often and isinstance(error, Refused) else ""
+        reason = error.reason if isinstance(error, Refused) and is_outside else None
+        self._times_turned_away = self._times_turned_away + 1 if reason is not None else 0
+        self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
         """Sign the run's end once all that we hold has reached it; empty before."""
@@ -616,7 +612,15 @@ class Coordination:
                         await self._moved_on.wait()
         if not self.core.is_coordinator:
             await self._beat(self.core.coordinator)  # our last reports, which no other peer can send
-            await self._endpoint.ask(self.core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
+            await self._endpoint.ask(self.core.coordinator, messages.Leave(), Done, timeout_s=self._timeout_s)
+
+    async def _prepare_search(self) -> None:
+        """Compile the kernels in advance."""
+        if isinstance(self._allocator, Searching):
+            await self._run_blocking(self._allocator.prepare)
+
+    async def _search(self, job: SearchJob) -> None:
+        self._feed(await searched(self._allocator, job, self._run_blocking))
 
     async def _look_up(self) -> None:
         self._feed(HeadFound(head=await self._discovery.look_up(self.core.role.hint.doubted)))

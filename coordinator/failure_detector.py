@@ -45,7 +45,6 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 the two within which it should be live."""
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: after this time one is missing."""
-ALARM_HEARTBEATS = 2.0
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
 peer's network daemon on a busy machine. A roll-back costs more."""
@@ -155,7 +154,7 @@ class CoordinatorWatch:
         """Check the coordinator ourselves, because a candidate thinks that it is gone."""
         if now_s >= self._alarm_until_s and not self.is_close:
             self._inquiry.ping_at_s = now_s
-        self._alarm_until_s = now_s + ALARM_HEARTBEATS * self._heartbeat_s
+        self._alarm_until_s = now_s + 2.0 * self._heartbeat_s
 
     def is_fast_tick(self, now_s: float) -> bool:
         return self.is_close or now_s < self._alarm_until_s
@@ -210,8 +209,8 @@ class CoordinatorWatch:
 class FailureDetector:
     """Suspects members, pings them, and tells the roster which of them are gone."""
 
-    def __init__(self, *, me: PeerID, heartbeat_s: float) -> None:
-        self._me, self._heartbeat_s = me, heartbeat_s
+    def __init__(self, *, me: PeerID, roster: Roster) -> None:
+        self._me, self._roster, self._heartbeat_s = me, roster, roster.heartbeat_s
         self._inquiries: dict[PeerID, Inquiry] = {}
         self._dead: frozenset[PeerID] = frozenset()
         self._wait_until_s = -math.inf
@@ -235,14 +234,14 @@ class FailureDetector:
     def heard(self, peer: PeerID) -> None:
         self._inquiries.pop(peer, None)
 
-    def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
+    def answered(self, peer: PeerID, now_s: float) -> list[Command]:
         inquiry = self._inquiries.get(peer)
-        roster.signed(peer, now_s)
+        self._roster.signed(peer, now_s)
         if inquiry is None:
             return []
         reporters, inquiry.reporters = inquiry.reporters, {}
         inquiry.vouchers, inquiry.vouched_s = {}, math.inf
-        if roster.overdue_at_s(peer) <= now_s:
+        if self._roster.overdue_at_s(peer) <= now_s:
             inquiry.answered, inquiry.refused_s, inquiry.returns_by_s = True, None, -math.inf
             inquiry.ping_at_s = now_s + 2 * PING_HEARTBEATS * self._heartbeat_s
         else:
@@ -252,7 +251,7 @@ class FailureDetector:
         names = ", ".join(reporter[-8:] for reporter in reporters)
         return [LogReason(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
 
-    def vouched(self, helper: PeerID, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
+    def vouched(self, helper: PeerID, peer: PeerID, now_s: float) -> list[Command]:
         """Record that `helper` has pinged `peer` for us and got an answer."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None or inquiry.answered:
@@ -261,7 +260,7 @@ class FailureDetector:
         inquiry.vouched_s = min(inquiry.vouched_s, now_s)
         inquiry.vouchers[helper] = None
         if now_s < inquiry.vouched_s + VOUCHED_HEARTBEATS * self._heartbeat_s:
-            roster.signed(peer, now_s)
+            self._roster.signed(peer, now_s)
         return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
@@ -270,19 +269,17 @@ class FailureDetector:
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
 
-    def refused(
-        self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
-    ) -> list[Command]:
+    def refused(self, peer: PeerID, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float) -> list[Command]:
         """Record that a ping was refused. Args: irreplaceable: the state of some group would be lost."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
-        if roster.is_dead(peer):  # reported again since, but its time to return is over
+        if self._roster.is_dead(peer):  # reported again since, but its time to return is over
             del self._inquiries[peer]
             return []
         if inquiry.refused_s is None:
             for other in plan.members:
-                if other != self._me and not roster.is_gone(other, now_s):
+                if other != self._me and not self._roster.is_gone(other, now_s):
                     self._suspect(other, now_s)
         if not inquiry.is_refused(now_s, took_s=took_s, again_s=CONFIRM_HEARTBEATS * self._heartbeat_s):
             return []
@@ -292,35 +289,35 @@ class FailureDetector:
             if now_s < inquiry.returns_by_s:
                 return []
         del self._inquiries[peer]
-        roster.lose(peer, dead=True)
+        self._roster.lose(peer, dead=True)
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
-    def look(self, roster: Roster, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
+    def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
         """Ping suspects, and remove those that neither two neighbours nor we can reach.
         Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
         for peer in plan.members:
             if peer == self._me:
                 continue
-            if peer in awaited and not roster.is_dead(peer):
+            if peer in awaited and not self._roster.is_dead(peer):
                 self._suspect(peer, now_s)
-            elif roster.is_gone(peer, now_s):
+            elif self._roster.is_gone(peer, now_s):
                 # The check of a member that may return with its state goes on: only its refusals end that wait.
                 if (inquiry := self._inquiries.get(peer)) is not None and inquiry.returns_by_s == -math.inf:
                     del self._inquiries[peer]
-            elif roster.overdue_at_s(peer) <= now_s:
+            elif self._roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
         commands: list[Command] = []
         for peer, inquiry in list(self._inquiries.items()):
-            if inquiry.is_open and self._is_out_of_reach(peer, inquiry, roster, now_s):
+            if inquiry.is_open and self._is_out_of_reach(peer, inquiry, now_s):
                 del self._inquiries[peer]
-                roster.lose(peer)
+                self._roster.lose(peer)
                 text = f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"
                 commands.append(LogReason(text=text))
                 continue
             if inquiry.is_open and now_s >= inquiry.help_at_s:
                 inquiry.help_at_s = now_s + self._heartbeat_s
-                helpers = self._helpers(peer, inquiry, roster, plan, now_s)
+                helpers = self._helpers(peer, inquiry, plan, now_s)
                 commands += [Ask(peer=helper, message=PingRequest(peer=peer)) for helper in helpers]
             if inquiry.takes_ping(now_s, every_s=PING_HEARTBEATS * self._heartbeat_s):
                 if not inquiry.pinged:
@@ -329,21 +326,21 @@ class FailureDetector:
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands
 
-    def _is_out_of_reach(self, peer: PeerID, inquiry: Inquiry, roster: Roster, now_s: float) -> bool:
+    def _is_out_of_reach(self, peer: PeerID, inquiry: Inquiry, now_s: float) -> bool:
         """True if two neighbours report `peer`, and it has not answered us for half of its timeout."""
-        if roster.is_gone(peer, now_s) or len(inquiry.reporters) < 2:
+        if self._roster.is_gone(peer, now_s) or len(inquiry.reporters) < 2:
             return False
-        arrivals = roster.arrivals(peer)
+        arrivals = self._roster.arrivals(peer)
         due_s = inquiry.since_s + UNANSWERED_PATIENCE * arrivals.patience_s
         return now_s >= due_s and arrivals.sign_s <= inquiry.since_s
 
-    def _helpers(self, peer: PeerID, inquiry: Inquiry, roster: Roster, plan: Plan, now_s: float) -> list[PeerID]:
+    def _helpers(self, peer: PeerID, inquiry: Inquiry, plan: Plan, now_s: float) -> list[PeerID]:
         """Return the members to ask for a ping of `peer`: first those that have reached it, then its neighbours."""
         able = [
             other
             for other in plan.members
             if other not in (peer, self._me) and other not in inquiry.reporters and other not in self._inquiries
-            if roster.was_heard(other) and not roster.is_gone(other, now_s)
+            if self._roster.beat(other) is not None and not self._roster.is_gone(other, now_s)
         ]
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:2]
@@ -353,9 +350,9 @@ class FailureDetector:
         """True if a ping is unanswered, so that a result is near."""
         return any(inquiry.is_open for inquiry in self._inquiries.values())
 
-    def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
+    def is_settled(self, plan: Plan, now_s: float) -> bool:
         """True if the coordinator may plan now: no check is about to end after another member's failure."""
-        dead = frozenset(peer for peer in plan.members if peer != self._me and roster.is_gone(peer, now_s))
+        dead = frozenset(peer for peer in plan.members if peer != self._me and self._roster.is_gone(peer, now_s))
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
         self._dead = dead
@@ -363,15 +360,15 @@ class FailureDetector:
             return False  # no training without this member, so a plan without the others gains nothing
         if not dead or now_s >= self._wait_until_s:
             return True
-        return not any(self._is_imminent(peer, inquiry, roster, now_s) for peer, inquiry in self._inquiries.items())
+        return not any(self._is_imminent(peer, inquiry, now_s) for peer, inquiry in self._inquiries.items())
 
-    def _is_imminent(self, peer: PeerID, inquiry: Inquiry, roster: Roster, now_s: float) -> bool:
+    def _is_imminent(self, peer: PeerID, inquiry: Inquiry, now_s: float) -> bool:
         if inquiry.answered:
             return False
         return (
             inquiry.refused_s is not None
             or now_s < inquiry.since_s + ROLL_CALL_HEARTBEATS * self._heartbeat_s
-            or roster.arrivals(peer).suspect_at_s <= self._wait_until_s
+            or self._roster.arrivals(peer).suspect_at_s <= self._wait_until_s
         )
 
     def _suspect(self, peer: PeerID, now_s: float) -> Inquiry:

@@ -24,10 +24,13 @@ import msgspec
 
 from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, Heartbeat, TransferLeadership, ValidationReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
+WAITING_MAX = 4096
+"""Reports that a peer keeps while there is no coordinator: an hour of one a second. Then the oldest are dropped."""
 HISTORY_STEPS = 1024
 """Number of steps with records; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
@@ -36,6 +39,8 @@ _NOTICE_HEARTBEATS = 2.5
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
+Waiting = tuple[float, CommitReport | ValidationReport]
+"""(the time since which a report waits, the report)."""
 Ends = tuple[tuple[PeerID, bytes], ...]
 """(member, its signature of `end_body`)."""
 
@@ -61,6 +66,40 @@ class StepRecord:
     peers: int
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has reported its part."""
+
+
+class ReportQueue:
+    """Sends a peer's reports, the oldest first, a few a heartbeat, and keeps each until a coordinator has it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
+        self._sent: tuple[Waiting, ...] = ()
+
+    def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
+        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight. A commit
+        contains its age.
+        Returns: (the heartbeat to send, the argument for `returned`)."""
+        known = [report for _, report in self._waiting]
+        new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
+        self._waiting.extend((now_s, report) for report in new if report not in known)
+        sent: tuple[Waiting, ...] = ()
+        if not self._sent:
+            sent = self._sent = tuple(self._waiting)[:REPORTS_PER_HEARTBEAT_MAX]
+        commits = tuple(
+            msgspec.structs.replace(report, age_s=report.age_s + max(0.0, now_s - since_s))
+            for since_s, report in sent
+            if isinstance(report, CommitReport)
+        )
+        validations = tuple(report for _, report in sent if isinstance(report, ValidationReport))
+        return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
+
+    def returned(self, sent: tuple[Waiting, ...], *, arrived: bool) -> None:
+        """Drop these reports if a coordinator has them, else send them again."""
+        for waiting in sent if arrived else ():
+            if self._waiting and self._waiting[0] == waiting:  # otherwise the full queue has dropped it
+                self._waiting.popleft()
+        if sent and sent == self._sent:
+            self._sent = ()
 
 
 class Ledger:
@@ -218,8 +257,9 @@ class Ledger:
         self._confirm(flush=flush)
         waits = False
         for step in sorted(self._untold):
-            by_stage = self._of_stages(step)
-            complete = len(by_stage) == self._stages_of(step)
+            num_stages = self._stages_of(step)
+            by_stage = {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
+            complete = len(by_stage) == num_stages
             if step == self._steps - 1:
                 complete = self.done  # the run's last record contains its last validation
             if step >= self.step:
@@ -261,11 +301,6 @@ class Ledger:
     def _stages_of(self, step: int) -> int:
         begun, before = self._stages_before
         return before if step < begun else self._num_stages
-
-    def _of_stages(self, step: int) -> dict[int, CommitReport]:
-        """Return the reports of stages."""
-        num_stages = self._stages_of(step)
-        return {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
 
     def has_reported(self, version: int) -> bool:
         """True if every stage, and every group of placed experts, has reported the step that made `version`."""
@@ -358,30 +393,25 @@ class SnapshotSchedule:
         """How many versions one stage may be ahead of another."""
         self.save_at = 0
         """The version to write; 0: none is due."""
-        self._pace: deque[tuple[float, int]] = deque(maxlen=16)
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
         self.save_at = 0
-        self._pace.clear()
         self._look_at_s = -math.inf
 
-    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
+    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float, step_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat."""
+        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat. step_s: the usual
+        time of a step; 0: unknown."""
         if self._interval_s <= 0.0 or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:
             return
-        newest = max(beat.version for beat in members)
-        self._pace.append((now_s, newest))
         if self.save_at > min(beat.version for beat in members):
             return  # a member has not reached it yet
         self.save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
-            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
-            steps_per_s = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
-            ahead = math.ceil(steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
-            self.save_at = newest + self._lead_steps + ahead
+            ahead = math.ceil(_NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 0
+            self.save_at = max(beat.version for beat in members) + self._lead_steps + ahead

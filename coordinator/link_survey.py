@@ -224,15 +224,12 @@ class LinkSurvey:
         """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
         measurements it counts as it claims, at most as the median of the others, or as that median if it claims
         nothing."""
-        measured: dict[PeerID, float] = {}
-        found: dict[PeerID, float] = {}
+        measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
-            sent = ((target, link.sent) for target, link in self._roster.at(peer).links.items() if link.sent.n)
-            seen = ((said, self._roster.at(target).links.get(peer)) for target, said in sent)
             rates = [
-                min(said.value, BOAST * back.received.value)
-                for said, back in seen
-                if back is not None and back.received.n
+                min(link.sent.value, BOAST * back.received.value)
+                for target, link in self._roster.at(peer).links.items()
+                if link.sent.n and (back := self._roster.at(target).links.get(peer)) is not None and back.received.n
             ]
             if rates:
                 measured[peer] = median(rates)
@@ -247,28 +244,16 @@ class LinkSurvey:
         latency_s, sent, received, variance = (np.full((len(peers), len(peers)), np.nan) for _ in range(4))
         is_certain = np.zeros((len(peers), len(peers)), dtype=np.bool_)
         slow_lines = self._slow_lines(len(peers) - 1)
-        found = [
-            (
-                number[reporter],
-                number[target],
-                link.round_trip.log,
+        for i, reporter in enumerate(peers):
+            for target, link in self._roster.at(reporter).links.items():
+                if (j := number.get(target)) is None:
+                    continue
                 # The other links of a slow line were measured before it became slow.
-                link.sent.log if slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf else math.nan,
-                link.received.log,
-                link.num_probes >= PROBES_CERTAIN,
-                link.sent.variance(now_s),
-            )
-            for reporter in peers
-            for target, link in self._roster.at(reporter).links.items()
-            if target in number
-        ]
-        if found:
-            columns = np.array(found)
-            i, j = columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64)
-            latency_s[i, j] = np.exp(columns[:, 2]) / 2
-            sent[i, j], received[j, i] = np.exp(columns[:, 3]), np.exp(columns[:, 4])
-            is_certain[i, j] = columns[:, 5] > 0.0
-            variance[i, j] = columns[:, 6]
+                is_current = slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf
+                latency_s[i, j], received[j, i] = link.round_trip.log, link.received.log
+                sent[i, j] = link.sent.log if is_current else math.nan
+                is_certain[i, j], variance[i, j] = link.num_probes >= PROBES_CERTAIN, link.sent.variance(now_s)
+        latency_s, sent, received = np.exp(latency_s) / 2, np.exp(sent), np.exp(received)
         said, seen = sent, ~np.isnan(received)
         if seen.any():
             sent = np.where(seen, sent, np.minimum(sent, BOAST * np.median(received[seen])))
@@ -388,19 +373,15 @@ class LinkSurvey:
         apart, stale_s = (DOUBT_HEARTBEATS, DOUBT_STALE_S) if in_doubt else (APART_HEARTBEATS, IN_USE_STALE_S)
         if now_s < max(self._roster.at(peer).asked_s.values(), default=-math.inf) + apart * self._heartbeat_s:
             return ()
-        candidates = [p for p in plan.spares if p not in self._targets and self._is_unknown(peer, p, now_s)]
-        if candidates:
-            return self._chosen(peer, candidates, now_s, most=1)
-        stage = plan.stage_of(peer)
+        stage, probed = plan.stage_of(peer), self._probed_from(peer).intersection(plan.members)
         near = () if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
-        used = {p for part in near for p in part.peers}
-        candidates = [p for p in used if self._is_stale(peer, p, now_s, stale_s)]
-        if not candidates:
-            probed = self._probed_from(peer) & set(plan.members)
-            if len(probed) < min(PARTNERS_ENOUGH, len(plan.members) - 1):
-                candidates = [p for p in plan.members if p not in probed and self._is_unknown(peer, p, now_s)]
-        if not candidates:
-            candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
+        wanted = plan.members if len(probed) < min(PARTNERS_ENOUGH, len(plan.members) - 1) else ()
+        candidates = (
+            [p for p in plan.spares if p not in self._targets and self._is_unknown(peer, p, now_s)]
+            or [p for part in near for p in part.peers if self._is_stale(peer, p, now_s, stale_s)]
+            or [p for p in wanted if p not in probed and self._is_unknown(peer, p, now_s)]
+            or [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
+        )
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:

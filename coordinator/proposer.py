@@ -1,7 +1,9 @@
 """Extends the chain: drafts plans, runs one ballot at a time, and announces the plan that goes live. Pure.
 
-A ballot requests the term, if we do not hold it yet, and then the votes for a plan."""
+A ballot requests the term, if we do not hold it yet, and then the votes for a plan. A pre-vote (`role`) only asks
+whether the term would be granted."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,11 +36,17 @@ from shoal.protocol.statement import VerifySignature
 
 PROPOSAL_HEARTBEATS = 5.0
 """How long members may take to answer. After that a new proposal is made, from the then current view."""
+PRE_VOTE_HEARTBEATS = 3.0
+"""Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
+ASK_AGAIN_HEARTBEATS = 0.5
+"""A question of a pre-vote without an answer counts as lost after this time."""
+REST_HEARTBEATS = 0.125
+"""A member that has refused in a pre-vote is asked again after this time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base plan. `plan` is None while the term is being requested."""
+    """One ballot on one base plan. `plan` is None while the term is being requested, and in a pre-vote."""
 
     base: SignedPlan
     term: int
@@ -46,37 +54,51 @@ class Ballot:
     expires_at_s: float
     permit: bytes = b""
     """The coordinator's, where it has handed the term over."""
+    prevote: bool = False
+    again_s: float = math.inf
+    """When a question without an answer counts as lost; inf: once its call has failed."""
+    rest_s: float = 0.0
+    """When a member that has refused, or was not reached, is asked again."""
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
     """Members that have agreed -> the signature of their vote; empty while the term is being requested."""
-    waiting: set[PeerID] = field(default_factory=set)
-    promised: set[PeerID] = field(default_factory=set)
+    waiting: dict[PeerID, float] = field(init=False, default_factory=dict)
+    """Members that have been asked -> the time until which they are not asked again."""
+    promised: set[PeerID] = field(init=False, default_factory=set)
     """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """Members that know something to be wrong with our plan."""
-    voted: dict[PeerID, str] = field(default_factory=dict)
+    """Members that know something to be wrong with our plan, or are not asked."""
+    voted: dict[PeerID, str] = field(init=False, default_factory=dict)
     """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
-    learned: list[tuple[int, SignedPlan]] = field(default_factory=list)
+    learned: list[tuple[int, SignedPlan]] = field(init=False, default_factory=list)
     """(term of the vote, plan) of each plan that a member has voted for."""
 
     def question(self) -> TermRequest | PlanOffer:
         """Return what this ballot asks now. Answers to anything else do not count."""
         base = self.base.link
         if self.plan is None:
-            return TermRequest(term=self.term, live=base, permit=self.permit)
+            return TermRequest(term=self.term, live=base, permit=self.permit, prevote=self.prevote)
         plan = self.plan.envelope
         fits = len(plan) + len(base) + ENVELOPE_BYTES_MAX <= CONTROL_BYTES_MAX
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
-    def ask(self) -> list[Command]:
+    def ask(self, now_s: float) -> list[Command]:
         """Ask the electors and, with an offer, the newcomers, so that they learn it early; but nobody twice at once."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
-        peers = [p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused]
-        self.waiting.update(peers)
+        left_out = {*self.agreed, *self.refused, *(p for p, until_s in self.waiting.items() if now_s < until_s)}
+        peers = [peer for peer in everyone if peer not in left_out]
+        self.waiting.update(dict.fromkeys(peers, now_s + self.again_s))
         question = self.question()
         return [Ask(peer=peer, message=question) for peer in peers]
+
+    def is_answered_by(self, event: Answered | Unanswered) -> bool:
+        """True if `event` answers our question; a pre-vote may have raised its term since."""
+        asked = event.asked
+        if self.prevote and isinstance(asked, TermRequest):
+            asked = msgspec.structs.replace(asked, term=self.term)
+        return asked == self.question()
 
     def learn(self, term: int, plan: SignedPlan) -> None:
         """Record that a member has voted for `plan` in `term`, unless that is a lie: no honest member can have."""
@@ -142,19 +164,29 @@ class Proposer:
         self._me, self._owner, self._chain, self._policy = me, owner, chain, policy
         self._sign, self._sign_vote, self._verify = sign, sign_vote, verify
         self._is_fresh, self._adopt, self._lost = is_fresh, adopt, lost
-        self._patience_s = PROPOSAL_HEARTBEATS * policy.view.spec.swarm.heartbeat_s
+        self._heartbeat_s = policy.view.spec.swarm.heartbeat_s
+        self._patience_s = PROPOSAL_HEARTBEATS * self._heartbeat_s
         self._ballot: Ballot | None = None
         self._sequence_max = 0
         self._term_max = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._ballot is not None
+        return self._ballot is not None and not self._ballot.prevote
+
+    @property
+    def is_sounding(self) -> bool:
+        """True during a pre-vote."""
+        return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
         """End the ballot, because a plan above its base is live. Returns: whether there was one."""
-        dropped, self._ballot = self._ballot is not None, None
+        dropped, self._ballot = self.is_busy, None
         return dropped
+
+    def drop_pre_vote(self) -> None:
+        if self.is_sounding:
+            self._ballot = None
 
     # --- plans without a ballot ---
 
@@ -196,9 +228,24 @@ class Proposer:
 
     # --- ballots ---
 
+    def pre_vote(self, base: SignedPlan, now_s: float, *, round_trip_s: float) -> list[Command]:
+        """Ask whether the next possible term would be granted, and campaign for it if a majority says so."""
+        self._ballot = Ballot(
+            base=base,
+            term=self._next_term(base),
+            owner=self._owner,
+            expires_at_s=now_s + PRE_VOTE_HEARTBEATS * self._heartbeat_s,
+            prevote=True,
+            again_s=max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * round_trip_s),
+            rest_s=REST_HEARTBEATS * self._heartbeat_s,
+            agreed={self._me: b""},
+            refused={base.plan.coordinator},
+        )
+        return self._ballot.ask(now_s) + self._advance(now_s)
+
     def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> list[Command]:
         """Request `term`, or the next possible term, and propose the base's layout in it."""
-        term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
+        term = term or self._next_term(base)
         if self._chain.grant(self._me, term, base):
             return []
         accepted = self._chain.accepted
@@ -225,11 +272,11 @@ class Proposer:
     def count(self, event: Answered, now_s: float) -> list[Command]:
         """Count a member's answer to the question of the ballot."""
         ballot, reply = self._ballot, event.reply
-        if not isinstance(reply, TermGrant | PlanVote) or ballot is None or event.asked != ballot.question():
+        if not isinstance(reply, TermGrant | PlanVote) or ballot is None or not ballot.is_answered_by(event):
             return []
         if isinstance(reply, TermGrant) is not (ballot.plan is None):
             return []  # it answers another question
-        ballot.waiting.discard(event.peer)
+        ballot.waiting[event.peer] = now_s + ballot.rest_s
         is_unfit = isinstance(reply, PlanVote) and reply.unfit
         notes = self._note_refusal(ballot, event.peer, reply.reason, now_s) if is_unfit else []
         term = reply.term  # the highest that the member has promised
@@ -242,6 +289,10 @@ class Proposer:
                 ballot.voted[event.peer] = event.accepted.digest if event.accepted is not None else ""
                 ballot.agreed[event.peer] = b""
                 return self._advance(now_s)
+            if ballot.prevote:
+                if term >= ballot.term:
+                    self._term_max, ballot.term = term, term + 1  # consent to a lower term covers this one
+                return []
             if term == ballot.term and ballot.permit:
                 # The term was promised to an earlier heir, which has failed; otherwise the coordinator would not have
                 # asked us.
@@ -267,9 +318,9 @@ class Proposer:
             return notes + self._give_up(ballot, f"{event.peer[-8:]} {reply.reason}", now_s, outbid=True)
         return notes
 
-    def unanswered(self, event: Unanswered) -> None:
-        if self._ballot is not None and event.asked == self._ballot.question():
-            self._ballot.waiting.discard(event.peer)
+    def unanswered(self, event: Unanswered, now_s: float) -> None:
+        if self._ballot is not None and self._ballot.is_answered_by(event):
+            self._ballot.waiting[event.peer] = now_s + self._ballot.rest_s
 
     def press(self, now_s: float) -> list[Command]:
         """Ask silent members again, or give up after the deadline."""
@@ -277,12 +328,15 @@ class Proposer:
         if ballot is None:
             return []
         if now_s < ballot.expires_at_s:
-            return ballot.ask()
+            return ballot.ask(now_s)
         why = f"{len(ballot.agreed)} of {len(ballot.base.plan.electors)} agreed in time"
         return self._give_up(ballot, why, now_s, outbid=False)
 
     def _begun(self, ballot: Ballot, now_s: float) -> list[Command]:
-        return [Persist(record=self._chain.record()), *ballot.ask(), *self._advance(now_s)]
+        return [Persist(record=self._chain.record()), *ballot.ask(now_s), *self._advance(now_s)]
+
+    def _next_term(self, base: SignedPlan) -> int:
+        return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
         """Return our own vote, signed if there is a `body`, unless it alone is a majority. Such a vote must be on disk
@@ -297,6 +351,9 @@ class Proposer:
         if ballot is None or not ballot.carried:
             return []
         base = ballot.base.plan
+        if ballot.prevote:
+            text = f"a majority misses coordinator {base.coordinator[-8:]}, asking for term {ballot.term}"
+            return [LogReason(text=text), *self.campaign(ballot.base, now_s, term=ballot.term)]
         if ballot.plan is not None:
             self._ballot, won = None, ballot.proven()
             commands = self._went_live(won, base.members, now_s)
@@ -332,7 +389,7 @@ class Proposer:
     def _give_up(self, ballot: Ballot, reason: str, now_s: float, *, outbid: bool) -> list[Command]:
         self._ballot = None
         self._lost(now_s, outbid)
-        what = "a plan" if ballot.plan else f"term {ballot.term}"
+        what = "a plan" if ballot.plan else f"{'a pre-vote on ' if ballot.prevote else ''}term {ballot.term}"
         return [LogReason(text=f"gave up on {what}: {reason}"), LookUp()]
 
     def _went_live(self, plan: SignedPlan, voters: tuple[PeerID, ...], now_s: float) -> list[Command]:
@@ -363,7 +420,7 @@ class Proposer:
         ended = before if before and begins and _ends_with(before, begins) else None
         # A new era is no roll-back after the end of its layout, or if all peers had stopped.
         goes_back = begins is not None and begins.loses and ended is None
-        stages = _since(tuple(map(_sane, layout.stages)), goes_on, sequence)
+        stages = _placed(layout.stages, goes_on, sequence)
         restored = (before.restore_era, before.restore_version) if before else (0, 0)
         restored = (begins.from_era, begins.version) if begins else restored
         plan = Plan(
@@ -399,32 +456,27 @@ class Proposer:
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
 
 
-def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`."""
-    held = {
-        (index, *stage.layers, member.peer): member.since
-        for index, stage in enumerate(before.stages if before else ())
-        for member in stage.members
-    }
-    replace = msgspec.structs.replace
-    return tuple(
-        replace(
-            stage,
-            members=tuple(replace(m, since=held.get((index, *stage.layers, m.peer), sequence)) for m in stage.members),
+def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
+    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`. Raise very small
+    shares and bandwidths relative to the stage's largest: a member may claim any speed."""
+    replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
+    for index, stage in enumerate(before.stages if before else ()):
+        held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}
+    placed = []
+    for index, stage in enumerate(stages):
+        share = max(m.share for m in stage.members) / APART_MAX
+        bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
+        members = tuple(
+            replace(
+                m,
+                share=max(m.share, share),
+                bandwidth=max(m.bandwidth, bandwidth),
+                since=held.get((index, *stage.layers, m.peer), sequence),
+            )
+            for m in stage.members
         )
-        for index, stage in enumerate(stages)
-    )
-
-
-def _sane(stage: Stage) -> Stage:
-    """Raise very small shares and bandwidths relative to the stage's largest: a member may claim any speed."""
-    share = max(m.share for m in stage.members) / APART_MAX
-    bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
-    raised = (
-        msgspec.structs.replace(m, share=max(m.share, share), bandwidth=max(m.bandwidth, bandwidth))
-        for m in stage.members
-    )
-    return msgspec.structs.replace(stage, members=tuple(raised))
+        placed.append(replace(stage, members=members))
+    return tuple(placed)
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:

@@ -7,12 +7,12 @@ stage's state is lost, the run rolls back to a snapshot (`era`).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
-from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
+from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, places_of
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
@@ -74,15 +74,13 @@ class ReplanPolicy:
         self._heartbeat_s = view.spec.swarm.heartbeat_s
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
-        self._era = 0
         self._ends_s, self._notice = 0.0, 1
         """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """The fewest bytes that members of the following layout still lacked, and since when."""
-        self._next_layout: tuple[Stage, ...] = ()
         self._follows_s = 0.0
-        """The stages after the live plan's, and when we first saw them."""
+        """When we first saw the stages after the live plan's."""
         self._change: Change | None = None
         """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
@@ -92,7 +90,6 @@ class ReplanPolicy:
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
-        self._places: Places | None = None
         self._placed_s = 0.0
         """When we first saw the live plan's places."""
         self._due_s = math.inf
@@ -104,14 +101,15 @@ class ReplanPolicy:
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
+        before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
-        if places_of(plan) != self._places:
-            self._places, self._placed_s = places_of(plan), now_s
-        if plan.next_layout != self._next_layout:
-            self._next_layout, self._follows_s, self._change = plan.next_layout, now_s, None
-        if plan.era != self._era:
-            self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
+        if before is None or places_of(plan) != places_of(before):
+            self._placed_s = now_s
+        if before is None or plan.next_layout != before.next_layout:
+            self._follows_s, self._change = now_s, None
+        if before is None or plan.era != before.era:
+            self._holders, self._too_few_s = HolderWatch(self._heartbeat_s, now_s), math.inf
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
@@ -175,7 +173,7 @@ class ReplanPolicy:
         """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
         Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
-        if view.roster.unheard(now_s):
+        if not view.roster.are_heard(view.roster.alive(now_s)):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
         view.compare(live, now_s)
         catalog = view.catalog(now_s)
@@ -194,8 +192,7 @@ class ReplanPolicy:
             # A leaving member may be the last that can vote for it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
-                certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
-                return certified, certified.reason
+                return _next(Layout.of(live, f"step {view.certificates.newest[1]} is certified"))
         if is_quiet and live.next_layout and not live.cutover_version:
             return self._prepared(live, look)
         if is_quiet:
@@ -233,13 +230,12 @@ class ReplanPolicy:
         if layout.places() == places_of(live):
             if under_way:
                 # A peer that restarts, or gets this plan late, must not begin the era again.
-                layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
-                return layout, layout.reason
+                return _next(replace(layout, reason=f"training is under way{' again' if live.era else ''}"))
             if live.next_layout and not goes_on:
                 return _called_off(live, "a member leaves")
             self._settled_for = swarm
             return None, ""
-        return layout, layout.reason
+        return _next(layout)
 
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
@@ -288,7 +284,12 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        return _swarm(peers, self.view.links.pairs(now_s, {peer.peer for peer in peers}))
+        """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead
+        to a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only
+        while a member drains."""
+        drains = any(peer.draining for peer in peers)
+        told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
+        return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
 
     def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
         """Return a layout at once, by rules that move few peers."""
@@ -318,17 +319,15 @@ class ReplanPolicy:
         if view.experts.is_due(live, view.ledger.step):
             placed = view.experts.place(live.stages, live, sequence=look.sequence)
             if placed != live.experts:
-                moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
-                return moved, moved.reason
+                return _next(_same(live, "experts go where the load is"))
         formats = view.other_formats(live)
         if formats is not None:
-            reason = formats.sentence
-            return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
+            return _next(_same(live, formats.sentence, formats=formats))
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
             return self._preparing(live, look, layout)
         if layout is not None and keeps_state(layout, live, look.peers):
-            return layout, layout.reason
+            return _next(layout)
         is_off = view.calibration.is_off
         if self._fetches(live, now_s):
             return None, ""  # without the members that still download, any other layout looks better
@@ -367,7 +366,7 @@ class ReplanPolicy:
         """True if a member still lacks the state of its stage and may get it."""
         if now_s >= self._placed_s + FETCH_S_MAX:
             return False
-        return not all(self.view.roster.has_state(peer, live) for stage in live.stages for peer in stage.peers)
+        return not self.view.roster.is_whole(live)
 
     # --- another division into stages ---
 
@@ -375,16 +374,14 @@ class ReplanPolicy:
         """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
         set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
         placed."""
-        announced = self._announced(live, layout, look.now_s)
+        announced = self._announced(live, layout.stages, layout.reason, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
         change = self._foreseen_change(live, look, layout.stages)
         if change is not None and change.stands_still():
             return announced
         self._unfetched_bytes, self._fetched_s = None, look.now_s
-        reason = f"{layout.reason}: its members fetch what they lack"
-        prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, next_layout=layout.stages)
-        return prepared, reason
+        return _next(_same(live, f"{layout.reason}: its members fetch what they lack", next_layout=layout.stages))
 
     def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
         """Return the end of the live layout once its members have downloaded what they can for the following one,
@@ -401,8 +398,7 @@ class ReplanPolicy:
         waits = left_bytes > 0 and now_s < self._fetched_s + patience_s
         if waits and not self._is_too_slow(live, look, left):
             return None, ""
-        after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
-        return self._announced(live, after, now_s)
+        return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
         """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
@@ -422,32 +418,28 @@ class ReplanPolicy:
             return None
         return next_layout_change(self._compared(live, look), live, next_layout)
 
-    def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
-        """Return the live layout with the version at which `layout` replaces it, `times` the usual notice ahead."""
+    def _announced(
+        self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
+    ) -> tuple[Next, str]:
+        """Return the live layout with the version at which `stages` replace it, `times` the usual notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
         cutover_version = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), 256)
         if times == 1:
-            cutover_version = self._sooner(live, layout, now_s, cutover_version=cutover_version)
+            cutover_version = self._sooner(live, stages, now_s, cutover_version=cutover_version)
         if cutover_version >= view.spec.training.steps:
             return None, ""  # the run is over before it pays
         self._ends_s, self._notice = now_s, times
-        announced = Layout(
-            stages=live.stages,
-            spares=live.spares,
-            reason=f"{layout.reason}: at step {cutover_version}",
-            cutover_version=cutover_version,
-            next_layout=layout.stages,
-        )
-        return announced, announced.reason
+        reason = f"{why}: at step {cutover_version}"
+        return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
-    def _sooner(self, live: Plan, layout: Layout, now_s: float, *, cutover_version: int) -> int:
+    def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
         """Return the first version that every member knows in time, or the one after it, if that costs less than
         waiting until `cutover_version`. Ending early repeats the started part of the next step. A stage at its maximum
         lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
-        slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(layout.stages, now_s)
+        slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:
             return cutover_version
         sure_s = SURE_HEARTBEATS * self._heartbeat_s
@@ -475,8 +467,8 @@ class ReplanPolicy:
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
-            after = Layout(stages=live.next_layout, spares=(), reason="another division into stages")
-            return self._announced(live, after, now_s, times=min(2 * self._notice, 16))
+            times = min(2 * self._notice, 16)
+            return self._announced(live, live.next_layout, "another division into stages", now_s, times=times)
         wanted = view.layers
         if view.ledger.step < version or not catalog.covers((live.era, version), wanted):
             self._ended_s = None
@@ -489,10 +481,9 @@ class ReplanPolicy:
         if self._ended_s is not None and (late or view.ledger.has_reported(version)):
             members = {peer for stage in live.next_layout for peer in stage.peers}
             spares = tuple(peer for peer in live.members if peer not in members)
-            reason = _divided(live, version)
             beginning = Beginning(era=self._beginning(live, catalog).era, version=version, from_era=live.era)
-            layout = Layout(stages=live.next_layout, spares=spares, reason=reason, beginning=beginning)
-            return layout, reason
+            reason = _divided(live, version)
+            return _next(Layout(stages=live.next_layout, spares=spares, reason=reason, beginning=beginning))
         idle_s = view.ledger.pace.idle_s(now_s)
         end_patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * view.ledger.pace.usual_step_s)
         if now_s >= self._ends_s + end_patience_s and (idle_s is None or idle_s >= end_patience_s):
@@ -587,18 +578,18 @@ def _divided(live: Plan, version: int) -> str:
     return f"{before} {noun} became {after} at step {version}: layers {layers}"
 
 
+def _next(layout: Layout) -> tuple[Layout, str]:
+    """Return a layout to propose, with the sentence to log."""
+    return layout, layout.reason
+
+
+def _same(live: Plan, reason: str, **changes: Any) -> Layout:
+    """Return the layout of `live`, with other fields that a plan may change while it lasts, and a new prediction."""
+    return Layout(stages=live.stages, spares=live.spares, reason=reason, **changes)
+
+
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
-    reason = f"the stages stay as they are: {why}"
-    return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
-
-
-def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
-    """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead to
-    a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
-    member drains."""
-    draining = any(peer.draining for peer in peers)
-    told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
-    return (*told, tuple(sorted(unreachable)))
+    return _next(_same(live, f"the stages stay as they are: {why}"))
 
 
 def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:
@@ -606,5 +597,4 @@ def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, 
     where = f"version {beginning.version}" if beginning.version else "the seed"
     back = "back to" if beginning.loses else "goes on from"
     moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"
-    layout = replace(layout, reason=f"{why}: {back} {where}{moves}", beginning=beginning)
-    return layout, layout.reason
+    return _next(replace(layout, reason=f"{why}: {back} {where}{moves}", beginning=beginning))

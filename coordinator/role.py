@@ -30,6 +30,7 @@ from blake3 import blake3
 
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.chain import PlanChain
+from shoal.coordinator.chain_sync import LeaderHint
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import (
     Answered,
@@ -44,8 +45,7 @@ from shoal.coordinator.coordination_events import (
     Search,
     Unanswered,
 )
-from shoal.coordinator.failure_detector import PING_HEARTBEATS, CoordinatorWatch, FailureDetector
-from shoal.coordinator.leader_hint import LeaderHint
+from shoal.coordinator.failure_detector import CoordinatorWatch, FailureDetector
 from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
@@ -57,7 +57,6 @@ from shoal.protocol.messages import (
     Ping,
     PingRequest,
     Refusal,
-    TermGrant,
     TermRequest,
     TransferLeadership,
 )
@@ -78,12 +77,6 @@ STAGGER_HEARTBEATS = 0.3
 """Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
-GIVES_WAY_HEARTBEATS = 0.4
-BACK_OFF_HEARTBEATS = 0.5
-PRE_VOTE_HEARTBEATS = 3.0
-"""Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
-ASK_AGAIN_HEARTBEATS = 0.5
-"""A question without an answer counts as lost after this time."""
 
 # --- leader ---
 
@@ -127,23 +120,13 @@ def heirs(view: ClusterView, plan: Plan, now_s: float, *, vouchers: Collection[P
     """Return the peers that may coordinate the next term, first choice first. Peers that members cannot reach come
     last, because a coordinator removes members that it cannot hear. Args: vouchers: reach a member that we cannot."""
     order = rank(view.run, plan.term + 1, (peer for peer in plan.members if view.roster.may_coordinate(peer, now_s)))
-    return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
+    unreached = {peer: sum(map(plan.has, view.links.cannot_reach(peer, now_s))) for peer in order}
+    return sorted(order, key=lambda peer: (unreached[peer], peer not in vouchers))
 
 
 def transfer_body(term: int, heir: PeerID) -> bytes:
     """Return what the coordinator of `term` signs when it transfers the role to `heir`."""
     return msgspec.msgpack.encode((term, heir))
-
-
-@dataclass(slots=True, kw_only=True)
-class PreVote:
-    base: SignedPlan
-    term: int
-    asks_at_s: float
-    expires_at_s: float
-    agreed: set[PeerID]
-    waiting: dict[PeerID, float] = field(default_factory=dict)
-    """Members that have been asked -> the time until which they are not asked again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,16 +188,14 @@ class CoordinationRole:
         self._sign_transfer, self._verify_transfer = sign_transfer, verify_transfer
         self.watch = CoordinatorWatch(heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self.hint = LeaderHint(me=me, owner=owner, chain=chain, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
-        self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
+        self._detector = FailureDetector(me=me, roster=policy.view.roster)
         self.own: Heartbeat | None = None
         """Our last heartbeat."""
         self._leaving = False
-        self._pre_vote: PreVote | None = None
         self._is_asking = False
         """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
         coordinator."""
         self._not_before_s = now_s
-        self._term_max = 0
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
         self._tenure = Tenure(begun_s=now_s, due_s=now_s + swarm.term_s, publish_at_s=now_s, members=frozenset())
@@ -240,7 +221,7 @@ class CoordinationRole:
 
     def is_fast_tick(self, now_s: float) -> bool:
         """True if our checks of other peers need the short tick."""
-        return self.is_coordinator or self._pre_vote is not None or self.watch.is_fast_tick(now_s)
+        return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
         """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
@@ -273,7 +254,6 @@ class CoordinationRole:
         """Follow the new live plan, after `before`. Returns: the coordinator of `before`, if it is silent."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
-        self._pre_vote = None
         if new_term:
             self.watch.obeys(replaced=silent, now_s=now_s)
         self.hint.obeyed()
@@ -294,8 +274,9 @@ class CoordinationRole:
             self._tenure.hasten(now_s)
 
     def failed(self, now_s: float, *, outbid: bool) -> None:
-        """Record that a proposal of ours has failed."""
-        self._back_off(now_s)
+        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once."""
+        self._is_asking = False
+        self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
         self._policy.unsettle()
         if outbid:
             # A majority may have promised our term to a candidate that then failed: only a later term helps.
@@ -304,11 +285,6 @@ class CoordinationRole:
     def _hold_off(self, until_s: float) -> None:
         """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
         self._not_before_s = max(self._not_before_s, until_s)
-
-    def _back_off(self, now_s: float) -> None:
-        """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
-        self._pre_vote, self._is_asking = None, False
-        self._hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     # --- calls from others ---
 
@@ -338,8 +314,8 @@ class CoordinationRole:
         """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
         theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
-            self._pre_vote = None
-            self._hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
+            self._proposer.drop_pre_vote()
+            self._hold_off(now_s + 0.4 * self._heartbeat_s)
 
     def take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
         """Answer the coordinator, which transfers the role to us, and request the next term."""
@@ -385,15 +361,14 @@ class CoordinationRole:
         """Handle the answer to a question of the coordinator's, or to a ping."""
         commands: list[Command] = []
         if self.is_coordinator:
-            roster = self._policy.view.roster
             match event.asked:
                 case TransferLeadership() if event.peer == self._tenure.heir:
                     patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s + ROUND_TRIPS * event.took_s
                     self._tenure.due_s = now_s + patience_s
                 case Ping():
-                    commands = self._detector.answered(event.peer, roster, now_s)
+                    commands = self._detector.answered(event.peer, now_s)
                 case PingRequest(peer):
-                    commands = self._detector.vouched(event.peer, peer, roster, now_s)
+                    commands = self._detector.vouched(event.peer, peer, now_s)
         if isinstance(event.reply, Ping):
             if self.plan is not None and event.peer == self.plan.coordinator:
                 self.watch.answered(event.took_s, now_s)
@@ -402,8 +377,6 @@ class CoordinationRole:
         return commands
 
     def unanswered(self, event: Unanswered, now_s: float) -> list[Command]:
-        if (pre_vote := self._about(event.asked)) is not None:
-            pre_vote.waiting.pop(event.peer, None)
         plan = self.plan
         if plan is None:
             return []
@@ -418,7 +391,6 @@ class CoordinationRole:
         if isinstance(event.asked, Ping) and event.refused:
             return self._detector.refused(
                 event.peer,
-                self._policy.view.roster,
                 plan,
                 irreplaceable=self._policy.is_irreplaceable(event.peer, plan, now_s),
                 took_s=event.took_s,
@@ -455,73 +427,19 @@ class CoordinationRole:
             commands.append(Ask(peer=plan.coordinator, message=Ping()))
         suspect_at_s = self.watch.suspect_at_s
         if turn is None or now_s < suspect_at_s:
-            self._pre_vote, self._is_asking = None, False
+            self._proposer.drop_pre_vote()
+            self._is_asking = False
             return commands
         # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
         stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + 3.0 * self.watch.round_trip_s
         due_s = suspect_at_s + (0 if self._is_asking else turn) * stagger_s
-        if self._proposer.is_busy or now_s < max(due_s, self._not_before_s):
+        occupied = self._proposer.is_busy or self._proposer.is_sounding
+        if occupied or now_s < max(due_s, self._not_before_s):
             return commands
-        pre_vote = self._pre_vote
-        if pre_vote is None:
-            commands.append(LogReason(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
-            self._is_asking = True
-            pre_vote = self._pre_vote = PreVote(
-                base=live,
-                term=max(self._chain.granted_term, plan.term, self._term_max) + 1,
-                asks_at_s=now_s,
-                expires_at_s=now_s + PRE_VOTE_HEARTBEATS * self._heartbeat_s,
-                agreed={self._me},
-            )
-        if now_s >= pre_vote.expires_at_s:
-            self._back_off(now_s)
-            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
-            return [*commands, LogReason(text=text)]
-        return commands + self._ask(pre_vote, now_s) + self._succeed(pre_vote, now_s)
-
-    def count(self, event: Answered, now_s: float) -> list[Command]:
-        """Count a member's answer to our pre-vote."""
-        pre_vote, reply = self._about(event.asked), event.reply
-        assert isinstance(reply, TermGrant)
-        if not self._chain.takes_term(reply.term + 1) or pre_vote is None:
-            return []
-        pre_vote.waiting.pop(event.peer, None)
-        if reply.granted:
-            pre_vote.agreed.add(event.peer)
-        elif reply.term >= pre_vote.term:
-            self._term_max = reply.term
-            pre_vote.term = reply.term + 1  # consent to a lower term covers this one
-        return self._succeed(pre_vote, now_s)
-
-    def _succeed(self, pre_vote: PreVote, now_s: float) -> list[Command]:
-        """Become a candidate if a majority of the electors misses the coordinator."""
-        if not is_quorum(pre_vote.agreed, pre_vote.base.plan, self._owner):
-            return []
-        self._pre_vote = None
-        if self._proposer.is_busy:
-            return []
-        name = pre_vote.base.plan.coordinator[-8:]
-        note = LogReason(text=f"a majority misses coordinator {name}, asking for term {pre_vote.term}")
-        return [note, *self._proposer.campaign(pre_vote.base, now_s, term=pre_vote.term)]
-
-    def _about(self, asked: object) -> PreVote | None:
-        """Return our pre-vote, if `asked` is its question."""
-        pre_vote = self._pre_vote
-        if pre_vote is None or not isinstance(asked, TermRequest) or not asked.prevote:
-            return None
-        return pre_vote if asked.live == pre_vote.base.link else None
-
-    def _ask(self, pre_vote: PreVote, now_s: float) -> list[Command]:
-        if now_s < pre_vote.asks_at_s:
-            return []
-        pre_vote.asks_at_s = now_s + PING_HEARTBEATS / 2 * self._heartbeat_s
-        coordinator = pre_vote.base.plan.coordinator
-        question = TermRequest(term=pre_vote.term, live=pre_vote.base.link, permit=b"", prevote=True)
-        left_out = {coordinator, *pre_vote.agreed, *(p for p, until_s in pre_vote.waiting.items() if now_s < until_s)}
-        peers = [peer for peer in pre_vote.base.plan.electors if peer not in left_out]
-        again_s = now_s + max(ASK_AGAIN_HEARTBEATS * self._heartbeat_s, 2 * self.watch.round_trip_s)
-        pre_vote.waiting.update(dict.fromkeys(peers, again_s))
-        return [Ask(peer=peer, message=question) for peer in peers]
+        self._is_asking = True
+        text = f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"
+        asks = self._proposer.pre_vote(live, now_s, round_trip_s=self.watch.round_trip_s)
+        return [*commands, LogReason(text=text), *asks]
 
     def _standing(self, plan: Plan) -> int | None:
         if self._turn[0] is not plan:
@@ -537,7 +455,7 @@ class CoordinationRole:
         if members < tenure.members:
             tenure.lost_s = now_s
         tenure.members = members
-        commands = self._detector.look(roster, plan, now_s, awaited=self._policy.awaited)
+        commands = self._detector.look(plan, now_s, awaited=self._policy.awaited)
         alive = roster.alive(now_s)
         hears = is_quorum({self._me, *alive}, plan, self._owner)
         alone = not hears or self.hint.coordinator != self._me
@@ -585,10 +503,10 @@ class CoordinationRole:
 
     def _next_plan(self, live: SignedPlan, alive: tuple[PeerID, ...], now_s: float) -> list[Command]:
         roster = self._policy.view.roster
-        known = alive, all(roster.was_heard(peer) for peer in alive)
+        known = alive, roster.are_heard(alive)
         if now_s < self._plan_at_s and known == self._known:
             return []
-        if not self._detector.is_settled(roster, live.plan, now_s):
+        if not self._detector.is_settled(live.plan, now_s):
             return []
         self._plan_at_s, self._known = now_s + PLAN_HEARTBEATS * self._heartbeat_s, known
         sequence = self._proposer.next_sequence(live)

@@ -218,9 +218,9 @@ class Roster:
         arrivals = self.arrivals(peer)
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
-    def was_heard(self, peer: PeerID) -> bool:
-        """True if a heartbeat of `peer` has arrived; an expected peer is alive without one."""
-        return self.beat(peer) is not None
+    def are_heard(self, peers: Iterable[PeerID]) -> bool:
+        """True if a heartbeat of each peer has arrived; an expected peer is alive without one."""
+        return all(self.beat(peer) is not None for peer in peers)
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
         """True if `peer` left, was silent for too long, or is unknown."""
@@ -262,24 +262,19 @@ class Roster:
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
         """Return the statistics of peers with a longer timeout than regular ones, longest first."""
-        irregular = [
-            (seen.arrivals.patience_s, peer, seen.arrivals)
-            for peer, seen in self.presences.items()
-            if not seen.left and seen.arrivals.patience_s > seen.arrivals.floor_s
-        ]
-        irregular.sort(key=lambda each: (-each[0], each[1]))
+        here = {peer: seen.arrivals for peer, seen in self.presences.items() if not seen.left}
+        irregular = [(-known.patience_s, peer) for peer, known in here.items() if known.patience_s > known.floor_s]
         return tuple(
-            ArrivalStatistics(peer, found.mean_s, found.deviation_s, found.worst_s)
-            for _, peer, found in irregular[:TOLD_MAX]
+            ArrivalStatistics(peer, here[peer].mean_s, here[peer].deviation_s, here[peer].worst_s)
+            for _, peer in sorted(irregular)[:TOLD_MAX]
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
         """Use these statistics, if they are possible, from the peers' first heartbeats on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, TOLD_MAX):
-            if all(
-                0.0 <= seconds <= longest_s for seconds in (arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s)
-            ):
+            figures = arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s
+            if all(0.0 <= seconds <= longest_s for seconds in figures):
                 self.of(arrivals.peer).irregular = arrivals
 
     def excuse_all(self, now_s: float) -> None:
@@ -330,10 +325,6 @@ class Roster:
         """Return the live peers, in the order of their identifiers."""
         return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
 
-    def unheard(self, now_s: float) -> tuple[PeerID, ...]:
-        """Return the peers that count as alive only because they are expected."""
-        return tuple(peer for peer in self.alive(now_s) if not self.was_heard(peer))
-
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
         found: dict[PeerID, set[PeerID]] = {}
@@ -364,6 +355,10 @@ class Roster:
         does not count, because it downloads the state again."""
         beat = self._beat_in_place(peer, live)
         return beat is not None and beat.synced
+
+    def is_whole(self, live: Plan) -> bool:
+        """True if every member of a stage of `live` has that stage's state."""
+        return all(self.has_state(peer, live) for stage in live.stages for peer in stage.peers)
 
     def _beat_in_place(self, peer: PeerID, live: Plan) -> Heartbeat | None:
         """Return the last heartbeat of `peer` if it is in the place that `live` gives it."""

@@ -53,15 +53,9 @@ class SearchJob:
     swarm: Swarm
     seed: int
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Searched:
-    places: Places | None
-    """The places of the plan that was searched; None: a first plan."""
-    swarm: Swarm
-    snapshot: SwarmSnapshot
-    is_bug: bool = False
-    """The search raised an exception; another for these places and this swarm would too."""
+    def is_for(self, plan: Plan | None, swarm: Swarm) -> bool:
+        """True if this search was for the places of `plan` and this swarm."""
+        return self.swarm == swarm and _places(self.previous) == _places(plan)
 
 
 class SearchSchedule:
@@ -72,7 +66,10 @@ class SearchSchedule:
         self._enabled = enabled
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
-        self._last: _Searched | None = None
+        self._last: SearchJob | None = None
+        """The last search that has ended, or that the predecessor made."""
+        self._is_bug = False
+        """The last search raised an exception; another for the same places and swarm would too."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
         """The places that the predecessor has searched, and the unreachable pairs at that time."""
         self._seen: tuple[Places, Swarm] | None = None
@@ -100,7 +97,7 @@ class SearchSchedule:
 
     def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
         """True if the last search was for this plan's places and this swarm."""
-        return self._last is not None and (self._last.places, self._last.swarm) == (places_of(plan), swarm)
+        return self._last is not None and self._last.is_for(plan, swarm)
 
     # --- the first plan ---
 
@@ -146,22 +143,22 @@ class SearchSchedule:
         is_off: bool = False,
     ) -> SearchJob | None:
         """Return the search to begin now; None: there is no reason."""
-        places, last = _places(plan), self._last
+        job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:
                 return None
         else:
             apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
             self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if self._inherited is not None and self._inherited == (places, snapshot.unreachable) and not is_off:
-                self._inherited, self._last = None, _Searched(places, swarm, snapshot)
+            if self._inherited == (places_of(plan), snapshot.unreachable) and not is_off:
+                self._inherited, self._last, self._is_bug = None, job, False
                 return None
-            same = last is not None and (last.places, last.swarm) == (places, swarm)
-            if last and same and (last.is_bug or (not is_off and not has_drifted(last.snapshot, snapshot))):
+            same = last is not None and last.is_for(plan, swarm)
+            if last and same and (self._is_bug or not (is_off or has_drifted(last.snapshot, snapshot))):
                 return None
             self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
-        self._running = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
-        return self._running
+        self._running = job
+        return job
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
         """Record the end of `job`. Returns: False if its result is not wanted any more."""
@@ -169,7 +166,7 @@ class SearchSchedule:
             return False
         self._running = None
         self._found = (job, layout) if layout is not None else None
-        self._last = _Searched(_places(job.previous), job.swarm, job.snapshot, is_bug)
+        self._last, self._is_bug = job, is_bug
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
@@ -178,8 +175,7 @@ class SearchSchedule:
         if found is None:
             return None
         job, layout = found
-        same = _places(job.previous) == _places(plan) and job.swarm == swarm
-        return layout if same else None
+        return layout if job.is_for(plan, swarm) else None
 
 
 def _places(plan: Plan | None) -> Places | None:
@@ -201,24 +197,20 @@ def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
     ahead."""
     if before.workload != after.workload:
         return True
-    pairs = zip(before.peers, after.peers, strict=True)
-    if any(_ratio(a.flop_per_s, b.flop_per_s) > 1.3 for a, b in pairs):
+    then, now = (np.array([peer.flop_per_s for peer in snapshot.peers]) for snapshot in (before, after))
+    if _far(then, now, 1.3).any():
         return True
     if before.network is None or after.network is None:
         return before.network is not after.network
     old, new = before.network, after.network
     late = np.fabs(old.latency_s - new.latency_s) > 0.005
-    if (late & _far(old.latency_s, new.latency_s)).any() or _far(old.bytes_per_s, new.bytes_per_s).any():
+    if (late & _far(old.latency_s, new.latency_s, 1.6)).any() or _far(old.bytes_per_s, new.bytes_per_s, 1.6).any():
         return True
     was, known = ~np.isnan(old.bytes_per_s), ~np.isnan(new.bytes_per_s)
     return bool((known & ~was).sum() > was.sum() / 4)
 
 
-def _ratio(a: float, b: float) -> float:
-    return max(a / b, b / a)
-
-
-def _far(a: Floats, b: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """bool [N, N]: both figures are known and too far apart."""
+def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+    """Return where both figures are known, and more than a factor apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.fabs(np.log(a / b)) > math.log(1.6)
+        return np.fabs(np.log(a / b)) > math.log(factor)

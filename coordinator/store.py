@@ -45,14 +45,6 @@ class PlanStore:
         """The record that is promised in memory and not durable yet."""
         self._complained_s = -math.inf
 
-    def begin(self, first: ChainRecord) -> ChainRecord | None:
-        """Read the promises from before a restart; None if there are none, and then save `first`.
-        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
-        record = self.load(first.run)
-        if record is None:
-            self.save(first)
-        return record
-
     def load(self, run: str) -> ChainRecord | None:
         """Read the record that was saved for `run`; None if nothing was ever saved.
         Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take

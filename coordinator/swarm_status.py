@@ -150,13 +150,14 @@ def risks(
     """Name the stages with their training on one machine only: one holder, and no snapshot on another peer's disk."""
     if step <= 0:
         return ()  # the seed can rebuild it
-    alone: list[tuple[int, PeerID]] = []
     by_group = holders(live, roster, catalog, model, not_started=False, now_s=now_s)
-    for index, held in enumerate(by_group[: len(live.stages)]):
-        if len(held) == 1:
-            (holder,) = held
-            if not _has_copy(catalog, holder, frozenset(group_keys(model, live, index))):
-                alone.append((index, holder))
+    alone = [
+        (index, holder)
+        for index, held in enumerate(by_group[: len(live.stages)])
+        if len(held) == 1
+        for holder in held
+        if not _has_copy(catalog, holder, frozenset(group_keys(model, live, index)))
+    ]
     if len(alone) == 1:
         ((index, holder),) = alone
         return (f"only {roster.name_of(holder)} has the state of stage {index}: no other machine has a copy",)

@@ -1,4 +1,4 @@
-"""Decides who votes on the next plan, and which plans a voter refuses. Pure.
+"""Decides who votes on the next plan and which plans a voter refuses, and keeps the reasons for people. Pure.
 
 **The roll.** A vote follows work. The first roll has all members with a place. Later a member joins the roll after
 `PROBATION_HEARTBEATS` in a place, and stays on it while it is a member. If fewer than `ELECTORS_MIN` are left, members
@@ -22,12 +22,15 @@ count; silence does not.
 
 Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick."""
 
+import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Heartbeat, Standing
+from shoal.protocol.limits import PEER_ID_CHARS_MAX
+from shoal.protocol.messages import Heartbeat, PlanNote, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 PROBATION_HEARTBEATS = 120.0
@@ -45,6 +48,11 @@ APART_MAX = 1e6
 proposer stays within it for any claims, and a voter objects to twice as much."""
 UNMET_MIN = 16
 """A plan may always have this many members that a voter has not met: a small run may grow at once."""
+NOTES_MAX = 16
+REASON_CHARS_MAX = 160
+TOLD_S = 600.0
+"""A refusal is shown for this long; after that the same refusal is news again."""
+KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
 """The type of `Plan.roll`."""
@@ -284,3 +292,72 @@ def _stored(said: Mapping[PeerID, Standing | Heartbeat], age: tuple[int, int]) -
 def _apart(members: tuple[Member, ...]) -> float:
     shares, bandwidths = [m.share for m in members], [m.bandwidth for m in members]
     return max(max(shares) / min(shares), max(bandwidths) / min(bandwidths))
+
+
+# --- for people ---
+
+
+class PlanNotes:
+    """The plans that this peer has obeyed, and those that earlier coordinators reported."""
+
+    def __init__(self) -> None:
+        self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
+
+    def obey(self, plan: Plan, now_s: float) -> None:
+        reason = plan.reason[:REASON_CHARS_MAX]
+        self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
+
+    def judge(self, outcome: str) -> None:
+        """Set the outcome of the live plan."""
+        if self._notes:
+            at_s, note = self._notes[-1]
+            self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
+
+    def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
+        """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
+        outcome, and its age if that is greater."""
+        told = {
+            (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
+            for note in notes
+            if math.isfinite(note.seconds_ago)
+        }
+        own = {(note.term, note.sequence): (at_s, note) for at_s, note in self._notes}
+        for name in own.keys() & told.keys():
+            (at_s, note), (told_s, theirs) = own[name], told[name]
+            own[name] = min(at_s, told_s), msgspec.structs.replace(note, outcome=theirs.outcome or note.outcome)
+        missed = [each for name, each in told.items() if not own or name < min(own)]
+        self._notes = deque([*missed, *own.values()], maxlen=NOTES_MAX)
+
+    def tell(self, now_s: float) -> tuple[PlanNote, ...]:
+        return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
+
+
+def _cut(note: PlanNote) -> PlanNote:
+    """Cut a received note to our limits."""
+    coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
+    reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
+    return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)
+
+
+class Refusals:
+    """The refusals that this peer has made or heard."""
+
+    def __init__(self) -> None:
+        self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
+
+    def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
+        """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
+        reason = "".join(filter(str.isprintable, reason))[:REASON_CHARS_MAX]
+        at_s, _ = self._noted.get((voter, reason), (-TOLD_S, ""))
+        if now_s < at_s + TOLD_S:
+            return ""
+        sentence = f"{name} refused plan {sequence}: {reason}"
+        self._noted[voter, reason] = now_s, sentence
+        self._noted.move_to_end((voter, reason))
+        if len(self._noted) > KEPT_MAX:
+            self._noted.popitem(last=False)
+        return sentence
+
+    def tell(self, now_s: float) -> tuple[str, ...]:
+        """The sentences of the last minutes, at most three for a status, newest last."""
+        return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-3:]

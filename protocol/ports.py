@@ -16,6 +16,12 @@ from shoal.protocol.identity import PeerID
 T = TypeVar("T")
 
 Payload = bytes | bytearray | memoryview
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
+"""Runs work that would block the event loop: in a thread in reality, at once (`inline`) in virtual time."""
+
+
+async def inline(work: Callable[[], object]) -> object:
+    return work()
 
 
 class Priority(IntEnum):

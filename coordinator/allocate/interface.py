@@ -8,6 +8,7 @@ from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork, Pair
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
@@ -16,8 +17,6 @@ from shoal.protocol.plan import Plan
 SPEED_MAX = 1e15
 """The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements limit a claim's value (`measured`)."""
 
-HORIZON_S = 600.0
-"""The least time that a layout is expected to last: volunteers come and go."""
 FORECAST_ERROR = 0.1
 """`SwarmSnapshot.forecast_error` before any layout has been compared with its plan's promise."""
 

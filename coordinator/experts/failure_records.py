@@ -20,7 +20,7 @@ from shoal.protocol.messages import FailureRecord
 PRIOR_S = 6 * 3600.0
 """The time in which an unknown node is assumed to fail once: a volunteer's evening."""
 HORIZON_S = 600.0
-"""The life of a placement without membership changes: `groups.LOOK_STEPS` steps of about ten seconds."""
+"""The least time that a layout, or a placement of experts, is expected to last: volunteers come and go."""
 SEEN_S_MAX = 7 * 24 * 3600.0
 """A week has the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0

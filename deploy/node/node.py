@@ -29,7 +29,7 @@ from shoal.peer.handoff.initial import InitialWeights
 from shoal.peer.links.meter import LinkMeter, MeteredTransport
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.own_word import Claims
-from shoal.peer.presence.ports import Ports, RunBlocking, inline
+from shoal.peer.presence.ports import Ports
 from shoal.peer.presence.reports import Watcher
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
@@ -40,7 +40,7 @@ from shoal.protocol.incarnation import next_incarnation
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan
-from shoal.protocol.ports import Clock, Compute, Directory, Disk, Transport
+from shoal.protocol.ports import Clock, Compute, Directory, Disk, RunBlocking, Transport, inline
 from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -295,7 +295,7 @@ class Node:
 
     def _obey(self, plan: SignedPlan) -> None:
         self._on_plan(plan)
-        before = self.coordination.core.predecessor
+        before = self.coordination.core.chain.links.before_last
         if before is not None and not self.endpoint.gate.has_plan:
             self.endpoint.obey(before.plan)  # members that left since may still be draining
         self.endpoint.obey(plan.plan)

@@ -1,18 +1,10 @@
 """What connects one peer with its world."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shoal.peer.links.meter import LinkMeter
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.ports import Clock, Compute, Disk
-
-RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
-
-
-async def inline(work: Callable[[], object]) -> object:
-    """Run `work` here and now."""
-    return work()
+from shoal.protocol.ports import Clock, Compute, Disk, RunBlocking, inline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
-from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.driver import Callbacks, Coordination
+from shoal.coordinator.era import Certificates
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.certificate import Attested

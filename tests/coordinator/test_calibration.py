@@ -41,7 +41,7 @@ class Run:
             self.now_s += step_s
             self.pace.committed(self.plan.era, self.version, TOKENS, self.now_s)
             self.version += 1
-            is_synchronous = self.calibration.is_synchronous(self.version)
+            is_synchronous = self.calibration.synchronous_left(self.version) > 0
             self.calibration.predict_step_time(self.today, synchronous=self.synchronous if is_synchronous else None)
             self.calibration.look(self.pace, self.now_s, version=self.version, is_whole=is_whole)
             reasons.append(self.calibration.is_off)

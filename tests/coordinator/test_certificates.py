@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.coordinator.certificates import ATTESTED_MAX, KEPT, Certificates, certified_flaw
+from shoal.coordinator.era import ATTESTED_MAX, KEPT, Certificates, certified_flaw
 from shoal.coordinator.voting import Electorate
 from shoal.protocol.certificate import JURY, Attested, Certified, jury, layers_at
 from shoal.protocol.layers import all_layer_keys, group_keys

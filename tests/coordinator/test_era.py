@@ -45,8 +45,6 @@ def test_the_newest_is_of_the_last_era_and_then_the_last_version():
 def test_parts_of_one_peers_snapshot_add_up():
     found = catalog(a=[held(0, 50, *LAYERS[:2]), held(0, 50, *LAYERS[2:])])
     assert found.newest_whole(LAYERS) == (0, 50)
-    assert found.has("a", (0, 50), LAYERS)
-    assert not found.has("b", (0, 50), LAYERS[:1])
 
 
 def test_a_snapshot_is_safe_when_every_layer_is_on_two_disks():

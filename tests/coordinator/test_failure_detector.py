@@ -35,8 +35,8 @@ def roster(make_heartbeat):
 
 
 @pytest.fixture
-def suspects():
-    return FailureDetector(me="a", heartbeat_s=1.0)
+def suspects(roster):
+    return FailureDetector(me="a", roster=roster)
 
 
 def asked(commands):
@@ -53,29 +53,27 @@ def hear(roster, make_heartbeat, peers, now_s):
 
 
 def test_nobody_on_time_is_asked(suspects, roster, plan):
-    assert suspects.look(roster, plan, BEGIN_S + 1.05) == []
+    assert suspects.look(plan, BEGIN_S + 1.05) == []
 
 
 def test_whose_heartbeat_is_late_is_asked_again_and_again(suspects, roster, plan, make_heartbeat):
     hear(roster, make_heartbeat, "abcde", BEGIN_S + 1)
-    pinged = [tick for tick in range(32) if asked(suspects.look(roster, plan, BEGIN_S + 1.11 + tick / 32)) == ["f"]]
+    pinged = [tick for tick in range(32) if asked(suspects.look(plan, BEGIN_S + 1.11 + tick / 32)) == ["f"]]
     assert pinged == [0, 8, 16, 24]
 
 
 def test_two_refusals_in_a_row_and_it_is_out(suspects, roster, plan, make_heartbeat):
     hear(roster, make_heartbeat, "abcde", BEGIN_S + 1)
     now_s = BEGIN_S + 1.11
-    suspects.look(roster, plan, now_s)
-    assert suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.04) == []
-    called = asked(suspects.look(roster, plan, now_s + 0.05))
+    suspects.look(plan, now_s)
+    assert suspects.refused("f", plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.04) == []
+    called = asked(suspects.look(plan, now_s + 0.05))
     assert sorted(called) == list("bcde"), "who else died with it?"
-    assert suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.5, now_s=now_s + 0.06) == [], (
+    assert suspects.refused("f", plan, irreplaceable=False, took_s=0.5, now_s=now_s + 0.06) == [], (
         "the same piece of news"
     )
-    assert asked(suspects.look(roster, plan, now_s + 0.12)) == ["f"]
-    assert (
-        "is gone" in notes(suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.16))[0]
-    )
+    assert asked(suspects.look(plan, now_s + 0.12)) == ["f"]
+    assert "is gone" in notes(suspects.refused("f", plan, irreplaceable=False, took_s=0.04, now_s=now_s + 0.16))[0]
     assert roster.is_gone("f", now_s + 0.16)
 
 
@@ -83,9 +81,9 @@ def refuse(suspects, roster, plan, *, until_s, awaited=()):
     """Every ping to f is refused after 40 ms. Returns: when each was sent."""
     sent, now_s = [], BEGIN_S
     while now_s < until_s:
-        if "f" in asked(suspects.look(roster, plan, now_s, awaited=awaited)):
+        if "f" in asked(suspects.look(plan, now_s, awaited=awaited)):
             sent.append(now_s - BEGIN_S)
-            suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
+            suspects.refused("f", plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
         now_s += 1 / 16
     return sent
 
@@ -95,11 +93,11 @@ def test_who_alone_holds_a_state_is_given_time_to_come_back(suspects, roster, pl
     sent = refuse(suspects, roster, plan, until_s=BEGIN_S + 2.8)
     assert not roster.is_gone("f", BEGIN_S + 2.8)
     assert len(sent) > 8, "it is asked all the time"
-    assert not suspects.is_settled(roster, plan, BEGIN_S + 2.8), "and nobody is moved meanwhile"
+    assert not suspects.is_settled(plan, BEGIN_S + 2.8), "and nobody is moved meanwhile"
     hear(roster, make_heartbeat, "f", BEGIN_S + 2.9)
     suspects.heard("f")
-    assert asked(suspects.look(roster, plan, BEGIN_S + 3.0)) == []
-    assert suspects.is_settled(roster, plan, BEGIN_S + 3.0)
+    assert asked(suspects.look(plan, BEGIN_S + 3.0)) == []
+    assert suspects.is_settled(plan, BEGIN_S + 3.0)
 
 
 def test_and_then_it_is_out_too(suspects, roster, plan):
@@ -112,8 +110,8 @@ def test_whose_silence_ends_before_its_time_to_come_back_is_known_to_be_dead_all
     suspects.begin(("f",), BEGIN_S)
     sent = refuse(suspects, roster, plan, until_s=BEGIN_S + RETURN_S + 0.4)
     assert roster.presences["f"].dead, "else the others wait for it to return"
-    assert suspects.is_settled(roster, plan, BEGIN_S + RETURN_S + TOGETHER_HEARTBEATS)
-    assert not asked(suspects.look(roster, plan, BEGIN_S + RETURN_S + 1.0)).count("f"), sent
+    assert suspects.is_settled(plan, BEGIN_S + RETURN_S + TOGETHER_HEARTBEATS)
+    assert not asked(suspects.look(plan, BEGIN_S + RETURN_S + 1.0)).count("f"), sent
 
 
 def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster, plan):
@@ -122,15 +120,15 @@ def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster
     now_s, sent = BEGIN_S, 0
     while now_s < BEGIN_S + 5.0:
         assert not roster.presences["f"].dead
-        sent += "f" in asked(suspects.look(roster, plan, now_s, awaited={"f"}))
+        sent += "f" in asked(suspects.look(plan, now_s, awaited={"f"}))
         now_s += 1 / 16
     assert sent > 15, "nothing but silence"
     while now_s < BEGIN_S + 6.0 + RETURN_S:
-        if "f" in asked(suspects.look(roster, plan, now_s, awaited={"f"})):
-            suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
+        if "f" in asked(suspects.look(plan, now_s, awaited={"f"})):
+            suspects.refused("f", plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
         now_s += 1 / 16
     assert roster.presences["f"].dead
-    assert "f" not in asked(suspects.look(roster, plan, now_s)), "and nobody waits any more"
+    assert "f" not in asked(suspects.look(plan, now_s)), "and nobody waits any more"
 
 
 def test_who_is_known_to_be_dead_is_asked_no_more_though_the_policy_still_waits_for_it(suspects, roster, plan):
@@ -138,23 +136,23 @@ def test_who_is_known_to_be_dead_is_asked_no_more_though_the_policy_still_waits_
     to come back."""
     roster.lose("f", dead=True)
     assert refuse(suspects, roster, plan, until_s=BEGIN_S + 1.0, awaited={"f"}) == []
-    assert suspects.is_settled(roster, plan, BEGIN_S + 1.0)
+    assert suspects.is_settled(plan, BEGIN_S + 1.0)
 
 
 def test_a_report_of_who_is_known_to_be_dead_gives_it_no_other_time_to_come_back(suspects, roster, plan):
     roster.lose("f", dead=True)
     suspects.report("e", ["f"], plan, BEGIN_S)
     for now_s in (BEGIN_S + 0.1, BEGIN_S + 0.3):
-        suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s)
-    assert suspects.is_settled(roster, plan, BEGIN_S + TOGETHER_HEARTBEATS + 0.3)
+        suspects.refused("f", plan, irreplaceable=True, took_s=0.04, now_s=now_s)
+    assert suspects.is_settled(plan, BEGIN_S + TOGETHER_HEARTBEATS + 0.3)
 
 
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):
     suspects.begin(("f",), BEGIN_S)
-    suspects.look(roster, plan, BEGIN_S)
-    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
-    suspects.answered("f", roster, BEGIN_S + 0.2)
-    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.3)
+    suspects.look(plan, BEGIN_S)
+    suspects.refused("f", plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
+    suspects.answered("f", BEGIN_S + 0.2)
+    suspects.refused("f", plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.3)
     assert not roster.is_gone("f", BEGIN_S + 0.3)
 
 
@@ -162,8 +160,8 @@ def test_who_answers_pings_is_never_out_however_slow(suspects, roster, plan, mak
     now_s = BEGIN_S
     while now_s < BEGIN_S + 60:
         hear(roster, make_heartbeat, "abcde", now_s)
-        for peer in asked(suspects.look(roster, plan, now_s)):
-            suspects.answered(peer, roster, now_s + 0.04)
+        for peer in asked(suspects.look(plan, now_s)):
+            suspects.answered(peer, now_s + 0.04)
         assert "f" in roster.alive(now_s)
         now_s += 0.25
 
@@ -173,7 +171,7 @@ def test_silence_alone_needs_the_patience(suspects, roster, plan, make_heartbeat
     for tick in range(64):
         now_s = BEGIN_S + tick / 16
         hear(roster, make_heartbeat, "abcde", now_s)
-        suspects.look(roster, plan, now_s)
+        suspects.look(plan, now_s)
         if out_s is None and roster.is_gone("f", now_s):
             out_s = now_s
     assert out_s == pytest.approx(BEGIN_S + FLOOR_HEARTBEATS, abs=0.1)
@@ -181,13 +179,13 @@ def test_silence_alone_needs_the_patience(suspects, roster, plan, make_heartbeat
 
 def test_a_report_makes_look_at_once(suspects, roster, plan):
     suspects.report("b", ("f",), plan, BEGIN_S)
-    assert asked(suspects.look(roster, plan, BEGIN_S)) == ["f"]
+    assert asked(suspects.look(plan, BEGIN_S)) == ["f"]
 
 
 def test_who_is_reported_and_answers_stays_and_the_link_is_named(suspects, roster, plan):
     suspects.report("b", ("f",), plan, BEGIN_S)
-    suspects.look(roster, plan, BEGIN_S)
-    (note,) = notes(suspects.answered("f", roster, BEGIN_S + 0.04))
+    suspects.look(plan, BEGIN_S)
+    (note,) = notes(suspects.answered("f", BEGIN_S + 0.04))
     assert note == "f answers: only its links to b are broken"
     assert not roster.is_gone("f", BEGIN_S + 0.04)
 
@@ -200,49 +198,49 @@ def test_who_is_reported_and_answers_stays_and_the_link_is_named(suspects, roste
 def test_two_neighbours_and_our_own_ping_need_half_the_patience(suspects, roster, plan, make_heartbeat, reporters, out):
     for reporter in reporters:
         suspects.report(reporter, ("f",), plan, BEGIN_S)
-    suspects.look(roster, plan, BEGIN_S)
+    suspects.look(plan, BEGIN_S)
     for tick in range(1, 28):
         now_s = BEGIN_S + tick / 16
         hear(roster, make_heartbeat, "abcde", now_s)
-        suspects.look(roster, plan, now_s)
+        suspects.look(plan, now_s)
     assert roster.is_gone("f", now_s) == out
 
 
 def test_strangers_reports_and_reports_of_strangers_are_nothing(suspects, roster, plan):
     suspects.report("z", ("f",), plan, BEGIN_S)
     suspects.report("b", ("z", "b", "a"), plan, BEGIN_S)
-    assert suspects.look(roster, plan, BEGIN_S) == []
+    assert suspects.look(plan, BEGIN_S) == []
 
 
 def test_a_heartbeat_ends_the_matter(suspects, roster, plan):
     suspects.report("b", ("f",), plan, BEGIN_S)
     suspects.heard("f")
-    assert suspects.look(roster, plan, BEGIN_S + 0.1) == []
+    assert suspects.look(plan, BEGIN_S + 0.1) == []
 
 
 def test_a_death_waits_for_those_that_may_have_died_with_it(suspects, roster, plan, make_heartbeat):
-    assert suspects.is_settled(roster, plan, BEGIN_S)
+    assert suspects.is_settled(plan, BEGIN_S)
     suspects.begin("ef", BEGIN_S)
-    suspects.look(roster, plan, BEGIN_S)
+    suspects.look(plan, BEGIN_S)
     for peer in "ef":
-        suspects.refused(peer, roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
-    suspects.look(roster, plan, BEGIN_S + 0.12)
+        suspects.refused(peer, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.04)
+    suspects.look(plan, BEGIN_S + 0.12)
     for peer in "bcd":
-        suspects.answered(peer, roster, BEGIN_S + 0.1)
-    suspects.refused("f", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.16)
-    assert not suspects.is_settled(roster, plan, BEGIN_S + 0.16)
-    suspects.refused("e", roster, plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.18)
-    assert suspects.is_settled(roster, plan, BEGIN_S + 0.18)
+        suspects.answered(peer, BEGIN_S + 0.1)
+    suspects.refused("f", plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.16)
+    assert not suspects.is_settled(plan, BEGIN_S + 0.16)
+    suspects.refused("e", plan, irreplaceable=False, took_s=0.04, now_s=BEGIN_S + 0.18)
+    assert suspects.is_settled(plan, BEGIN_S + 0.18)
 
 
 def test_a_death_does_not_wait_long(suspects, roster, plan):
     suspects.begin("ef", BEGIN_S)
-    suspects.look(roster, plan, BEGIN_S)
+    suspects.look(plan, BEGIN_S)
     for took_s, now_s in ((0.04, BEGIN_S + 0.04), (0.04, BEGIN_S + 0.16)):
-        suspects.refused("f", roster, plan, irreplaceable=False, took_s=took_s, now_s=now_s)
-    assert not suspects.is_settled(roster, plan, BEGIN_S + 0.16)
+        suspects.refused("f", plan, irreplaceable=False, took_s=took_s, now_s=now_s)
+    assert not suspects.is_settled(plan, BEGIN_S + 0.16)
     called_s = BEGIN_S + 0.04 + ROLL_CALL_HEARTBEATS + 0.01
-    assert suspects.is_settled(roster, plan, called_s), "those who were called up had their time"
+    assert suspects.is_settled(plan, called_s), "those who were called up had their time"
     assert called_s < BEGIN_S + 0.16 + TOGETHER_HEARTBEATS
 
 
@@ -251,7 +249,7 @@ def test_whoever_sends_other_things_is_not_counted_out_for_late_heartbeats(suspe
         now_s = BEGIN_S + tick * 0.5
         hear(roster, make_heartbeat, "abcd", now_s)
         roster.heard_otherwise("e", now_s)
-        suspects.look(roster, plan, now_s)
+        suspects.look(plan, now_s)
     assert not roster.is_gone("e", now_s)
     assert roster.is_gone("f", now_s)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.certificates import Certificates
+from shoal.coordinator.era import Certificates
 from shoal.coordinator.voting import Electorate, Judge
 
 pytestmark = pytest.mark.sim

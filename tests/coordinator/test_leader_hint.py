@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.coordinator.leader_hint import (
+from shoal.coordinator.chain_sync import (
     DOUBT_HEARTBEATS,
     DOUBTED_MAX,
     GONE_ON_HEARTBEATS,

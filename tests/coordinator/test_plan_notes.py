@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX, PlanNotes
+from shoal.coordinator.voting import NOTES_MAX, REASON_CHARS_MAX, PlanNotes
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import PlanNote

@@ -2,10 +2,9 @@
 
 import pytest
 
-from shoal.coordinator.allocate.interface import HORIZON_S
 from shoal.coordinator.cluster_view import HORIZON_S_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.era import CheckpointCatalog, disks_of
-from shoal.coordinator.experts.failure_records import PRIOR_S
+from shoal.coordinator.experts.failure_records import HORIZON_S, PRIOR_S
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Holding
 from shoal.protocol.spec import RunSpec, SwarmSpec

@@ -77,7 +77,8 @@ def test_only_who_goes_without_a_word_has_vanished(roster, make_heartbeat):
 def test_the_expected_are_alive_on_credit_and_unmeasured_without_an_advert(roster, make_advert):
     roster.expect("a", None, 0.0)
     roster.expect("b", make_advert("b"), 0.0)
-    assert roster.alive(1.0) == roster.unheard(1.0) == ("a", "b")
+    assert roster.alive(1.0) == ("a", "b")
+    assert not any(roster.are_heard([peer]) for peer in "ab")
     assert [peer.peer for peer in roster.measured(1.0)] == ["b"]
     assert roster.alive(FLOOR_HEARTBEATS) == ()
 

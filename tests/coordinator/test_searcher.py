@@ -8,9 +8,10 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SwarmSnapshot
 from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.coordination_events import Searched
+from shoal.coordinator.driver import searched
 from shoal.coordinator.search_schedule import SearchJob
-from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import inline
 
 JOB = SearchJob(
     snapshot=SwarmSnapshot(peers=(), layer_costs=(1.0,), num_stages=1),
@@ -26,7 +27,7 @@ class Scripted(GreedyAllocator):
         self.outcome = outcome
 
     def prepare(self):
-        raise ImportError
+        pass
 
     def search(self, snapshot, previous, *, seed):
         assert (snapshot, previous, seed) == (JOB.snapshot, None, 7)
@@ -44,25 +45,16 @@ class Scripted(GreedyAllocator):
     ],
 )
 def test_whatever_happens_the_core_hears_of_it(outcome, expected):
-    heard = []
-    asyncio.run(Searcher(Scripted(outcome), inline, tell=heard.append).run(JOB))
-    assert heard == [expected]
+    assert asyncio.run(searched(Scripted(outcome), JOB, inline)) == expected
 
 
 def test_a_search_that_breaks_down_is_told_in_one_line_and_prints_no_traceback(caplog):
-    heard = []
     with caplog.at_level("INFO"):
-        asyncio.run(Searcher(Scripted(ValueError("math domain error")), inline, tell=heard.append).run(JOB))
-    ((told),) = heard
+        told = asyncio.run(searched(Scripted(ValueError("math domain error")), JOB, inline))
     assert (told.layout, told.is_bug, caplog.text) == (None, True, "")
     said = "a search for a layout failed, and the plan stays: ValueError: math domain error (test_searcher.py:"
     assert told.reason.startswith(said)
     assert "\n" not in told.reason
-
-
-def test_what_cannot_be_prepared_is_left_for_the_search_to_say():
-    asyncio.run(Searcher(Scripted((LAYOUT, "found")), inline, tell=print).prepare())
-    asyncio.run(Searcher(GreedyAllocator(), inline, tell=print).prepare())
 
 
 def test_a_search_runs_where_it_is_told_to():
@@ -73,7 +65,6 @@ def test_a_search_runs_where_it_is_told_to():
         await asyncio.sleep(0)
         work()
 
-    heard = []
-    asyncio.run(Searcher(Scripted((LAYOUT, "found")), elsewhere, tell=heard.append).run(JOB))
+    told = asyncio.run(searched(Scripted((LAYOUT, "found")), JOB, elsewhere))
     assert ran == ["began"]
-    assert heard[0].layout == LAYOUT
+    assert told.layout == LAYOUT

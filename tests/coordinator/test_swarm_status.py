@@ -4,9 +4,9 @@ import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
-from shoal.coordinator.plan_notes import NOTES_MAX, REASON_CHARS_MAX
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.swarm_status import STATUS_EXPERTS_MAX, swarm_status
+from shoal.coordinator.voting import NOTES_MAX, REASON_CHARS_MAX
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import ExpertStatus, SwarmStatus

@@ -41,16 +41,16 @@ def kept(disk):
 def test_who_has_promised_nothing_yet_shows_that_it_could(word, disk):
     disk.limit(0)
     with pytest.raises(LocalError, match="cannot keep votes"):
-        word.begin(ChainRecord(run="run"))
+        word.save(ChainRecord(run="run"))
     disk.limit(None)
-    assert word.begin(ChainRecord(run="run")) is None
+    word.save(ChainRecord(run="run"))
     assert PlanStore(disk.crash()).load("run") == ChainRecord(run="run")
 
 
 def test_after_a_restart_a_full_disk_keeps_nobody_away(disk):
     PlanStore(disk).save(keep(3).record)
     disk.limit(0)
-    assert PlanStore(disk).begin(ChainRecord(run="run")) == keep(3).record
+    assert PlanStore(disk).load("run") == keep(3).record
 
 
 def test_a_promise_is_on_disk_before_it_is_given(word, disk):

@@ -35,8 +35,8 @@ from typing import Any
 import msgspec
 from coordination import Game, Verdict
 
-from shoal.coordinator.certificates import newest_whole
 from shoal.coordinator.driver import Coordination
+from shoal.coordinator.era import newest_whole
 from shoal.protocol.certificate import Attested, layers_at
 from shoal.protocol.exclusion import propose_exclusion
 from shoal.protocol.identity import PeerID, public_key_of
