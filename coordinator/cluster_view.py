@@ -10,10 +10,9 @@ from functools import cached_property
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import HORIZON_S, Layout, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.coordinator.allocate.plan_layout import Beginning, Layout
+from shoal.coordinator.allocate.interface import Beginning, Layout
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, held_keys

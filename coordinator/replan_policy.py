@@ -9,10 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
-from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.interface import (
+    NO_MOVES,
+    Allocator,
+    Beginning,
+    Layout,
+    MeasuredPeer,
+    NoLayout,
+    Places,
+    Searching,
+    SwarmSnapshot,
+    places_of,
+)
 from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning

@@ -6,8 +6,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from shoal.coordinator.allocate.interface import Allocator, Searching
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Allocator, Layout, Searching
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.errors import LocalError

@@ -19,9 +19,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from blake3 import blake3
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
+from shoal.coordinator.allocate.interface import NO_MOVES, Layout, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured import Pair, pair_of
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage

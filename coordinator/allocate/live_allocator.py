@@ -29,10 +29,9 @@ from shoal.coordinator.allocate.greedy import (
     slots_of,
     stage_of,
 )
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
 from shoal.coordinator.allocate.objective import Change, LayoutObjective, SoleHolders
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.allocate.planner import default_work, plan, plan_each
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
