@@ -54,7 +54,7 @@ def test_what_is_worth_a_move_is_moved_and_what_is_not_is_left() -> None:
     _, cost = plan(topology, workload, num_stages=2, seed=0, work=WORK, current=lopsided)
     assert cost.seconds < 0.8 * ThroughputObjective(topology, workload).cost(lopsided).seconds
     kept, _ = plan(topology, workload, num_stages=2, seed=0, work=WORK, current=lopsided, horizon_s=0.01)
-    assert kept == lopsided
+    assert all(set(after) <= set(before) for before, after in zip(lopsided.stages, kept.stages, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
