@@ -29,8 +29,7 @@ import math
 from collections import deque
 from statistics import fmean
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR
-from shoal.coordinator.allocate.plan_layout import Places, places_of
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, Places, places_of
 from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.identity import PeerID

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
 from shoal.coordinator.era import Certificates, CheckpointCatalog, disks_of, holders, is_last_holder

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import ChainRecord
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.search_schedule import SearchJob

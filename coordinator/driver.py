@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.allocate.interface import Allocator, Searching
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Allocator, Layout, Searching
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.cluster_view import ClusterView

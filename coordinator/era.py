@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from shoal.coordinator.allocate.plan_layout import Beginning, Layout
+from shoal.coordinator.allocate.interface import Beginning, Layout
 from shoal.coordinator.roster import Roster
 from shoal.protocol.certificate import Attested, Certified, Proofs, jury, layers_at
 from shoal.protocol.identity import PeerID

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shoal.coordinator.allocate.plan_layout import Beginning, Layout
+from shoal.coordinator.allocate.interface import Beginning, Layout
 from shoal.coordinator.chain import PlanChain, link_flaw
 from shoal.coordinator.coordination_events import (
     Answered,

@@ -10,9 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
-from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, SwarmSnapshot
+from shoal.coordinator.allocate.interface import (
+    NO_MOVES,
+    Allocator,
+    Beginning,
+    Layout,
+    MeasuredPeer,
+    NoLayout,
+    Searching,
+    SwarmSnapshot,
+    places_of,
+)
 from shoal.coordinator.allocate.objective import Change, lacking_bytes, next_layout_change
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Beginning, Layout, places_of
 from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
@@ -227,7 +236,7 @@ class ReplanPolicy:
         goes_on = live.next_layout and not live.cutover_version and is_whole
         if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
             layout = replace(layout, next_layout=live.next_layout)  # members continue to download their missing layers
-        if layout.places() == places_of(live):
+        if places_of(layout) == places_of(live):
             if under_way:
                 # A peer that restarts, or gets this plan late, must not begin the era again.
                 return _next(replace(layout, reason=f"training is under way{' again' if live.era else ''}"))

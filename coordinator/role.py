@@ -28,7 +28,7 @@ from functools import lru_cache
 import msgspec
 from blake3 import blake3
 
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import LeaderHint
 from shoal.coordinator.cluster_view import ClusterView

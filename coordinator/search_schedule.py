@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Places, SwarmSnapshot, places_of
 from shoal.coordinator.allocate.measured import Pair
-from shoal.coordinator.allocate.plan_layout import Layout, Places, places_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats

@@ -1,24 +1,33 @@
-"""The inputs and the duties of every allocator."""
+"""The inputs, the duties and the result of every allocator.
+
+A layout has two types. A search works on a `Placement`, by device numbers of one topology. A `Layout` has the plan's
+own terms: stages with their members' shares, and standbys."""
 
 import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork, Pair
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.experts.failure_records import HORIZON_S
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Foreseen, Plan, Stage
+from shoal.protocol.wire_format import Formats
 
 SPEED_MAX = 1e15
 """The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements limit a claim's value (`measured`)."""
 
 FORECAST_ERROR = 0.1
 """`SwarmSnapshot.forecast_error` before any layout has been compared with its plan's promise."""
+
+NO_MOVES = "new shares"
+"""The reason of a layout in which no peer moves."""
+
+Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
+"""(first layer, last layer, members) of each stage, and the standbys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +102,54 @@ class SwarmSnapshot:
         ids = [peer.peer for peer in self.peers]
         assert ids == sorted(set(ids)), "a snapshot lists each peer once, in order"
         assert self.num_stages is None or 0 < self.num_stages <= len(self.layer_costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Era `era` begins at `version`, from the snapshots of `from_era`; at version 0 from the run's seed."""
+
+    era: int
+    version: int = 0
+    from_era: int = 0
+    loses: bool = True
+    """True if the run may have trained past `version`, so that work is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The stages and standbys of the next plan. `reason` is one sentence for people."""
+
+    stages: tuple[Stage, ...]
+    spares: tuple[PeerID, ...]
+    reason: str
+    beginning: Beginning | None = None
+    """The new era that begins with this layout; None: the previous plan's era continues."""
+    cutover_version: int = 0
+    """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: no end is set."""
+    next_layout: tuple[Stage, ...] = ()
+    """The stages after these. Members download their missing layers, before an end is set."""
+    foreseen: Foreseen | None = None
+    """Predicted throughput of `stages`; None: no prediction."""
+    formats: Formats | None = None
+    """The formats of tensors (`Plan.formats`); None: not chosen yet."""
+
+    @classmethod
+    def of(cls, plan: Plan, reason: str) -> "Layout":
+        """Return the layout of `plan` unchanged, with its prediction."""
+        return cls(
+            stages=plan.stages,
+            spares=plan.spares,
+            reason=reason,
+            cutover_version=plan.cutover_version,
+            next_layout=plan.next_layout,
+            foreseen=plan.foreseen,
+            formats=plan.formats,
+        )
+
+
+def places_of(layout: Layout | Plan) -> Places:
+    """Return the places of the members, without shares: equal places mean that no peer moves."""
+    return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
 class NoLayout(ShoalError):

@@ -1,9 +1,9 @@
 """The compiled local search on the throughput objective, and the exact cut of the model. `cost/pipeline.py` has the
-objective, P and S. Random integers are our own, so that a search ends the same on any machine."""
+objective, P and S."""
 
 import numpy as np
 
-from shoal.coordinator.cost.compiled import evaluate, inner, kernel, resident_bytes, saturate
+from shoal.coordinator.cost.compiled import below, build, draw, evaluate, inner, kernel, resident_bytes, saturate, unit
 from shoal.coordinator.cost.pipeline import (
     CARD,
     FLOW,
@@ -24,33 +24,11 @@ _HEAT = 0.08
 """A search at heat 1 begins by accepting placements that are up to this part worse."""
 
 
-@inner
-def draw(state):
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `state`: uint64 [1], which is advanced."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@inner
-def below(state, n):
-    """Draw an int64 in [0, n), n < 2^32."""
-    return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
-
-
-@inner
-def unit(state):
-    """Draw a float64 in [0, 1)."""
-    return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
 # --- where the model is cut ---
 
 
-@kernel
-def cut(P, S, work):
+@inner
+def _cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly, by dynamic programming. Stages
     that do not fit in memory with two microbatches held are infeasible. The paths must have been scanned; shared cards
     keep their present loads."""
@@ -87,7 +65,41 @@ def cut(P, S, work):
         last = since[k + 1, last]
     S.bounds[0] = 0
     S.dirty[STAGES, :] = True
-    return best[K, L]
+
+
+@kernel
+def price(P, S, stage, bounds, is_cut, work):
+    """Price these groups with these bounds or, if `is_cut`, with the exact cut. S.bounds has what was priced.
+    Returns: the cost, moving included. Args: work: int64 [1], to which the work done is added."""
+    build(P, S, stage, bounds)
+    cost, _ = evaluate(P, S, work)
+    if is_cut and S.count.all():
+        _cut(P, S, work)
+        build(P, S, stage, S.bounds)
+        cost, _ = evaluate(P, S, work)
+    return cost
+
+
+# --- starts ---
+
+
+@kernel
+def row(q, at, jitter):
+    """Return int64 [N], all units from `at` on: always the nearest one that is left comes next.
+    Args: q: [N, N], `P.q` of one size. jitter: float64 [N], by which the distance of each unit is changed."""
+    N = len(q)
+    found = np.empty(N, np.int64)
+    is_left = np.ones(N, np.bool_)
+    for position in range(N):
+        found[position] = at
+        is_left[at] = False
+        best, nearest = -1, -1.0
+        for e in range(N):
+            near = q[at, e] * (1.0 + 0.1 * jitter[e])
+            if is_left[e] and near > nearest:
+                best, nearest = e, near
+        at = best
+    return found
 
 
 # --- moves ---
@@ -192,22 +204,38 @@ def _burden(S, k):
 
 
 @inner
-def _propose(P, S, random):
-    """Draw a move that leaves stage 0 the text and no stage empty. Returns: (kind, x, y); kind -1: none this time."""
+def _must_stay(S, home, stayers, d):
+    """True if the stage of unit d would keep too few of its holders without it."""
+    k = S.stage[d]
+    if k < 0 or home[d] != k:
+        return False
+    staying = 0
+    for a in range(S.count[k]):
+        if home[S.members[k, a]] == k:
+            staying += 1
+    return staying <= stayers[k]
+
+
+@inner
+def _propose(P, S, home, stayers, random):
+    """Draw a move that leaves stage 0 the text, no stage empty, and each stage enough holders. Returns: (kind, x, y);
+    kind -1: none this time."""
     N, K = len(S.stage), len(S.count)
     slow = _slowest(P, S) if draw(random) & np.uint64(1) else below(random, K)
     dice = below(random, 100)
     if dice < 10:
         d = _burden(S, slow)
-        return (RELOCATE, d, -1) if S.count[slow] > 1 else (-1, 0, 0)
+        return (RELOCATE, d, -1) if S.count[slow] > 1 and not _must_stay(S, home, stayers, d) else (-1, 0, 0)
     if dice < 45:
         d, k = below(random, N), -1 if below(random, 8) == 0 else slow
         if S.stage[d] == k or (S.stage[d] >= 0 and S.count[S.stage[d]] == 1) or (k == 0 and P.holds[TEXT, d] == 0):
             return -1, 0, 0
-        return RELOCATE, d, k
+        return (RELOCATE, d, k) if not _must_stay(S, home, stayers, d) else (-1, 0, 0)
     if dice < 80:
         d, e = S.members[slow, below(random, S.count[slow])], below(random, N)
         if S.stage[e] == slow or (S.stage[e] == 0 and P.holds[TEXT, d] == 0) or (slow == 0 and P.holds[TEXT, e] == 0):
+            return -1, 0, 0
+        if _must_stay(S, home, stayers, d) or _must_stay(S, home, stayers, e):
             return -1, 0, 0
         return EXCHANGE, d, e
     k = below(random, K)
@@ -215,6 +243,8 @@ def _propose(P, S, random):
         return -1, 0, 0
     if dice < 94:
         return (LAYER, slow, k) if S.bounds[slow + 1] - S.bounds[slow] > 1 else (-1, 0, 0)
+    if stayers[k] > 0 or stayers[slow] > 0:
+        return -1, 0, 0
     if k == 0 or slow == 0:
         other = max(k, slow)
         for a in range(S.count[other]):
@@ -224,22 +254,25 @@ def _propose(P, S, random):
 
 
 @kernel
-def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
-    """Search locally from the placement in S until `limit` units are spent. A worse placement is accepted up to a
-    threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills best_stage and best_bounds; S is left at
-    the end of the search.
+def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
+    """Search locally from the placement in best_stage and best_bounds until `limit` units are spent, and leave the best
+    one there. A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from
+    [0, 1).
 
-    Args: B: as S, for copies. Returns: (the best cost, work)."""
+    Args:
+        S, B: states of the search.
+        home: int64 [N], the stage of each unit in the current plan.
+        stayers: int64 [K], how many of its holders there each stage keeps.
+    Returns: (the best cost, work)."""
     random = np.full(1, np.uint64(seed), np.uint64)
+    build(P, S, best_stage, best_bounds)
     work = np.zeros(1, np.int64)
     cost, guide = evaluate(P, S, work)
     _copy(S, B)
     best, best_guide = cost, guide
-    best_stage[:] = S.stage
-    best_bounds[:] = S.bounds
     while work[0] < limit:
         work[0] += 64
-        kind, x, y = _propose(P, S, random)
+        kind, x, y = _propose(P, S, home, stayers, random)
         if kind < 0:
             continue
         old = S.stage[x] if kind == RELOCATE else 0

@@ -1,29 +1,50 @@
-"""The throughput objective as an `Evaluator`: labels of assignments are positions in the pipeline, cut by exact DP.
+"""Prices and improves assignments on the throughput objective: labels are positions in the pipeline, cut by exact DP.
 
-`evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names are
-positions, so it keeps the better order. Bounds are the exact cut for an individual's groups (or the current plan's,
-where moving state costs more than a new cut gains), improved by local search."""
+An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. `evolve` treats individuals that differ only in
+the names of stages as one and keeps the cheaper. Here names are positions, so it keeps the better order. Bounds are the
+exact cut for an individual's groups (or the current plan's, where moving state costs more than a new cut gains),
+improved by local search."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from shoal.coordinator.allocate.evolution import HOMELESS, LEFT_OUT, Assignment, Improved
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.problem import problem_of, state_of
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Ints, Topology
 
+Assignment = npt.NDArray[np.int64]
+
+LEFT_OUT = -1
+"""The device holds nothing, on purpose."""
+HOMELESS = -2
+"""The device lost its stage in a perturbation; `repair` finds another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improved:
+    """The result of a search."""
+
+    assignment: Assignment
+    cost: float
+    work: int
+    others: tuple[Assignment, ...] = ()
+    """The rest of the population, the best first."""
+
 
 class ThroughputEvaluator:
-    """Implements `evolution.Evaluator`.
+    """Prices assignments of one topology. It is deterministic: no clock, no global randomness, sums in a fixed order.
 
     Args:
-        weight: int64 [N], the number of alike devices behind each of the topology's (`hierarchy.py`); 1 if None. With
+        weight: int64 [N], the number of alike devices behind each of the topology's (`planner.levels`); 1 if None. With
             it flop_per_s and cards are sums, memory and paths those of one device.
         current: the placement in force: moving state costs, spread over `horizon_s`.
+        stayers: how many of its holders in `current` each stage keeps; empty: none need stay.
     """
 
     def __init__(
@@ -35,26 +56,38 @@ class ThroughputEvaluator:
         weight: Ints | None = None,
         current: Placement | None = None,
         horizon_s: float = 600.0,
+        stayers: Sequence[int] = (),
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels  # numba takes a second to import
         from shoal.coordinator.cost import compiled
 
-        self._pipeline: Any = compiled
         self._kernels: Any = throughput_kernels
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
-        self.draws = 16
-        self.share = 20_000 * topology.num_devices
         self.topology = topology
         self._current = current
+        self._home = assignment_of(topology.num_devices, current)
+        self._stayers = np.array(stayers or (0,) * num_stages, dtype=np.int64)
         self.problem = problem_of(topology, workload, weight=weight, current=current, horizon_s=horizon_s)
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
+        self._even = np.linspace(0, workload.num_layers, num_stages + 1).astype(np.int64)
         self._known: dict[bytes, tuple[float, Ints]] = {}
-
-    # --- Evaluator ---
+        # Loads the loops with which `ThroughputObjective` prices single placements once they are there.
+        compiled.build(self.problem, self._state, assignment_of(topology.num_devices, None), self._even)
+        compiled.evaluate(self.problem, self._state, np.zeros(1, dtype=np.int64))
+        p = self.problem
+        card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
+        quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0]).tolist()
+        self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
+        """The devices, by the rate of their cards and of their paths in the median."""
+        self.draws = 16
+        """The number of random starts of which the cheapest is improved."""
+        self.share = 20_000 * topology.num_devices
+        """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
-        return self._cut(assignment)[0]
+        """Return the true objective of a feasible assignment."""
+        return self._cut_work(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
         """Return a random start. A row of devices, neighbours side by side, is dealt out stage by stage, or in turns,
@@ -63,14 +96,14 @@ class ThroughputEvaluator:
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
         assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
-        speed = self.topology.flop_per_s
+        speed: list[float] = self.topology.flop_per_s.tolist()
         if rng.random() < 0.5:
             # Neighbours make up whole stages.
-            total = float(speed[row].sum())
+            total = float(self.topology.flop_per_s[row].sum())
             reached = 0.0
             for device in row:
                 assignment[device] = min(self.num_stages - 1, int(self.num_stages * reached / total))
-                reached += float(speed[device])
+                reached += speed[device]
         else:
             # Neighbours make up whole pipelines: every block of the row holds all stages.
             size = -(-len(row) // num_blocks)
@@ -80,14 +113,16 @@ class ThroughputEvaluator:
                 for device in block:
                     k = given.index(min(given))
                     assignment[device] = k
-                    given[k] += float(speed[device])
+                    given[k] += speed[device]
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Give homeless devices to the slowest stage, and empty stages the slowest device of the richest."""
+        """Send leavers back to stages that lack holders, give homeless devices to the slowest stage, and empty stages
+        the slowest device of the richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
+        put_back(fixed, self._home, self._stayers, seed)
         rich = np.bincount(fixed[fixed >= 0], weights=speed[fixed >= 0], minlength=self.num_stages)
         rng = Random(seed)
         homeless = np.flatnonzero(fixed == HOMELESS).tolist()
@@ -98,18 +133,23 @@ class ThroughputEvaluator:
             fixed[device] = k
             if k >= 0:
                 rich[k] += speed[device]
-        for k in range(self.num_stages):
-            if not (fixed == k).any():
-                self._find_one(fixed, k)
+        for k in sorted({*range(self.num_stages)}.difference(fixed.tolist())):
+            self._find_one(fixed, k)
         return fixed
 
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
+        """Search locally from a feasible assignment.
+
+        Args:
+            work: stop soon after this number of units.
+            heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
+                starts.
+        """
         before, bounds, spent = self._cut_work(assignment)
         stage, found_bounds = assignment.copy(), bounds.copy()
-        self._pipeline.build(self.problem, self._state, assignment, bounds)
         limit = max(0, work - spent)
         found, did = self._kernels.improve(
-            self.problem, self._state, self._kept, seed, limit, heat, stage, found_bounds
+            self.problem, self._state, self._kept, self._home, self._stayers, seed, limit, heat, stage, found_bounds
         )
         if not found < before and heat == 0.0:
             stage, found_bounds = assignment.copy(), bounds
@@ -117,50 +157,36 @@ class ThroughputEvaluator:
         cost, _, again = self._cut_work(stage, found_bounds)
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
-    # --- placements ---
-
     def placement_of(self, assignment: Assignment) -> Placement:
-        _, bounds = self._cut(assignment)
-        stages = tuple(tuple(int(d) for d in np.flatnonzero(assignment == k)) for k in range(self.num_stages))
-        return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
+        _, bounds, _ = self._cut_work(assignment)
+        return Placement(stages=stages_of(assignment, self.num_stages), bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
         """Return the cost with these bounds, moving included."""
-        work = np.zeros(1, dtype=np.int64)
-        self._pipeline.build(self.problem, self._state, assignment, np.asarray(bounds, dtype=np.int64))
-        cost, _ = self._pipeline.evaluate(self.problem, self._state, work)
-        return float(cost)
+        return self._price(assignment, np.asarray(bounds, dtype=np.int64), False, np.zeros(1, dtype=np.int64))[0]
 
     # --- inside ---
 
-    def _cut(self, assignment: Assignment) -> tuple[float, Ints]:
-        self._cut_work(assignment)
-        return self._known[assignment.tobytes()]
+    def _price(self, assignment: Assignment, bounds: Ints, is_cut: bool, work: Ints) -> tuple[float, Ints]:
+        cost = self._kernels.price(self.problem, self._state, assignment, bounds, is_cut, work)
+        return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
         """Return (cost, bounds, work) by the cheapest of the exact cut, the current plan's and `known`."""
-        name = assignment.tobytes()
-        pipeline, problem, state = self._pipeline, self.problem, self._state
-        work = np.zeros(1, dtype=np.int64)
-        candidates = []
-        if name not in self._known:
-            even = np.linspace(0, problem.layers.shape[1] - 1, self.num_stages + 1).astype(np.int64)
-            pipeline.build(problem, state, assignment, even)
-            pipeline.evaluate(problem, state, work)
-            if state.count.all():
-                self._kernels.cut(problem, state, work)
-            candidates.append(state.bounds.copy())
+        name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
+        priced = []
+        if (best := self._known.get(name)) is None:
+            priced.append(self._price(assignment, self._even, True, work))
             if self._current is not None and len(self._current.bounds) == self.num_stages + 1:
-                candidates.append(np.array(self._current.bounds, dtype=np.int64))
+                priced.append(self._price(assignment, np.array(self._current.bounds, dtype=np.int64), False, work))
         if known is not None:
-            candidates.append(known)
-        for bounds in candidates:
-            pipeline.build(problem, state, assignment, bounds)
-            cost, _ = pipeline.evaluate(problem, state, work)
-            if name not in self._known or cost < self._known[name][0]:
-                self._known[name] = (float(cost), bounds.copy())
-        cost, bounds = self._known[name]
-        return cost, bounds, int(work[0])
+            priced.append(self._price(assignment, known, False, work))
+        for each in priced:
+            if best is None or each[0] < best[0]:
+                best = each
+        assert best is not None
+        self._known[name] = best
+        return *best, int(work[0])
 
     def _find_one(self, fixed: Assignment, k: int) -> None:
         speed = self.topology.flop_per_s
@@ -180,17 +206,10 @@ class ThroughputEvaluator:
         if rng.random() < 0.25:
             rng.shuffle(row)
             return row
-        q = self.problem.q[0]
         at = rng.randrange(self.num_devices)
-        left = np.ones(self.num_devices, dtype=np.bool_)
         jitter = np.array([rng.random() for _ in row])
-        row = [at]
-        left[at] = False
-        for _ in range(self.num_devices - 1):
-            at = int(np.argmax(np.where(left, q[at] * (1.0 + 0.1 * jitter), -1.0)))
-            left[at] = False
-            row.append(at)
-        return row
+        nearest_first: list[int] = self._kernels.row(self.problem.q[0], at, jitter).tolist()
+        return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
         """Often leave out the devices with the worst network: with several in one stage no single move helps."""
@@ -200,16 +219,28 @@ class ThroughputEvaluator:
             return row[: rng.randint(self.num_stages, len(row))] if len(row) > self.num_stages else row
         if dice < 0.6:
             return row
-        p = self.problem
-        card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
-        quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0])
         keep = max(2 * self.num_stages, round(len(row) * rng.uniform(0.2, 1.0)))
-        chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
+        chosen = set(self._best_connected[:keep])
         return [device for device in row if device in chosen]
 
 
-def assignment_of(num_devices: int, placement: Placement) -> Assignment:
+def assignment_of(num_devices: int, placement: Placement | None) -> Assignment:
     assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
-    for k, stage in enumerate(placement.stages):
+    for k, stage in enumerate(placement.stages if placement is not None else ()):
         assignment[list(stage)] = k
     return assignment
+
+
+def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the members of each stage, ascending."""
+    return tuple(tuple(int(device) for device in np.flatnonzero(assignment == k)) for k in range(num_stages))
+
+
+def put_back(assignment: Assignment, home: Assignment, stayers: Sequence[int] | Ints, seed: int) -> None:
+    """Send random leavers back home until each stage has `stayers` of its holders again. Changes `assignment`."""
+    rng = Random(seed)
+    for k in np.flatnonzero(stayers):
+        leavers = np.flatnonzero((home == k) & (assignment != k)).tolist()
+        lacking = int(stayers[k]) - (int((home == k).sum()) - len(leavers))
+        if lacking > 0:
+            assignment[rng.sample(leavers, lacking)] = k

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from itertools import pairwise
 
-from shoal.coordinator.allocate.interface import NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, NoLayout, SwarmSnapshot
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import Split
 from shoal.protocol.identity import PeerID

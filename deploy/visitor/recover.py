@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shoal.coordinator.allocate.plan_layout import Beginning
+from shoal.coordinator.allocate.interface import Beginning
 from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 from tiny_run import tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.peer.membership.joining import Joining
 from shoal.protocol.identity import PeerID

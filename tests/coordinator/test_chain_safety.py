@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.cluster_view import ClusterView

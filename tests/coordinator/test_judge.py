@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator import proposer
-from shoal.coordinator.allocate.plan_layout import Beginning, Layout
+from shoal.coordinator.allocate.interface import Beginning, Layout
 from shoal.coordinator.voting import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Holding, Ping, Standing

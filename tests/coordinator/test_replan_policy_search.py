@@ -8,10 +8,10 @@ import pytest
 
 from shoal.coordinator import replan_policy
 from shoal.coordinator.allocate.greedy import GreedyAllocator
+from shoal.coordinator.allocate.interface import Layout
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import ODD_REPORTS
 from shoal.coordinator.allocate.objective import Change, lacking_bytes
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS, Calibration
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.coordination_events import Searched

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import MeasuredNetwork
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.search_schedule import (
     AFRESH_TERMS,
     FIRST_PATIENCE_S,

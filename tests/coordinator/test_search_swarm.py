@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.search_schedule import SETTLE_HEARTBEATS
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.plan import Plan, Stage

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.driver import searched
 from shoal.coordinator.search_schedule import SearchJob

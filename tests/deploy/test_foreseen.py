@@ -10,8 +10,7 @@ from sim_swarm import SimSwarm
 from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.coordinator.calibration import SLOW
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.plan import Plan

@@ -9,8 +9,7 @@ import pytest
 from sim_swarm import SimSwarm
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import Allocator, NoLayout, SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Allocator, Layout, NoLayout, SwarmSnapshot
 from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.deploy.node.node import LEAVE_S
 from shoal.deploy.session.stop import LEAVE_SOON_S

@@ -4,10 +4,9 @@
 from dataclasses import replace
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
+from shoal.coordinator.allocate.interface import NO_MOVES, Layout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator, _shared, _shared_anew
 from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.allocate.plan_layout import NO_MOVES, Layout
 from shoal.protocol.plan import Plan
 
 

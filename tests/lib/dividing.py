@@ -18,8 +18,7 @@ from tiny_run import tiny_corpus, tiny_spec
 from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, tied_spans

@@ -16,8 +16,7 @@ from sim_swarm import SimSwarm
 from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.protocol.plan import Member, Plan
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import uniform

@@ -7,8 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import SwarmSnapshot
-from shoal.coordinator.allocate.plan_layout import Layout
+from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.deploy import cli
 from shoal.deploy.demo import crew
 from shoal.deploy.node import node

@@ -6,10 +6,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, SwarmSnapshot
+from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import MeasuredNetwork
-from shoal.coordinator.allocate.plan_layout import Layout
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 from shoal.protocol.spec import RunSpec

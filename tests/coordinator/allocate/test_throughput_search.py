@@ -26,7 +26,7 @@ def test_compiled_or_not_a_placement_costs_the_same_to_the_last_bit(seed: int, t
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
     workload = replace(workload, backward_per_forward=2.0 + seed // 4 % 2)
-    workload = replace(workload, reduced=replace(workload.reduced, tied_parameters=tied_parameters))
+    workload = replace(workload, tied_parameters=tied_parameters)
     if seed % 5 == 0:
         experts = PlacedExperts(number=8, held=3, replicas=2, parameters=(6e6,) * layers)
         workload = replace(workload, experts=experts)
@@ -93,7 +93,6 @@ def test_what_local_search_says_it_has_found_is_what_it_costs(seed: int) -> None
     assert found.cost == ThroughputObjective(topology, swarms.workload()).cost(placement).seconds
     state, kept = (state_of(evaluator.problem, swarms.workload(), 3) for _ in range(2))
     best, bounds = start.copy(), np.array(evaluator.placement_of(start).bounds)
-    compiled.build(evaluator.problem, state, start, bounds)
     cost, _ = throughput_kernels.improve(evaluator.problem, state, kept, seed, 200_000, 1.0, best, bounds)
     assert evaluator.evaluate(best, bounds) == pytest.approx(cost, rel=1e-9)
 
