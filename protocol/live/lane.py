@@ -24,6 +24,7 @@ from typing import Any, Final
 from shoal.protocol.envelope import SIGNATURE_BYTES
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.live.secure_channel import KEY_BYTES, RECORD_BYTES_MAX, Channel, Handshake
+from shoal.protocol.live.tcp_queues import lane_name
 from shoal.protocol.live.throttle import Intake, Throttle
 
 STREAM_BYTES: Final = 16
@@ -211,8 +212,3 @@ class Lane(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.is_free = not self.is_lost
         self._on_free()
-
-
-def lane_name(there: str, port: int, own_port: int) -> str:
-    """Return the name of a connection of this process: several may lead to one port."""
-    return f"{there.removeprefix('::ffff:')} {port} {own_port}"

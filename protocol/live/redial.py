@@ -58,6 +58,8 @@ _REFUSED: Final = ("connection refused", "peer id mismatch")
 where another machine may be by now, or we. Other errors may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
+_ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
+"""A connection within this machine: its kernel answers for both ends, so the figures of the two would never change."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Counts while the machine is suspended."""
 
@@ -219,17 +221,23 @@ class Redialer:
                 await self._daemon.refresh()
 
     async def _look(self, p2p: Any, *, stood_still_s: float, was_suspended: bool) -> None:
-        infos, ways, local = await p2p.list_peers(), self._ways(), local_addresses()
+        infos, local = await p2p.list_peers(), local_addresses()
         if local != self._local:
             self._gone = (self._gone | self._local) - local
             self._local, self._moved_until_s = local, _now_s() + _MOVES_S
+        direct = (address for info in infos for address in only_direct(map(str, info.addrs)))
+        names = {address: name for address in direct if (name := name_of(address)) is not None}
+        ends_here = {address for address, name in names.items() if name.split()[0] in local}
+        ways = self._ways() if len(ends_here) < len(names) else {}
         connections: dict[PeerID, dict[str, Way | None]] = {}
         for info in infos:
             of_peer = connections.setdefault(PeerID(info.peer_id.to_base58()), {})
             for address in map(str, info.addrs):
-                name = name_of(address) if only_direct((address,)) else None
-                found = ways.get(name, {}) if name is not None else {}
-                of_peer |= found if found else {address: None}
+                if address in ends_here:
+                    of_peer[address] = _ON_THIS_MACHINE
+                else:
+                    found: Mapping[str, Way | None] = ways.get(names.get(address, ""), {})
+                    of_peer.update(found or {address: None})
         todo = self._core.look(
             connections,
             frozenset(self._known()),

@@ -34,13 +34,14 @@ from shoal.protocol.live.lane import Lane
 from shoal.protocol.live.lane_door import LaneDoor
 from shoal.protocol.live.lane_supply import LaneSupply
 from shoal.protocol.live.link import Link
+from shoal.protocol.live.listen import local_addresses
 from shoal.protocol.live.receive_queue import ReceiveQueues
 from shoal.protocol.live.redial import Redialer, hivemind_id
 from shoal.protocol.live.routes import Routes, is_direct
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.live.strangers import Strangers
-from shoal.protocol.live.tcp_queues import follow, name_of
+from shoal.protocol.live.tcp_queues import TcpQueues, name_of
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.membership import Members
@@ -277,7 +278,11 @@ class LiveTransport:
 
     async def _set_up(self, p2p: Any) -> None:
         if self._throttle.uplink is not None:
-            follow(self._throttle.uplink, self._daemon.process_id)
+            try:
+                self._throttle.uplink.follow(TcpQueues(self._daemon.process_id))
+            except OSError as error:
+                self._throttle.uplink.close()
+                logger.info("the queue before the uplink cannot be read here: %s", error)
         hivemind_guard.admit(p2p._client.control, self._strangers.admits)
         await self._redialer.register(p2p)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
@@ -556,9 +561,10 @@ class LiveTransport:
         """Tell the uplink which of the daemon's connections a stream to `peer` uses."""
         if self._throttle.uplink is not None:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-                names = [name_of(place) for place in await self._seen_at(peer)]
+                names, here = map(name_of, await self._seen_at(peer)), local_addresses()
+                ways = [name for name in names if name is not None and name.split()[0] not in here]
                 lanes = [name for link in self._lane_supplies if link.peer == peer for name in link.lane_names()]
-                self._throttle.uplink.opened(peer, [*(name for name in names if name is not None), *lanes])
+                self._throttle.uplink.opened(peer, [*ways, *lanes])
 
     def _met(self, link: Link, hello: StreamHello) -> None:
         self._remember(link.peer, hello.addresses)

@@ -7,10 +7,11 @@ show it (not Linux, or not allowed), nothing is held back here; a volunteer's ow
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Collection
+from typing import Final
 
 from shoal.protocol.identity import PeerID
+from shoal.protocol.live.tcp_queues import TcpQueues
 from shoal.protocol.uplink import UplinkConnection, UplinkWindow
 
 logger = logging.getLogger(__name__)
@@ -21,18 +22,6 @@ _LOOK_S_MAX: Final = 0.1
 """The longest time between two looks while a sender waits: the whole queue has drained after it."""
 _SHARE: Final = 0.05
 """Share of a core that looking may take with a hundred receivers at once."""
-
-
-class Queues(Protocol):
-    """Undelivered bytes by connection name. Both methods raise OSError."""
-
-    def list(self) -> None:
-        """List the connections anew."""
-
-    def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
-        """Return those connections that still exist."""
-
-    def close(self) -> None: ...
 
 
 class Uplink:
@@ -47,7 +36,7 @@ class Uplink:
         self.on_room: Callable[[], None] = lambda: None
         self.is_awaited = False
         self._window = UplinkWindow()
-        self._queues: Queues | None = None
+        self._queues: TcpQueues | None = None
         self._owners: dict[str, PeerID] = {}
         """Connection -> peer, for connections that carry our streams; traffic on others is small."""
         self._timer: asyncio.TimerHandle | None = None
@@ -58,7 +47,7 @@ class Uplink:
         """The highest recent rate of the line."""
         return self._window.bytes_per_s
 
-    def follow(self, queues: Queues) -> None:
+    def follow(self, queues: TcpQueues) -> None:
         """Watch these queues from now on: the network daemon has been started or restarted."""
         self.close()
         self._queues = queues
@@ -76,11 +65,13 @@ class Uplink:
             self._queues = None
         self.on_room()
 
-    def opened(self, peer: PeerID, connections: Iterable[str]) -> None:
-        """Record that a stream to `peer` is open over one of these connections."""
+    def opened(self, peer: PeerID, connections: Collection[str]) -> None:
+        """Record that a stream to `peer` is open over one of these connections; none: it stays on this machine."""
         if self._queues is None:
             return
         self._forget(peer)
+        if not connections:
+            return
         self._owners.update(dict.fromkeys(connections, peer))
         try:
             self._queues.list()

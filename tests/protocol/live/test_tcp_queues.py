@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from shoal.protocol.live import tcp_queues
-from shoal.protocol.live.lane import lane_name
-from shoal.protocol.live.tcp_queues import TcpQueues, name_of
+from shoal.protocol.live.sock_diag import TcpSocket
+from shoal.protocol.live.tcp_queues import TcpQueues, lane_name, name_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it")
 
@@ -31,7 +30,7 @@ def connection(family=socket.AF_INET, address="127.0.0.1"):
 @pytest.fixture
 def as_if_afar(monkeypatch):
     """What ends on this machine counts as well."""
-    monkeypatch.setattr(tcp_queues._Socket, "is_local", False)
+    monkeypatch.setattr(TcpSocket, "is_local", False)
 
 
 def named(caller):
