@@ -83,10 +83,6 @@ stage, one microbatch's way to the end and back, or a stage's commit."""
 FORESEEN_MAX = 1e15
 
 
-CAPPED_GROUPS_MIN = 3
-"""Group weights are capped from this number of groups on the roll. With two, a cap would only give each a veto."""
-
-
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Predicted speed of a layout, by what its coordinator knew when it made the plan."""
 
@@ -193,7 +189,7 @@ class Plan(
         electors = frozenset(self.electors)
         groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
         sizes = sorted(map(len, groups), reverse=True)
-        if len(sizes) < CAPPED_GROUPS_MIN:
+        if len(sizes) < 3:  # with two, a cap would only give each a veto
             return dict.fromkeys(electors, 1)
         # Only the two largest can exceed a third. The largest alone may weigh half as much as all others; if the second
         # then exceeds a third, too, each of the two may weigh as much as the rest.
@@ -321,21 +317,15 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def link(self) -> bytes:
         """Envelope and proof: the form in which a live plan travels and is stored."""
-        return _ENCODER.encode(_Link(self.envelope, self.proof))
+        return _ENCODER.encode((self.envelope, self.proof))
 
 
-class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    envelope: bytes
-    proof: PlanProof | None
-
-
-_LINK_DECODER = msgspec.msgpack.Decoder(_Link)
+_LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
     """Return (the plan's envelope, its proof), both unchecked. Raises: RemoteError: unreadable."""
-    link = decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
-    return link.envelope, link.proof
+    return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
 def vote_body(ballot: int, digest: str) -> bytes:

@@ -5,9 +5,6 @@ from collections.abc import Collection
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
-TIE_BREAK_PEERS_MAX = 4
-"""The owner's vote breaks a tie among this many electors at most, so that one of two peers can go on alone."""
-
 
 def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
     """True if `voters` have more than half of the weight of the electors of `plan`.
@@ -17,6 +14,6 @@ def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
     """
     weights = plan.weights
     twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())
-    if twice == total and len(weights) <= TIE_BREAK_PEERS_MAX:
+    if twice == total and len(weights) <= 4:  # so one of two peers can go on alone
         return owner in voters and owner in weights
     return twice > total

@@ -36,7 +36,7 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.live.listen import TCP
-from shoal.protocol.live.sock_diag import SockDiag
+from shoal.protocol.live.sock_diag import list_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ _LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 _DAEMON, _US = 0, 1
 """Index of each socket in the group: the order in which they began to listen."""
-_LOOK_S: Final = 0.1
-"""Between two looks a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have."""
-_SHARE: Final = 0.05
-"""Share of a core for reading the list, which takes 0.3 ms with some hundred connections and 10 ms with 10,000."""
 _COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
 """States of a connection: all but SYN_RECV, which costs the daemon nothing, TIME_WAIT and LISTEN."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
@@ -117,7 +113,9 @@ class ConnectionLimit:
     async def _look_on(self, ports: Collection[int], seen: Mapping[Network, Set[bytes]]) -> None:
         loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
-            await asyncio.sleep(max(_LOOK_S, took_s / _SHARE))
+            # In 0.1 s a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have.
+            # A list of some hundred takes 0.3 ms; with 10,000 the lists are to take a twentieth of a core.
+            await asyncio.sleep(max(0.1, took_s / 0.05))
             begun_s, former = loop.time(), seen
             with contextlib.suppress(OSError):  # nothing is readmitted for lack of news
                 seen = await asyncio.to_thread(read_connections, ports)
@@ -171,10 +169,9 @@ class ConnectionLimit:
 def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
     """Return address -> the kernel's names of its connections to our `ports`. Raises: OSError."""
     found: dict[Network, set[bytes]] = {}
-    with contextlib.closing(SockDiag()) as kernel:
-        for each in kernel.list(*_COUNTED):
-            if each.own_port in ports:
-                found.setdefault(each.address.packed[:8], set()).add(each.id)
+    for each in list_sockets(*_COUNTED):
+        if each.own_port in ports:
+            found.setdefault(each.address.packed[:8], set()).add(each.id)
     return found
 
 

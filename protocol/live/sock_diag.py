@@ -69,48 +69,48 @@ class TcpSocket(NamedTuple):
         return address.ipv4_mapped or address
 
 
-class SockDiag:
-    """One conversation with the kernel. After an error it is useless. Raises: OSError: the kernel shows nothing."""
+def ask_kernel() -> socket.socket:
+    """Open a conversation with the kernel. After an error it is useless. Raises: OSError: the kernel shows nothing."""
+    if not hasattr(socket, "AF_NETLINK"):
+        raise OSError("only Linux shows the sockets")
+    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
+    kernel.settimeout(0.5)
+    return kernel
 
-    def __init__(self) -> None:
-        if not hasattr(socket, "AF_NETLINK"):
-            raise OSError("only Linux shows the sockets")
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
-        self._socket.settimeout(0.5)
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def list(self, *states: int) -> Iterator[TcpSocket]:
-        """Yield all connections in these states, without states the established ones. Raises: OSError."""
-        wanted = sum(1 << state for state in states or (_ESTABLISHED,))
+def list_sockets(*states: int) -> Iterator[TcpSocket]:
+    """Yield all connections in these states, without states the established ones. Raises: OSError."""
+    wanted = sum(1 << state for state in states or (_ESTABLISHED,))
+    with ask_kernel() as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
-            self._socket.send(_request(family, bytes(48), _REQUEST | _DUMP, wanted))
+            kernel.send(_request(family, bytes(48), _REQUEST | _DUMP, wanted))
             kind = 0
             while kind != _DONE:
-                for kind, body in self._receive():
+                for kind, body in _receive(kernel):
                     if kind == _ERROR:
                         raise OSError("the kernel does not list the sockets")
                     if kind == _SOCK_DIAG_BY_FAMILY:
                         yield _read(body)
 
-    def look(self, connections: Collection[TcpSocket]) -> Iterator[TcpSocket]:
-        """Yield the present figures of those connections that are still established. Raises: OSError."""
-        self._socket.send(b"".join(_request(each.family, each.id, _REQUEST, 0) for each in connections))
-        answers = 0
-        while answers < len(connections):
-            for kind, body in self._receive():
-                answers += 1
-                found = _read(body) if kind == _SOCK_DIAG_BY_FAMILY else None
-                if found is not None and found.state == _ESTABLISHED:
-                    yield found
 
-    def _receive(self) -> Iterator[tuple[int, bytes]]:
-        datagram, at = self._socket.recv(1 << 16), 0
-        while at + _HEADER.size <= len(datagram):
-            length, kind, *_ = _HEADER.unpack_from(datagram, at)
-            yield kind, datagram[at + _HEADER.size : at + length]
-            at += length + 3 & ~3
+def look_at(kernel: socket.socket, sockets: Collection[TcpSocket]) -> Iterator[TcpSocket]:
+    """Yield the present figures of those connections that are still established. Raises: OSError."""
+    kernel.send(b"".join(_request(each.family, each.id, _REQUEST, 0) for each in sockets))
+    answers = 0
+    while answers < len(sockets):
+        for kind, body in _receive(kernel):
+            answers += 1
+            found = _read(body) if kind == _SOCK_DIAG_BY_FAMILY else None
+            if found is not None and found.state == _ESTABLISHED:
+                yield found
+
+
+def _receive(kernel: socket.socket) -> Iterator[tuple[int, bytes]]:
+    datagram, at = kernel.recv(1 << 16), 0
+    while at + _HEADER.size <= len(datagram):
+        length, kind, *_ = _HEADER.unpack_from(datagram, at)
+        yield kind, datagram[at + _HEADER.size : at + length]
+        at += length + 3 & ~3
 
 
 def _request(family: int, id_: bytes, flags: int, states: int) -> bytes:

@@ -13,10 +13,11 @@ import ipaddress
 import os
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from shoal.protocol.live.sock_diag import SockDiag, TcpSocket
+from shoal.protocol.invite import only_direct
+from shoal.protocol.live.sock_diag import TcpSocket, ask_kernel, list_sockets, look_at
 from shoal.protocol.reconnection import Way
 from shoal.protocol.uplink import UplinkConnection
 
@@ -41,6 +42,12 @@ def name_of(multiaddr: str) -> str | None:
     return f"{getattr(address, 'ipv4_mapped', None) or address} {match[2]}"
 
 
+def hosts_of(multiaddrs: Iterable[str]) -> tuple[str, ...]:
+    """Return the IP addresses at the other ends of direct connections over TCP, each once."""
+    names = map(name_of, only_direct(multiaddrs))
+    return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
+
+
 def lane_name(there: str, port: int, own_port: int) -> str:
     """Return the name of a connection of this process: several may lead to one port."""
     return f"{there.removeprefix('::ffff:')} {port} {own_port}"
@@ -51,13 +58,9 @@ class TcpQueues:
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
-        self._connections: dict[str, TcpSocket] = {}
-        self._kernel = SockDiag()
-        try:
-            self.list()
-        except BaseException:
-            self.close()
-            raise
+        self._sockets: dict[str, TcpSocket] = {}
+        self.list()
+        self._kernel = ask_kernel()
 
     def close(self) -> None:
         self._kernel.close()
@@ -65,30 +68,32 @@ class TcpQueues:
     def list(self) -> None:
         """List anew the connections to other machines: the daemon's, and the lanes of this process. Raises: OSError."""
         of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
-        there = [each for each in self._of(of_daemon | of_us) if not each.is_local]
-        self._connections = {_name(each): each for each in there if each.inode in of_daemon}
-        self._connections |= {_name_as_lane(each): each for each in there if each.inode in of_us}
-
-    def ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return all of the daemon's connections, also within this machine, by name. Two may have one name, when each
-        end has dialled from the port on which it listens. Raises: OSError."""
-        ways: dict[str, dict[str, Way]] = {}
-        for each in self._of(_inodes(self._process_id)):
-            ways.setdefault(_name(each), {})[each.id.hex()] = _way(each)
-        return ways
+        there = [each for each in _sockets_of(of_daemon | of_us) if not each.is_local]
+        self._sockets = {_name(each): each for each in there if each.inode in of_daemon}
+        self._sockets |= {_name_as_lane(each): each for each in there if each.inode in of_us}
 
     def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
         """Return the kernel's present data of those connections that still exist. Raises: OSError."""
-        asked = [self._connections[name] for name in names if name in self._connections]
+        asked = [self._sockets[name] for name in names if name in self._sockets]
         wanted, found = set(names), {}
         for start in range(0, len(asked), _BATCH):
-            for each in self._kernel.look(asked[start : start + _BATCH]):
+            for each in look_at(self._kernel, asked[start : start + _BATCH]):
                 as_lane = _name_as_lane(each)
                 found[as_lane if as_lane in wanted else _name(each)] = _queue(each)
         return found
 
-    def _of(self, inodes: Collection[int]) -> Iterator[TcpSocket]:
-        return (each for each in self._kernel.list() if each.inode in inodes and len(each.info) >= _INFO.size)
+
+def ways_of(process_id: int) -> Mapping[str, Mapping[str, Way]]:
+    """Return all connections of a network daemon, also within this machine, by name. Two may have one name, when each
+    end has dialled from the port on which it listens. Raises: OSError."""
+    ways: dict[str, dict[str, Way]] = {}
+    for each in _sockets_of(_inodes(process_id)):
+        ways.setdefault(_name(each), {})[each.id.hex()] = _way(each)
+    return ways
+
+
+def _sockets_of(inodes: Collection[int]) -> Iterator[TcpSocket]:
+    return (each for each in list_sockets() if each.inode in inodes and len(each.info) >= _INFO.size)
 
 
 def _inodes(process_id: int) -> set[int]:
@@ -101,25 +106,25 @@ def _inodes(process_id: int) -> set[int]:
     return found
 
 
-def _name(connection: TcpSocket) -> str:
-    return f"{connection.address} {connection.port}"
+def _name(own: TcpSocket) -> str:
+    return f"{own.address} {own.port}"
 
 
-def _name_as_lane(connection: TcpSocket) -> str:
-    return lane_name(str(connection.address), connection.port, connection.own_port)
+def _name_as_lane(own: TcpSocket) -> str:
+    return lane_name(str(own.address), own.port, own.own_port)
 
 
-def _way(connection: TcpSocket) -> Way:
-    _, unacked, _, data_ms, acknowledgement_ms, _, _ = _INFO.unpack_from(connection.info)
+def _way(own: TcpSocket) -> Way:
+    _, unacked, _, data_ms, acknowledgement_ms, _, _ = _INFO.unpack_from(own.info)
     silent_s = min(data_ms, acknowledgement_ms) / 1e3
-    return Way(is_owed=unacked > 0, silent_s=silent_s, local=str(connection.own_address))
+    return Way(is_owed=unacked > 0, silent_s=silent_s, local=str(own.own_address))
 
 
-def _queue(connection: TcpSocket) -> UplinkConnection:
-    segment_bytes, _, sacked, _, _, acked_bytes, round_trip_us = _INFO.unpack_from(connection.info)
-    out_of_order = min(sacked * segment_bytes, connection.queued_bytes)
+def _queue(own: TcpSocket) -> UplinkConnection:
+    segment_bytes, _, sacked, _, _, acked_bytes, round_trip_us = _INFO.unpack_from(own.info)
+    out_of_order = min(sacked * segment_bytes, own.queued_bytes)
     return UplinkConnection(
         delivered_bytes=acked_bytes + out_of_order,
-        queued_bytes=connection.queued_bytes - out_of_order,
+        queued_bytes=own.queued_bytes - out_of_order,
         round_trip_s=round_trip_us / 1e6 if round_trip_us < 0xFFFFFFFF else 0.0,
     )

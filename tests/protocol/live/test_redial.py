@@ -135,8 +135,7 @@ def test_the_kernel_is_asked_only_about_connections_that_leave_this_machine(monk
     near, far = (Identity(bytes([number] * 32)).peer_id for number in (1, 2))
     places = {near: ["/ip4/127.0.0.1/tcp/4001", "/ip6/::1/tcp/4001"]}
     asked, told, found = [], [], {"192.0.2.7 4001": {"socket": Way(is_owed=False, silent_s=9.0, local="192.0.2.1")}}
-    kernel = SimpleNamespace(ways=lambda: found, close=lambda: None)
-    monkeypatch.setattr(redial, "TcpQueues", lambda process_id: asked.append(process_id) or kernel)
+    monkeypatch.setattr(redial, "ways_of", lambda process_id: asked.append(process_id) or found)
 
     class Daemon:
         process_id, visible = 7, ()
