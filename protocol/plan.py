@@ -8,6 +8,7 @@ contains the owner's mandate. Checking the votes needs the predecessor; `coordin
 """
 
 import math
+from collections.abc import Collection
 from functools import cached_property
 from typing import Literal
 
@@ -290,6 +291,19 @@ class Plan(
     def height(self) -> tuple[int, int, int]:
         """(reign, term, sequence), a fencing token: a peer obeys only plans of greater height than all before."""
         return (self.override_epoch, self.term, self.sequence)
+
+
+def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
+    """True if `voters` have more than half of the weight of the electors of `plan`.
+
+    Any two majorities share an elector: two disjoint sets cannot both have more than half, and the owner breaks ties.
+    Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
+    """
+    weights = plan.weights
+    twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())
+    if twice == total and len(weights) <= 4:  # so one of two peers can go on alone
+        return owner in voters and owner in weights
+    return twice > total
 
 
 _ENCODER = msgspec.msgpack.Encoder()
