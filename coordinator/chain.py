@@ -55,8 +55,7 @@ from shoal.protocol.limits import (
     TERM_MAX,
 )
 from shoal.protocol.messages import Heartbeat, PlanVote, Standing, TermGrant, TermRequest
-from shoal.protocol.plan import Plan, SignedPlan, vote_body
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import Plan, SignedPlan, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256

@@ -30,8 +30,7 @@ from shoal.coordinator.voting import APART_MAX
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX
 from shoal.protocol.messages import Done, Holding, PlanLive, PlanOffer, PlanVote, Refusal, Reset, TermGrant, TermRequest
-from shoal.protocol.plan import Mandate, Plan, PlanProof, SignedPlan, Stage, vote_body
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import Mandate, Plan, PlanProof, SignedPlan, Stage, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 PROPOSAL_HEARTBEATS = 5.0

@@ -60,8 +60,7 @@ from shoal.protocol.messages import (
     TermRequest,
     TransferLeadership,
 )
-from shoal.protocol.plan import Plan, SignedPlan
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import Plan, SignedPlan, is_quorum
 from shoal.protocol.spec import SwarmSpec
 
 # --- follower ---

@@ -15,8 +15,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global
 from shoal.protocol.layers import group_keys
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
-from shoal.protocol.plan import Plan
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import Plan, is_quorum
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 STATUS_PEERS_MAX = 256

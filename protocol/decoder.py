@@ -20,6 +20,21 @@ def require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def require_positive(section: msgspec.Struct, **most: float) -> None:
+    """Raises: ValueError: one of these fields is not above 0, or is infinite or more than its `most`."""
+    for name, largest in most.items():
+        value = getattr(section, name)
+        require(0 < value < math.inf, f"{name} must be positive, is {value}")
+        require(value <= largest, f"{name} is at most {largest:,}, and is {value}")
+
+
+def require_not_negative(section: msgspec.Struct, *names: str) -> None:
+    """Raises: ValueError: one of these fields is negative. None: it is not set."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value >= 0, f"{name} must not be negative, is {value}")
+
+
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Change of the rotary frequencies for contexts longer than those of the first training.
 
@@ -123,14 +138,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 LLAMA: Final = DecoderSpec()
 
 
-class _Any:
-    """Contains every value: the switch is free."""
-
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
-_ANY: Final = _Any()
+_ANY: Final = None
+"""The switch is free."""
 _BIASES: Final = {"attention_bias": ("none", "all")}
 _ROTARY: Final = {"rope": _ANY}
 _HEADS: Final = {"head_size": _ANY}
@@ -172,7 +181,8 @@ def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> 
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES
     for family, allowed in families.items():
-        if all(value in allowed.get(name, (usual[name],)) for name, value in said.items()):
+        free = {name for name, values in allowed.items() if values is _ANY}
+        if all(name in free or value in allowed.get(name, (usual[name],)) for name, value in said.items()):
             return family
     unusual = ", ".join(name for name, value in said.items() if value != usual[name])
     kind = "with experts " if experts else ""

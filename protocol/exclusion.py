@@ -17,8 +17,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import EXCLUDED_KEYS_MAX, EXCLUSION_BYTES_MAX
 from shoal.protocol.membership import Excluded
-from shoal.protocol.plan import SignedPlan
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import SignedPlan, is_quorum
 from shoal.protocol.statement import VerifySignature, sign_statement
 
 

@@ -248,7 +248,6 @@ class FrameAssembler:
 
     def _begin(self) -> None:
         self._header: Header | None = None
-        self._meta = b""
         self._payload: bytearray | memoryview = bytearray()
         self._checksum = xxh3_64()
         self._header_part = memoryview(bytearray(HEADER_BYTES))

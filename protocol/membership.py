@@ -116,6 +116,7 @@ def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool
     return statement_holds(owner, delegation.signature, "invite", run=run, body=_delegated(delegation))
 
 
+@lru_cache(maxsize=4096)
 def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) -> Certificate:
     """Check that an invite's key of this run, or the owner, certified `member`.
 
@@ -190,7 +191,7 @@ class Members:
         """Remember `peer`'s certificate. Raises: RemoteError: it is invalid."""
         if peer == self.owner or not certificate:
             return
-        shown = _opened(certificate, self.run, self.owner, peer)
+        shown = open_certificate(certificate, run=self.run, owner=self.owner, member=peer)
         held = self._shown.pop(peer, {})
         known = held.pop(shown.delegation.key, shown)
         # An older certificate never replaces a renewed one of the same invite; the invite shown last is the last entry.
@@ -292,11 +293,6 @@ class Members:
     def _is_out(peer: PeerID, excluded: Excluded, invites: Collection[bytes]) -> bool:
         key = _key_of(peer)
         return key in excluded.keys or (key not in excluded.readmitted and not excluded.keys.isdisjoint(invites))
-
-
-@lru_cache(maxsize=4096)
-def _opened(certificate: bytes, run: str, owner: PeerID, member: PeerID) -> Certificate:
-    return open_certificate(certificate, run=run, owner=owner, member=member)
 
 
 def _ended(certificate: Certificate) -> str:

@@ -8,6 +8,7 @@ contains the owner's mandate. Checking the votes needs the predecessor; `coordin
 """
 
 import math
+from collections.abc import Collection
 from functools import cached_property
 from typing import Literal
 
@@ -81,10 +82,6 @@ stage, one microbatch's way to the end and back, or a stage's commit."""
 
 
 FORESEEN_MAX = 1e15
-
-
-CAPPED_GROUPS_MIN = 3
-"""Group weights are capped from this number of groups on the roll. With two, a cap would only give each a veto."""
 
 
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -193,7 +190,7 @@ class Plan(
         electors = frozenset(self.electors)
         groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
         sizes = sorted(map(len, groups), reverse=True)
-        if len(sizes) < CAPPED_GROUPS_MIN:
+        if len(sizes) < 3:  # with two, a cap would only give each a veto
             return dict.fromkeys(electors, 1)
         # Only the two largest can exceed a third. The largest alone may weigh half as much as all others; if the second
         # then exceeds a third, too, each of the two may weigh as much as the rest.
@@ -296,6 +293,19 @@ class Plan(
         return (self.override_epoch, self.term, self.sequence)
 
 
+def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
+    """True if `voters` have more than half of the weight of the electors of `plan`.
+
+    Any two majorities share an elector: two disjoint sets cannot both have more than half, and the owner breaks ties.
+    Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
+    """
+    weights = plan.weights
+    twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())
+    if twice == total and len(weights) <= 4:  # so one of two peers can go on alone
+        return owner in voters and owner in weights
+    return twice > total
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Plan)
 
@@ -321,21 +331,15 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def link(self) -> bytes:
         """Envelope and proof: the form in which a live plan travels and is stored."""
-        return _ENCODER.encode(_Link(self.envelope, self.proof))
+        return _ENCODER.encode((self.envelope, self.proof))
 
 
-class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    envelope: bytes
-    proof: PlanProof | None
-
-
-_LINK_DECODER = msgspec.msgpack.Decoder(_Link)
+_LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
     """Return (the plan's envelope, its proof), both unchecked. Raises: RemoteError: unreadable."""
-    link = decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
-    return link.envelope, link.proof
+    return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
 def vote_body(ballot: int, digest: str) -> bytes:

@@ -15,7 +15,14 @@ import msgspec
 from blake3 import blake3
 
 from shoal.protocol.complaint import complaint
-from shoal.protocol.decoder import LLAMA, DecoderSpec, family_of, require
+from shoal.protocol.decoder import (
+    LLAMA,
+    DecoderSpec,
+    family_of,
+    require,
+    require_not_negative,
+    require_positive,
+)
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import (
@@ -49,8 +56,6 @@ CONTINUED_MAX = 64
 """Revisions of a spec, which must fit into a directory record."""
 BASE_CHARS_MAX = 120
 """Characters of the base model's name, and of its licence's."""
-_LABEL_BYTES = 4
-"""Bytes of a token's target, and of the other integers that travel with an activation."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,10 +110,8 @@ class ModelSpec(_Section, frozen=True):
     source."""
 
     def __post_init__(self) -> None:
-        for name, most in _MODEL_MAX.items():
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be positive, is {value}")
-            require(value <= most, f"{name} is at most {most:,}, and is {value}")
+        require_positive(self, vocab_size=VOCABULARY_MAX, dim=DIM_MAX, num_layers=LAYERS_MAX, num_heads=DIM_MAX)
+        require_positive(self, num_kv_heads=DIM_MAX, ffn_dim=FFN_DIM_MAX, context=CONTEXT_MAX, norm_eps=math.inf)
         require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
         require(self.head_dim > 0, f"head_size must be positive, is {self.head_dim}")
         require(
@@ -121,7 +124,6 @@ class ModelSpec(_Section, frozen=True):
             f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
         require(1 < self.rope_theta < math.inf, f"rope_theta must be more than 1, is {self.rope_theta}")
-        require(0 < self.norm_eps < math.inf, f"norm_eps must be positive, is {self.norm_eps}")
         beyond = [layer for layer in self.decoder.full_layers if not 0 <= layer < self.num_layers]
         require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
         self._check_experts()
@@ -143,7 +145,7 @@ class ModelSpec(_Section, frozen=True):
             0 < self.experts_per_token <= self.num_experts,
             f"experts_per_token must be in [1, num_experts {self.num_experts}], is {self.experts_per_token}",
         )
-        require(self.router_aux_loss >= 0, f"router_aux_loss must not be negative, is {self.router_aux_loss}")
+        require_not_negative(self, "router_aux_loss")
 
     def _check_subspace(self) -> None:
         if self.subspace == 0:
@@ -207,15 +209,6 @@ class ModelSpec(_Section, frozen=True):
         return self.num_experts or 1
 
 
-_MODEL_MAX = {
-    "vocab_size": VOCABULARY_MAX,
-    "dim": DIM_MAX,
-    "num_layers": LAYERS_MAX,
-    "num_heads": DIM_MAX,
-    "num_kv_heads": DIM_MAX,
-    "ffn_dim": FFN_DIM_MAX,
-    "context": CONTEXT_MAX,
-}
 _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
 """The defaults of fields that a dense model must not set."""
 
@@ -235,8 +228,8 @@ class SourceSpec(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         require(bool(self.source) and bool(self.field), "source and field must not be empty")
-        require(0 < self.weight < math.inf, f"weight must be positive, is {self.weight}")
-        require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
+        require_positive(self, weight=math.inf)
+        require_not_negative(self, "tokens_max")
 
 
 class DataSpec(_Section, frozen=True):
@@ -277,7 +270,7 @@ class DataSpec(_Section, frozen=True):
             default = next(field.default for field in msgspec.structs.fields(DataSpec) if field.name == name)
             require(getattr(self, name) == default, f"{name} means nothing beside sources: say it there")
         require(bool(self.field) and bool(self.tokenizer), "field and tokenizer must not be empty")
-        require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
+        require_not_negative(self, "tokens_max")
         require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
 
     @property
@@ -365,11 +358,9 @@ class OptimizerSpec(_Section, frozen=True):
     """Gradient norm bound of each layer; with experts, of each expert and of the rest of the layer. 0: no clipping."""
 
     def __post_init__(self) -> None:
-        require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
+        require_positive(self, learning_rate=math.inf, epsilon=math.inf)
+        require_not_negative(self, "weight_decay", "clip_norm", "warmup_steps")
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "beta1 and beta2 must be in [0, 1)")
-        require(self.epsilon > 0, "epsilon must be positive")
-        require(self.weight_decay >= 0 and self.clip_norm >= 0, "weight_decay and clip_norm must not be negative")
-        require(self.warmup_steps >= 0, "warmup_steps must not be negative")
         require(0 <= self.final_learning_rate_fraction <= 1, "final_learning_rate_fraction not in [0, 1]")
         _check_decay(self.schedule, self.decay_steps)
 
@@ -408,15 +399,10 @@ class TrainingSpec(_Section, frozen=True):
     """Share of M that must be there at the deadline."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "microbatches_per_step", "microbatch_size", "validation_microbatches"):
-            require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
-        for name in ("microbatches_per_step", "validation_microbatches"):
-            require(getattr(self, name) <= MICROBATCHES_PER_STEP_MAX, f"{name} is at most {MICROBATCHES_PER_STEP_MAX}")
-        require(self.steps <= STEPS_MAX, f"steps is at most {STEPS_MAX:,}, and is {self.steps}")
+        require_positive(self, steps=STEPS_MAX, microbatches_per_step=MICROBATCHES_PER_STEP_MAX)
+        require_positive(self, microbatch_size=math.inf, validation_microbatches=MICROBATCHES_PER_STEP_MAX)
+        require_not_negative(self, "synchronous_steps", "validation_interval_steps", "commit_deadline_s")
         require(0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
-        require((self.synchronous_steps or 0) >= 0, f"synchronous_steps is negative: {self.synchronous_steps}")
-        require(self.validation_interval_steps >= 0, "validation_interval_steps must not be negative")
-        require(self.commit_deadline_s >= 0, "commit_deadline_s must not be negative")
         require(0 < self.commit_quorum <= 1, "commit_quorum must be in (0, 1]")
 
     @property
@@ -464,19 +450,16 @@ class SwarmSpec(_Section, frozen=True):
             self.stages == AUTO_STAGES or 0 < self.stages <= STAGES_MAX,
             f'stages must be "{AUTO_STAGES}" or in [1, {STAGES_MAX}], is {self.stages}',
         )
-        require(self.min_peers > 0, f"min_peers must be positive, is {self.min_peers}")
-        for name, most in (("min_peers", PEERS_MAX), ("expert_slots", EXPERTS_MAX), ("expert_replicas", PEERS_MAX)):
-            value = getattr(self, name)
-            require(value <= most, f"{name} is at most {most}, and is {value}")
-        require(self.heartbeat_s > 0, "heartbeat_s must be positive")
+        require_positive(self, min_peers=PEERS_MAX, expert_replicas=PEERS_MAX, heartbeat_s=math.inf)
+        require_not_negative(self, "snapshot_interval_steps", "snapshot_interval_s")
+        require(
+            0 <= self.expert_slots <= EXPERTS_MAX,
+            f"expert_slots must be in [0, {EXPERTS_MAX:,}], is {self.expert_slots}",
+        )
         require(
             self.term_s >= TERM_HEARTBEATS_MIN * self.heartbeat_s,
             f"term_s must be at least {TERM_HEARTBEATS_MIN} heartbeats, is {self.term_s / self.heartbeat_s:.3g}",
         )
-        require(self.snapshot_interval_steps >= 0, "snapshot_interval_steps must not be negative")
-        require(self.snapshot_interval_s >= 0, "snapshot_interval_s must not be negative")
-        require(self.expert_slots >= 0, "expert_slots must not be negative")
-        require(self.expert_replicas > 0, f"expert_replicas must be positive, is {self.expert_replicas}")
 
     @property
     def stages_max(self) -> int | None:
@@ -566,8 +549,7 @@ class AdapterSpec(_Section, frozen=True):
     decoder layers' matrices, "int8" in embedding and head. Norms and biases are bf16 at least."""
 
     def __post_init__(self) -> None:
-        require(self.rank > 0, f"rank must be positive, is {self.rank}")
-        require(0 < self.alpha < math.inf, f"alpha must be positive, is {self.alpha}")
+        require_positive(self, rank=math.inf, alpha=math.inf)
         require(bool(self.targets), "targets is empty: name the matrices that get an adapter, or leave the line out")
         unknown = [name for name in self.targets if name not in ADAPTER_TARGETS]
         require(not unknown, f"targets has {unknown[:1]}: a decoder layer has {', '.join(ADAPTER_TARGETS)}")
@@ -672,11 +654,12 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`): an integer for each target; a
-        weight each if some are not learnt; in a subspace model also the tokens that do not follow from the targets."""
+        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`), in numbers of four bytes: one for
+        each target; a weight each if some are not learnt; in a subspace model also the tokens that do not follow from
+        the targets."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
-        return _LABEL_BYTES * (tokens + leaves_out + of_subspace)
+        return 4 * (tokens + leaves_out + of_subspace)
 
     @property
     def trains_tied(self) -> bool:
@@ -750,6 +733,7 @@ _LATER = {
     "optimizer": ("schedule", "decay_steps"),
     "swarm": ("snapshot_interval_s", "open", "trust"),
     "wire": ("activation_gradients",),
+    "initial": ("name", "licence"),
 }
 """Fields that are left out of the bytes at their defaults, since the first specs did not have them."""
 _DEFAULTS = RunSpec()
@@ -778,17 +762,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
     if not spec.swarm.expert_slots:
         for name in ("expert_slots", "expert_replicas"):
             del tables["swarm"][name]
-    if not spec.initial.digests:
-        del tables["initial"]
-    else:
-        for name in ("name", "licence"):
-            if not getattr(spec.initial, name):
-                del tables["initial"][name]
-    if not spec.continued:
-        del tables["continued"]
-    if spec.adapter is None:
-        del tables["adapter"]
-    return tables
+    unused = {"initial": not spec.initial.digests, "continued": not spec.continued, "adapter": spec.adapter is None}
+    return {name: table for name, table in tables.items() if not unused.get(name)}
 
 
 def decode_spec(data: bytes) -> RunSpec:

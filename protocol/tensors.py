@@ -1,15 +1,16 @@
-"""Each layer's tensors, by their Hugging Face names, and their shapes. Pure.
+"""Each layer's tensors, by their Hugging Face names, their shapes, and their storage where they are frozen. Pure.
 
 Storage and planning both take a layer's layout from here.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Final
 
-from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, expert_key, layer_index, trunk_key
-from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
+from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, all_layer_keys, expert_key, layer_index, trunk_key
+from shoal.protocol.spec import AdapterSpec, BaseFormat, ModelSpec, RunSpec
+from shoal.protocol.wire_format import tensor_bytes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -27,6 +28,7 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
 }
 """Family -> its names of the mixture and of the experts' matrices."""
 ROUTER: Final = ".gate.weight"
+ALIGNMENT: Final = 16
 _NORMS: Final = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -186,3 +188,44 @@ def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
     if kind == EXPERTS and number in map(str, range(model.num_experts)):
         return index, number
     raise ValueError(f"a decoder layer with {model.num_experts} experts has no unit {key!r}")
+
+
+# --- the frozen weights of a base model ---
+
+
+def stored_tensors(
+    model: ModelSpec, base: BaseFormat, key: str
+) -> Iterator[tuple[str, tuple[int, ...], BaseFormat, int, int]]:
+    """Yield each tensor of a frozen layer as it is stored: (name, shape, its own format, first byte, end).
+
+    A layer's tensors lie one behind the other in the order of `layer_tensors`, each padded to `ALIGNMENT` bytes. "int8"
+    is the format of `kernels/codec`, "nf4" that of `kernels/nf4`.
+    """
+    matrices, vectors = layer_tensors(model, key)
+    first = 0
+    for name, shape in (matrices | vectors).items():
+        form = _form_of(base, key, shape, is_router=name.endswith(ROUTER))
+        end = first + tensor_bytes(form, math.prod(shape))
+        yield name, shape, form, first, end
+        first = end + -end % ALIGNMENT
+
+
+@lru_cache(maxsize=4096)
+def base_bytes(model: ModelSpec, base: BaseFormat, key: str) -> int:
+    """Return the size in bytes of a layer's base, a multiple of `ALIGNMENT`."""
+    *_, (_, _, _, _, end) = stored_tensors(model, base, key)
+    return end + -end % ALIGNMENT
+
+
+def model_bytes(model: ModelSpec, base: BaseFormat) -> int:
+    """Return the size in bytes of the whole model's base."""
+    return sum(base_bytes(model, base, key) for key in all_layer_keys(model))
+
+
+def _form_of(base: BaseFormat, key: str, shape: tuple[int, ...], *, is_router: bool) -> BaseFormat:
+    # A router is small, and rounding it would send tokens to other experts.
+    if len(shape) == 1 or is_router:
+        return "fp32" if base == "fp32" else "bf16"
+    # Every token passes through embedding and head, and each of their rows belongs to one token: 4 bits cost much
+    # there.
+    return "int8" if base == "nf4" and key in (EMBED, HEAD) else base

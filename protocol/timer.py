@@ -10,7 +10,6 @@ from shoal.protocol.ports import Clock
 _TICK_S: Final = 0.001
 """uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core would then ask for the
 same time again, rounded to no delay: some ten turns of core and loop per timer."""
-_ROUNDING_S: Final = 1e-6
 
 
 class Timer:
@@ -49,7 +48,7 @@ class Timer:
         if self._at_s == math.inf:
             return
         early_s = self._at_s - self._clock.now_s()
-        if early_s > _ROUNDING_S:
+        if early_s > 1e-6:  # else it is the clock's rounding
             self._arm(max(early_s, _TICK_S))
         else:
             self._at_s = math.inf

@@ -1,48 +1,43 @@
-"""Limits a byte rate by a token bucket that may go into debt. Pure: the caller says what time it is.
+"""Limits a byte rate by a token bucket that may go into debt. Pure: the caller gives the clock.
 
 A sender may send while the bucket is not empty and pays afterwards. So a message may be larger than the bucket, and
 urgent ones (a vote, a heartbeat) go at once. In any time T at most `rate * T + burst` and one message pass.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 BURST_S = 0.1
 """Burst after a silence, in seconds of the rate."""
 
 
-@dataclass(kw_only=True, slots=True)
 class TokenBucket:
-    """A token bucket of `rate` bytes/s, > 0; all calls take `now_s` of one clock."""
+    """A token bucket of `rate` bytes/s, > 0. Args: now_s: a clock."""
 
-    rate: float
-    now_s: float
-    _level: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.rate < math.inf:
-            raise ValueError(f"a bucket cannot fill at {self.rate} bytes/s")
+    def __init__(self, rate: float, now_s: Callable[[], float]) -> None:
+        if not 0.0 < rate < math.inf:
+            raise ValueError(f"a bucket cannot fill at {rate} bytes/s")
+        self.rate, self.burst = rate, BURST_S * rate
         self._level = self.burst
+        self._now_s, self._filled_s = now_s, now_s()
 
-    @property
-    def burst(self) -> float:
-        return BURST_S * self.rate
-
-    def take(self, nbytes: float, *, now_s: float) -> None:
+    def take(self, nbytes: float) -> None:
         """Charge `nbytes` that have passed, or are about to."""
-        self._fill(now_s)
+        self._fill()
         self._level -= nbytes
 
-    def wait_s(self, *, now_s: float) -> float:
+    def wait_s(self) -> float:
         """Return the seconds until something may pass; 0: now."""
-        self._fill(now_s)
+        self._fill()
         # A rounding error below one byte is no debt, or the caller would wait for no time again and again.
         return -self._level / self.rate if self._level < -1.0 else 0.0
 
-    def _fill(self, now_s: float) -> None:
+    def _fill(self) -> None:
         # A clock that went back, as between two machines' worlds in a test, changes nothing.
-        self._level = min(self.burst, self._level + max(0.0, now_s - self.now_s) * self.rate)
-        self.now_s = max(self.now_s, now_s)
+        now_s = max(self._now_s(), self._filled_s)
+        self._level = min(self.burst, self._level + (now_s - self._filled_s) * self.rate)
+        self._filled_s = now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

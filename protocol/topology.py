@@ -22,11 +22,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-BITS_PER_BYTE = 8.0
-GIGA = 1e9
-MEGA = 1e6
-TERA = 1e12
-MILLI = 1e-3
 DEFAULT_FLOP_PER_S = 45e12
 """Default device speed: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
@@ -166,8 +161,8 @@ def _notes(found: Any, file: "NetworkFile") -> tuple[str, ...]:
         notes.append(f"not read: {_listed(others)}")
     devices = file.devices or [DeviceEntry()] * len(file.latency_s or file.latency_ms or ())
     for what, default, given in (
-        ("speed", f"{DEFAULT_FLOP_PER_S / TERA:g} TFLOP/s", [entry.tflops is not None for entry in devices]),
-        ("memory", f"{DEFAULT_MEMORY_BYTES / GIGA:g} GB", [entry.memory_gb is not None for entry in devices]),
+        ("speed", f"{DEFAULT_FLOP_PER_S / 1e12:g} TFLOP/s", [entry.tflops is not None for entry in devices]),
+        ("memory", f"{DEFAULT_MEMORY_BYTES / 1e9:g} GB", [entry.memory_gb is not None for entry in devices]),
     ):
         if not all(given):
             left = given.count(False)
@@ -236,9 +231,9 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def topology(self) -> Topology:
         """Raises: LocalError."""
-        latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, MILLI)
+        latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, 1e-3)
         rate, rate_unit = (
-            (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, GIGA)
+            (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, 1e9)
         )
         if latency is None or rate is None:
             raise LocalError("it lacks latency_ms or bandwidth_gbps")
@@ -246,7 +241,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
             raise LocalError(f"its {len(latency)} devices are more than {SCENARIO_DEVICES_MAX}")
         with np.errstate(over="ignore"):  # infinite values are refused later, with a sentence
             latency_s = _matrix("latency", latency) * latency_unit
-            bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / BITS_PER_BYTE)
+            bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / 8.0)
         n = len(latency_s)
         entries = self.devices if self.devices is not None else [DeviceEntry()] * n
         regions = self.device_regions if self.device_regions is not None else [""] * n
@@ -259,10 +254,10 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         topology = make_topology(
             latency_s,
             bytes_per_s,
-            flop_per_s=[DEFAULT_FLOP_PER_S if e.tflops is None else e.tflops * TERA for e in entries],
-            memory_bytes=[DEFAULT_MEMORY_BYTES if e.memory_gb is None else e.memory_gb * GIGA for e in entries],
-            up_bytes_per_s=[entry.up_mbps * MEGA / BITS_PER_BYTE for entry in entries],
-            down_bytes_per_s=[entry.down_mbps * MEGA / BITS_PER_BYTE for entry in entries],
+            flop_per_s=[DEFAULT_FLOP_PER_S if e.tflops is None else e.tflops * 1e12 for e in entries],
+            memory_bytes=[DEFAULT_MEMORY_BYTES if e.memory_gb is None else e.memory_gb * 1e9 for e in entries],
+            up_bytes_per_s=[entry.up_mbps * 1e6 / 8.0 for entry in entries],
+            down_bytes_per_s=[entry.down_mbps * 1e6 / 8.0 for entry in entries],
             card=card,
             names=names,
             regions=tuple(regions),

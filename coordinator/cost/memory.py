@@ -11,10 +11,9 @@ On a GPU the reduced gradient is in host memory; if the card is full, so are mom
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from shoal.protocol.base_format import base_bytes
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.tensors import expert_elements, num_elements, state_elements, trunk_elements
+from shoal.protocol.tensors import base_bytes, expert_elements, num_elements, state_elements, trunk_elements
 from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 
 FP32 = 4.0

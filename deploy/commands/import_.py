@@ -97,8 +97,7 @@ def import_(
     from shoal.peer.data.corpus import Corpus
     from shoal.peer.data.microbatch import passes
     from shoal.peer.model.layout import num_parameters
-    from shoal.protocol.base_format import model_bytes
-    from shoal.protocol.tensors import state_elements
+    from shoal.protocol.tensors import model_bytes, state_elements
 
     looked: list[Corpus] = []
 

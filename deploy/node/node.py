@@ -33,10 +33,10 @@ from shoal.peer.presence.ports import Ports
 from shoal.peer.presence.reports import Watcher
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
+from shoal.protocol.durable import next_incarnation
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.incarnation import next_incarnation
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import CommitReport, SwarmStatus, ValidationReport
 from shoal.protocol.plan import SignedPlan

@@ -37,9 +37,8 @@ from shoal.protocol.layers import held_keys
 from shoal.protocol.limits import CONTROL_BYTES_MAX, ENVELOPE_BYTES_MAX, ERA_MAX, TERM_JUMP_MAX, TERM_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
-from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_mandate
+from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, is_quorum, sign_mandate
 from shoal.protocol.ports import Clock, Directory, Disk
-from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from torch.nn import functional
 from shoal.kernels import codec, nf4
 from shoal.kernels.dispatch import grouped_matmul, grouped_matmul_transposed
 from shoal.peer.model.layout import init_layer, layer_layout
-from shoal.protocol.base_format import base_bytes, stored_tensors
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
-from shoal.protocol.tensors import adapter_names, magnitude_name
+from shoal.protocol.tensors import adapter_names, base_bytes, magnitude_name, stored_tensors
 
 _PLAIN: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _INT8: Final = codec.FORMATS["int8"]

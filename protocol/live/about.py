@@ -7,9 +7,7 @@ back only at the address from which it called.
 
 import asyncio
 import importlib.metadata
-import ipaddress
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,13 +24,13 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import split_address
 from shoal.protocol.limits import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.tcp_queues import hosts_of
 
 logger = logging.getLogger(__name__)
 
 ABOUT_NAME = "/shoal/about"
 _SOMEBODY_ELSE = "peer id mismatch"
 """go-libp2p's message when a handshake shows another key than the address names."""
-_TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
 
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
@@ -87,8 +85,8 @@ class AboutAnswerer:
             return None
         self._calling_back += 1
         try:
-            host = _host_of(await self._seen_at(caller))
-            return None if host is None else await _answers(host, port)
+            hosts = hosts_of(await self._seen_at(caller))
+            return await _answers(hosts[0], port) if hosts else None
         finally:
             self._calling_back -= 1
 
@@ -104,18 +102,6 @@ def _asked(request: bytes) -> AboutRequest:
         return msgspec.json.decode(request, type=AboutRequest) if len(request) <= 256 else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return AboutRequest()
-
-
-def _host_of(addresses: Sequence[str]) -> str | None:
-    """Return the IP address of a connection; None if it uses a relay."""
-    for address in addresses:
-        match = _TCP.match(address)
-        if match is not None:
-            try:
-                return str(ipaddress.ip_address(match[1]))
-            except ValueError:
-                continue
-    return None
 
 
 async def _answers(host: str, port: int) -> bool:

@@ -22,6 +22,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
+from shoal.protocol.envelope import decoded
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID, public_key_of
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, CERTIFICATE_BYTES_MAX, PEER_ID_CHARS_MAX
@@ -90,10 +91,8 @@ async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _BYTES_MAX:
         raise RemoteError(source, f"sent {length} bytes about a carried stream; the limit is {_BYTES_MAX}")
-    try:
-        return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"sent an unreadable message about a carried stream ({error})") from error
+    body = await reader.readexactly(length)
+    return decoded(msgspec.msgpack.Decoder(kind), body, source, "an unreadable message about a carried stream")
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:

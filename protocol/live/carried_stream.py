@@ -8,6 +8,7 @@ nothing for some seconds is given up: the carrier may be gone without a word, an
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from shoal.protocol.envelope import SIGNATURE_BYTES
@@ -83,7 +84,7 @@ async def secure(
     transport.resume_reading()
     try:
         handshake = Handshake(identity, peer, run=run, purpose=purpose, opens=opens)
-        channel = await _agree(inner, transport, handshake, opens)
+        channel = await agree(handshake, inner.read, transport.write, opens=opens)
     except BaseException:
         transport.abort()
         raise
@@ -98,16 +99,23 @@ async def secure(
     return reader, asyncio.StreamWriter(outer, protocol, reader, asyncio.get_running_loop())
 
 
-async def _agree(inner: _Inner, transport: asyncio.WriteTransport, handshake: Handshake, opens: bool) -> Channel:
+async def agree(
+    handshake: Handshake,
+    read: Callable[[int], Awaitable[bytes]],
+    write: Callable[[bytes], object],
+    *,
+    opens: bool,
+) -> Channel:
+    """Exchange keys and signatures with the other end. Raises: RemoteError; whatever `read` raises."""
     if opens:
-        transport.write(handshake.key)
-        other = await inner.read(KEY_BYTES)
-        channel = handshake.finish(other, await inner.read(SIGNATURE_BYTES))
-        transport.write(handshake.sign(other))
-        return channel
-    other = await inner.read(KEY_BYTES)
-    transport.write(handshake.key + handshake.sign(other))
-    return handshake.finish(other, await inner.read(SIGNATURE_BYTES))
+        write(handshake.key)
+    other = await read(KEY_BYTES)
+    if not opens:
+        write(handshake.key + handshake.sign(other))
+    channel = handshake.finish(other, await read(SIGNATURE_BYTES))
+    if opens:
+        write(handshake.sign(other))
+    return channel
 
 
 class CarriedTransport(asyncio.Transport):
@@ -193,9 +201,6 @@ class CarriedTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return bool(self._below.is_closing())
 
-    def is_reading(self) -> bool:
-        return not self._is_paused
-
     def pause_reading(self) -> None:
         if not self._is_paused and not self._is_over:
             self._is_paused = True
@@ -218,9 +223,6 @@ class CarriedTransport(asyncio.Transport):
             self._said_s = self._loop.time()
             for record in self._channel.seal(data):
                 self._below.write(record)  # asyncio's `writelines` of Python 3.12 and 3.13 never says that it is full
-
-    def can_write_eof(self) -> bool:
-        return False
 
     def close(self) -> None:
         self._timer.cancel()

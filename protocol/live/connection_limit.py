@@ -7,7 +7,7 @@ on the port's SO_REUSEPORT group) send it the new connections of an address that
 the first connection; from then on the kernel drops what comes, and the attacker waits for its own retries. Existing
 connections are untouched, and other peers lose no time.
 
-Ten times a second we read the kernel's connection table for addresses that have or open too many connections. A
+Ten times a second we read the kernel's list of connections for addresses that have or open too many connections. A
 connection that waits for its sender's answer does not count, as the address may be forged. An address is shut out until
 it has been quiet for a while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48)
 has limits of its own, against a stranger that owns all its addresses. Private networks and loopback only have the limit
@@ -22,8 +22,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 from shoal.protocol.ending import end_tasks
@@ -37,6 +36,7 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.live.listen import TCP
+from shoal.protocol.live.sock_diag import list_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,8 @@ _LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 _DAEMON, _US = 0, 1
 """Index of each socket in the group: the order in which they began to listen."""
-_LOOK_S: Final = 0.1
-"""Between two looks a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have."""
-_SHARE: Final = 0.05
-"""Share of a core for reading the table, which takes 0.3 ms with some hundred connections and 10 ms with 10,000."""
-_NONE_YET = ("0A", "06", "03")
-"""States that do not count as connections: LISTEN, TIME_WAIT, and SYN_RECV, which costs the daemon nothing."""
+_COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
+"""States of a connection: all but SYN_RECV, which costs the daemon nothing, TIME_WAIT and LISTEN."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
 """A network may have, and open, as many connections as this number of addresses."""
 
@@ -92,14 +88,16 @@ class ConnectionLimit:
             self._divert_all()
 
     def open(self) -> None:
+        ports = {int(place[3]) for place in self._places}
         try:
+            seen = read_connections(ports)
             for place in self._places:
                 self._sockets.append((int(place[1]), _second_listener(int(place[1]), place[2], int(place[3]))))
         except OSError as error:
             logger.info("floods of connections cannot be limited here: %s", error)
             self._close_sockets()
             return
-        self._looking = asyncio.create_task(self._look_on(), name="count connections")
+        self._looking = asyncio.create_task(self._look_on(ports, seen), name="count connections")
 
     async def close(self) -> None:
         """Stop before the daemon's port must be free. Safe to call twice."""
@@ -112,14 +110,15 @@ class ConnectionLimit:
             listener.close()
         self._sockets.clear()
 
-    async def _look_on(self) -> None:
-        ports, loop = {int(place[3]) for place in self._places}, asyncio.get_running_loop()
-        took_s = 0.0
-        seen = await asyncio.to_thread(read_connections, ports)
+    async def _look_on(self, ports: Collection[int], seen: Mapping[Network, Set[bytes]]) -> None:
+        loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
-            await asyncio.sleep(max(_LOOK_S, took_s / _SHARE))
+            # In 0.1 s a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have.
+            # A list of some hundred takes 0.3 ms; with 10,000 the lists are to take a twentieth of a core.
+            await asyncio.sleep(max(0.1, took_s / 0.05))
             begun_s, former = loop.time(), seen
-            seen = await asyncio.to_thread(read_connections, ports)
+            with contextlib.suppress(OSError):  # nothing is readmitted for lack of news
+                seen = await asyncio.to_thread(read_connections, ports)
             took_s = loop.time() - begun_s
             opened = {address: len(ends - former.get(address, set())) for address, ends in seen.items()}
             self.look({address: len(ends) for address, ends in seen.items()}, loop.time(), opened)
@@ -167,16 +166,12 @@ class ConnectionLimit:
             _divert(listener, version, self.shut_out)
 
 
-def read_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> dict[Network, set[str]]:
-    """Return address -> remote ends of its connections to our `ports`, in the kernel's notation."""
-    wanted = {f"{port:04X}" for port in ports}
-    found: dict[Network, set[str]] = {}
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in (tables / name).read_text().splitlines()[1:]:
-                _, local, remote, state = line.split(maxsplit=4)[:4]
-                if local.rpartition(":")[2] in wanted and state not in _NONE_YET:
-                    found.setdefault(_network(remote.rpartition(":")[0]), set()).add(remote)
+def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
+    """Return address -> the kernel's names of its connections to our `ports`. Raises: OSError."""
+    found: dict[Network, set[bytes]] = {}
+    for each in list_sockets(*_COUNTED):
+        if each.own_port in ports:
+            found.setdefault(each.address.packed[:8], set()).add(each.id)
     return found
 
 
@@ -204,13 +199,6 @@ def _ip(address: Network) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def _most(network: Network) -> int:
     return CONNECTIONS_OF_ADDRESS_MAX if len(network) in _WIDER else CONNECTIONS_OF_NETWORK_MAX
-
-
-def _network(words: str) -> Network:
-    """Parse an address of the kernel's table, whose words have the machine's byte order."""
-    raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
-    mapped = ipaddress.IPv6Address(raw).ipv4_mapped if len(raw) == 16 else None
-    return mapped.packed if mapped is not None else raw[:8]
 
 
 def _shown(network: Network) -> str:

@@ -30,7 +30,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.ending import end_tasks
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity
-from shoal.protocol.live import daemon_words, hivemind_guard, leftovers
+from shoal.protocol.live import hivemind_guard, leftovers
 from shoal.protocol.live.connection_limit import ConnectionLimit
 from shoal.protocol.live.daemon_binary import check_daemon
 from shoal.protocol.live.listen import from_this_machine, keep_ports, refuse_ports_in_use
@@ -115,7 +115,8 @@ class Daemon:
         self._identity = identity
         self._state_dir = state_dir
         self._asked = tuple(listen)
-        self._listen = tuple(listen)
+        self.listening = tuple(listen)
+        """The addresses on which the daemon listens. Port 0 is replaced by the chosen port where that is known."""
         self._announce = tuple(announce)
         self._relays = tuple(relays)
         self._use_relay = use_relay
@@ -136,7 +137,6 @@ class Daemon:
     async def start(self) -> None:
         """Raises: TransportError."""
         hivemind_guard.install()
-        daemon_words.install()
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:
@@ -164,14 +164,9 @@ class Daemon:
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
 
     @property
-    def listening(self) -> tuple[str, ...]:
-        """The addresses on which the daemon listens. Port 0 is replaced by the chosen port where that is known."""
-        return self._listen
-
-    @property
     def local_addresses(self) -> tuple[str, ...]:
         """Multiaddrs for processes on this machine, without `/p2p/…`; `visible` ones may not work from here."""
-        return from_this_machine(self._listen)
+        return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
         """Return hivemind's P2P of the running daemon; wait while it restarts. Raises: TransportError: it is closed."""
@@ -254,7 +249,7 @@ class Daemon:
 
     async def _launch(self) -> None:
         await self._connection_limit.close()
-        refuse_ports_in_use(self._listen)
+        refuse_ports_in_use(self.listening)
         await asyncio.to_thread(check_daemon, daemon_path())
         started: list[Any] = []
         _started.set(started)
@@ -275,8 +270,8 @@ class Daemon:
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
         if not self._announce:  # with announced addresses, `visible` shows those and not our port
-            self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
-        self._connection_limit = ConnectionLimit(self._listen)
+            self.listening = keep_ports(self.listening, [str(address) for address in self.visible])
+        self._connection_limit = ConnectionLimit(self.listening)
         self._connection_limit.open()
         try:
             await _set_up(p2p, self._setups)
@@ -286,9 +281,9 @@ class Daemon:
             raise
 
     async def _create(self) -> Any:
-        nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)
+        nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self.listening)
         creating = _DetachedP2P.create(
-            host_maddrs=self._listen,
+            host_maddrs=self.listening,
             announce_maddrs=self._announce or None,
             identity_path=str(self._identity_path()),
             check_if_identity_free=False,  # it starts a second daemon, and reads RSA keys only
@@ -320,7 +315,7 @@ class Daemon:
                 process_id,
                 reason,
                 self.process_id,
-                ", ".join(self._listen),
+                ", ".join(self.listening),
                 time.monotonic() - began_s,
             )
             if self._reunion is not None:
@@ -374,7 +369,7 @@ class Daemon:
             except Exception as error:  # whatever the error, a peer without a daemon is useless
                 logger.error("%s; trying again", _last_words(error))
                 if attempt >= len(_RESTART_WAITS_S):
-                    self._listen = self._asked  # another process may have taken the port that the system chose for us
+                    self.listening = self._asked  # another process may have taken the port that the system chose for us
         self._up.set()
 
 

@@ -129,8 +129,13 @@ class LiveDirectory:
             node, self._node = self._node, None
             node.is_alive = False
             await end_tasks(node.cache_refresh_task)
-            if self._transport.daemon.is_open:  # else its handlers are gone with it
-                await self._shut_down(node)
+            if not self._transport.daemon.is_open:
+                return  # its handlers are gone with it
+            try:
+                async with asyncio.timeout(5.0):
+                    await node.shutdown()
+            except Exception as error:  # the daemon may die in between
+                logger.debug("the directory's handlers could not be removed: %r", error)
 
     def _key(self, key: str) -> str:
         return f"{self._transport.run}/{key}"
@@ -194,13 +199,6 @@ class LiveDirectory:
                 peer_id[-8:],
                 *(("late", "early") if ours_ahead_s > 0 else ("early", "late")),
             )
-
-    async def _shut_down(self, node: Any) -> None:
-        try:
-            async with asyncio.timeout(5.0):
-                await node.shutdown()
-        except Exception as error:  # the daemon may die in between
-            logger.debug("the directory's handlers could not be removed: %r", error)
 
 
 async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:

@@ -12,26 +12,20 @@ from dataclasses import dataclass, field
 from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MAX
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    source: str
-    end: Callable[[], None]
-
-
 @dataclass(slots=True)
 class Doorway:
     """The waiting streams of one transport."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
-    _waiting: list[_Waiting] = field(default_factory=list)
-    """Oldest first."""
+    _waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+    """(source, what closes the stream), oldest first."""
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
         """Count a stream of `source` (a peer or an address) while this context lasts. `end` closes it at once."""
-        own = _Waiting(source, end)
+        own = source, end
         self._waiting.append(own)
-        of_source = [one for one in self._waiting if one.source == source]
+        of_source = [one for one in self._waiting if one[0] == source]
         if len(of_source) > self.of_one_max:
             self._end(of_source[0])
         elif len(self._waiting) > WAITING_STREAMS_MAX:
@@ -42,6 +36,6 @@ class Doorway:
             with contextlib.suppress(ValueError):  # it was closed
                 self._waiting.remove(own)
 
-    def _end(self, one: _Waiting) -> None:
+    def _end(self, one: tuple[str, Callable[[], None]]) -> None:
         self._waiting.remove(one)
-        one.end()
+        one[1]()

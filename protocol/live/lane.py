@@ -21,9 +21,10 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
-from shoal.protocol.envelope import SIGNATURE_BYTES
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.live.secure_channel import KEY_BYTES, RECORD_BYTES_MAX, Channel, Handshake
+from shoal.protocol.live.carried_stream import agree
+from shoal.protocol.live.secure_channel import RECORD_BYTES_MAX, Channel, Handshake
+from shoal.protocol.live.tcp_queues import lane_name
 from shoal.protocol.live.throttle import Intake, Throttle
 
 STREAM_BYTES: Final = 16
@@ -31,11 +32,6 @@ _START: Final = struct.Struct(">Q")
 PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
 _UNKNOWN_BYTES_MAX: Final = 1024
 """Number of bytes that are read from an end before it has proved its identity."""
-_NOT_SENT_BYTES: Final = 16 * 1024
-"""Bytes in the kernel's send buffer that are not in flight yet."""
-_GIVEN_UP_MS: Final = 20_000
-"""Limit of unacknowledged time. The daemon's own connection reports a dead path after three seconds; this is for a
-single dead lane, and longer than a receiver within its limits makes a sender wait."""
 
 
 class Lane(asyncio.BufferedProtocol):
@@ -73,7 +69,10 @@ class Lane(asyncio.BufferedProtocol):
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in (("TCP_NOTSENT_LOWAT", _NOT_SENT_BYTES), ("TCP_USER_TIMEOUT", _GIVEN_UP_MS)):
+            # Bytes in the send buffer that are not in flight yet, and milliseconds without an acknowledgement: the
+            # daemon's own connection reports a dead path after three seconds, so these are for a single dead lane, and
+            # longer than a receiver within its limits makes a sender wait.
+            for option, value in (("TCP_NOTSENT_LOWAT", 16 * 1024), ("TCP_USER_TIMEOUT", 20_000)):
                 if hasattr(socket, option):  # Linux has both
                     connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             if accepted:
@@ -96,11 +95,8 @@ class Lane(asyncio.BufferedProtocol):
 
     async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
         """Raises: RemoteError; EOFError: the other end refuses the lane."""
-        self._transport.write(stream + handshake.key)
-        other = await self._read(KEY_BYTES)
-        channel = handshake.finish(other, await self._read(SIGNATURE_BYTES))
-        self._transport.write(handshake.sign(other))
-        return channel
+        self._transport.write(stream)
+        return await agree(handshake, self._read, self._transport.write, opens=True)
 
     async def read_stream(self) -> bytes:
         """Return the stream for which the dialler wants a lane. Raises: EOFError."""
@@ -108,9 +104,7 @@ class Lane(asyncio.BufferedProtocol):
 
     async def accept(self, handshake: Handshake) -> Channel:
         """Continue after `read_stream`. Raises: RemoteError; EOFError."""
-        other = await self._read(KEY_BYTES)
-        self._transport.write(handshake.key + handshake.sign(other))
-        return handshake.finish(other, await self._read(SIGNATURE_BYTES))
+        return await agree(handshake, self._read, self._transport.write, opens=False)
 
     async def _read(self, nbytes: int) -> bytes:
         while len(self._received) < nbytes:
@@ -211,8 +205,3 @@ class Lane(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.is_free = not self.is_lost
         self._on_free()
-
-
-def lane_name(there: str, port: int, own_port: int) -> str:
-    """Return the name of a connection of this process: several may lead to one port."""
-    return f"{there.removeprefix('::ffff:')} {port} {own_port}"

@@ -26,8 +26,6 @@ from shoal.protocol.live.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S: Final = 5.0
-_BETWEEN_S: Final = 1.0
-"""Interval between two times that a stream's sender is dialled back."""
 
 
 class LaneDoor:
@@ -91,7 +89,7 @@ class LaneDoor:
     async def _dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
         try:
             await self.dial(link, await hosts(), count)
-            await asyncio.sleep(_BETWEEN_S)
+            await asyncio.sleep(1.0)  # until then the sender is not dialled back again
         finally:
             self._dialling_back.discard(link)
 

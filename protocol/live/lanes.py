@@ -6,18 +6,18 @@ what follows on the others.
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Final
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import CreditWindow, Frame, FrameAssembler
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LANE_PIECES_HELD_MAX
 from shoal.protocol.live.lane import PIECE_BYTES_MAX, Lane
-from shoal.protocol.live.reassembly import Reassembly
 from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
-_FIRST_SEQUENCE: Final = 1
 _PIECES: Final = 4
 """Minimum number of pieces of a slice (25 ms of the line): each piece waits for one lane only."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
@@ -118,7 +118,7 @@ class ReceivingLanes:
         self._on_frame, self._on_breach, self._on_change = on_frame, on_breach, on_change
         self._lanes: list[Lane] = []
         self._reassembly = Reassembly(peer)
-        self._assembler = FrameAssembler(peer, window=window, sequence=_FIRST_SEQUENCE, may_skip=True)
+        self._assembler = FrameAssembler(peer, window=window, sequence=1, may_skip=True)
         self._is_over = False
 
     def __len__(self) -> int:
@@ -167,3 +167,59 @@ class ReceivingLanes:
         """Forget the lane. Its sender knows whether something on it is missing, and ends the stream then."""
         self._lanes.remove(lane)
         self._on_change(lane, False)
+
+
+class Reassembly:
+    """Reorder pieces of a byte stream that arrive over several connections.
+
+    Each piece has its offset in the stream. An honest sender sends each byte once, and no further ahead of the first
+    missing byte than its credit allows; anything else is an error.
+
+    Args: source: the sender of the pieces.
+    """
+
+    def __init__(self, source: PeerID) -> None:
+        self._source = source
+        self._next = 0
+        """Offset of the first missing byte."""
+        self._starts: list[int] = []
+        """Offsets of the held pieces, ascending."""
+        self._held: dict[int, memoryview] = {}
+
+    def put(self, start: int, piece: memoryview, *, reach_bytes: int) -> list[memoryview]:
+        """Take one piece.
+
+        Args:
+            reach_bytes: how far beyond the first missing byte a piece may end.
+        Returns: the pieces that are next in the stream now, in order.
+        Raises: RemoteError: no honest sender sends this piece.
+        """
+        end = start + len(piece)
+        if not piece:
+            raise RemoteError(self._source, "sent a piece of a frame with nothing in it")
+        if end > self._next + reach_bytes:
+            raise RemoteError(self._source, "sent a piece of a frame beyond its credit")
+        at = bisect_right(self._starts, start)
+        overlaps_before = at > 0 and self._starts[at - 1] + len(self._held[self._starts[at - 1]]) > start
+        overlaps_after = at < len(self._starts) and self._starts[at] < end
+        if start < self._next or overlaps_before or overlaps_after:
+            raise RemoteError(self._source, "sent a part of a frame twice")
+        if start > self._next:
+            if len(self._starts) >= LANE_PIECES_HELD_MAX:
+                raise RemoteError(self._source, f"sent {LANE_PIECES_HELD_MAX} pieces of frames ahead of a missing one")
+            self._starts.insert(at, start)
+            self._held[start] = piece
+            return []
+        return [piece, *self._advance(end)]
+
+    def _advance(self, end: int) -> list[memoryview]:
+        """Everything before `end` is here: return the held pieces that follow."""
+        ready: list[memoryview] = []
+        for start in self._starts:
+            if start != end:
+                break
+            ready.append(self._held.pop(start))
+            end += len(ready[-1])
+        del self._starts[: len(ready)]
+        self._next = end
+        return ready

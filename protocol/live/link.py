@@ -41,7 +41,6 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _JOINED_BYTES = PIECE_BYTES // 4
 """A payload up to this size leaves in one write with its header and trailer. Each write is a turn of the loop, a
 wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
-_CREDIT_GATHERED_S = 0.25
 _CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
 """Credit of small frames is returned together: each credit message passes two daemons and costs a fifth of a frame. The
 sender has fifteen sixteenths of its credit left meanwhile."""
@@ -277,7 +276,7 @@ class Link(asyncio.BufferedProtocol):
         if self._owed_bytes >= _CREDIT_GATHERED_BYTES:
             self._send_credit()
         elif self._credit_timer is None:
-            self._credit_timer = asyncio.get_running_loop().call_later(_CREDIT_GATHERED_S, self._send_credit)
+            self._credit_timer = asyncio.get_running_loop().call_later(0.25, self._send_credit)
 
     def _send_credit(self) -> None:
         if self._credit_timer is not None:

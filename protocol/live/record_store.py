@@ -14,9 +14,6 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from shoal.protocol.limits import KEY_BYTES_MAX
 
-_ENTRY_BYTES = 24
-"""Bytes around a subkey and a value in a reply: a list of three, two lengths of up to five bytes, the expiry."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
@@ -108,7 +105,8 @@ class _Measured(dict[Any, Any]):
 
 
 def _wire_bytes(subkey: str, value: bytes) -> int:
-    return _ENTRY_BYTES + len(subkey.encode()) + len(value)
+    # A reply has 24 bytes around them: a list of three, two lengths of up to five bytes, the expiry.
+    return 24 + len(subkey.encode()) + len(value)
 
 
 def _drop_ghosts(storage: Any) -> None:

@@ -34,7 +34,7 @@ from shoal.protocol.invite import is_open, only_direct, split_address
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.listen import local_addresses
-from shoal.protocol.live.tcp_queues import TcpQueues, name_of
+from shoal.protocol.live.tcp_queues import name_of, ways_of
 from shoal.protocol.reconnection import DialOutcome, Reconnection, Way, goes_first
 
 logger = logging.getLogger(__name__)
@@ -42,15 +42,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_S: Final = 0.5
-_SHARE: Final = 0.02
-"""Share of a core that watching may take, in a swarm of hundreds."""
-_REACH_S: Final = 5.0
-"""A peer that fetches state from an absent peer asks another one after this time; heartbeats have shorter limits."""
 _ANSWER_TIMEOUT_S: Final = 2.0
 _AFTER_THE_REPLY_S: Final = 0.1
 _CLOSES: Final = b"closes"
-_MOVES_S: Final = 12.0
-"""How long the daemon is asked for its new addresses after a change of this machine's: it looks every five seconds."""
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
@@ -58,6 +52,8 @@ _REFUSED: Final = ("connection refused", "peer id mismatch")
 where another machine may be by now, or we. Other errors may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
+_ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
+"""A connection within this machine: its kernel answers for both ends, so the figures of the two would never change."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Counts while the machine is suspended."""
 
@@ -94,7 +90,6 @@ class Redialer:
         self._is_closed = False
         self._local, self._gone = local_addresses(), frozenset[str]()
         self._moved_until_s = 0.0
-        self._queues: tuple[int, TcpQueues | None] = 0, None
 
     def start(self) -> None:
         self._spawn(self._watch(), "stay connected to the plan")
@@ -104,7 +99,6 @@ class Redialer:
         for peer in tuple(self._news):
             self._tell(peer)
         await end_tasks(*self._tasks)
-        self._follow(0)
 
     def want(self, peers: Sequence[PeerID]) -> None:
         """Stay connected to these peers: a lost one is dialled until it answers."""
@@ -152,7 +146,8 @@ class Redialer:
         Raises: P2PDaemonError: it does not come. The message must not be one after which the caller would dial again.
         """
         try:
-            async with asyncio.timeout(_REACH_S):
+            # A caller that fetches state asks another peer after this time; heartbeats have shorter limits.
+            async with asyncio.timeout(5.0):
                 while self._core.is_absent(peer) and self._addresses(peer):
                     if self._is_closed:
                         raise P2PDaemonError("this peer is closing")
@@ -204,7 +199,8 @@ class Redialer:
                 return  # closed
             began_s = _now_s()
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(_LOOK_S, took_s / _SHARE)):
+                # In a swarm of hundreds, looking may take a fiftieth of a core.
+                async with asyncio.timeout(max(_LOOK_S, took_s / 0.02)):
                     await self._wake.wait()
             self._wake.clear()
             was_suspended, slept_s = _slept_s() - slept_s >= _LOOK_S, _slept_s()
@@ -219,17 +215,24 @@ class Redialer:
                 await self._daemon.refresh()
 
     async def _look(self, p2p: Any, *, stood_still_s: float, was_suspended: bool) -> None:
-        infos, ways, local = await p2p.list_peers(), self._ways(), local_addresses()
+        infos, local = await p2p.list_peers(), local_addresses()
         if local != self._local:
             self._gone = (self._gone | self._local) - local
-            self._local, self._moved_until_s = local, _now_s() + _MOVES_S
+            # The daemon looks for new addresses every five seconds, and is asked for them until then.
+            self._local, self._moved_until_s = local, _now_s() + 12.0
+        direct = (address for info in infos for address in only_direct(map(str, info.addrs)))
+        names = {address: name for address in direct if (name := name_of(address)) is not None}
+        ends_here = {address for address, name in names.items() if name.split()[0] in local}
+        ways = self._ways() if len(ends_here) < len(names) else {}
         connections: dict[PeerID, dict[str, Way | None]] = {}
         for info in infos:
             of_peer = connections.setdefault(PeerID(info.peer_id.to_base58()), {})
             for address in map(str, info.addrs):
-                name = name_of(address) if only_direct((address,)) else None
-                found = ways.get(name, {}) if name is not None else {}
-                of_peer |= found if found else {address: None}
+                if address in ends_here:
+                    of_peer[address] = _ON_THIS_MACHINE
+                else:
+                    found: Mapping[str, Way | None] = ways.get(names.get(address, ""), {})
+                    of_peer.update(found or {address: None})
         todo = self._core.look(
             connections,
             frozenset(self._known()),
@@ -252,23 +255,11 @@ class Redialer:
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
         """Return the daemon's connections; none if the kernel does not show them."""
-        self._follow(self._daemon.process_id)
-        queues = self._queues[1]
         try:
-            return queues.ways() if queues is not None else {}
+            return ways_of(self._daemon.process_id)
         except OSError as error:
             logger.debug("the kernel does not show the connections: %s", error)
             return {}
-
-    def _follow(self, process_id: int) -> None:
-        if self._queues[0] == process_id:
-            return
-        if self._queues[1] is not None:
-            self._queues[1].close()
-        self._queues = process_id, None
-        if process_id:
-            with suppress(OSError):
-                self._queues = process_id, TcpQueues(process_id)
 
     # --- dialling ---
 

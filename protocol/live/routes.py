@@ -38,13 +38,10 @@ _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 _DIALS_SECOND_S: Final = 6.0
 """One of two ends behind NATs dials this much later, when the other has given up and has opened its NAT. If both
 dialled at once TCP would connect, but both would begin the handshake as clients."""
-_UNUSED_S: Final = 120.0
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
 """How long no carrier is asked for a peer to which none would carry. Most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
 """How long a carrier may take before the next one is asked as well."""
-_SHUNNED_S: Final = 30.0
-"""How long a carrier is asked last after a stream over it has broken."""
 
 
 class NotCarried(Exception):
@@ -120,8 +117,8 @@ class Routes:
             self._take_detour(peer)
 
     def shun(self, carrier: PeerID) -> None:
-        """Ask other carriers first: a stream over this one broke."""
-        self._shunned[carrier] = self._loop.time() + _SHUNNED_S
+        """Ask other carriers first, for half a minute: a stream over this one broke."""
+        self._shunned[carrier] = self._loop.time() + 30.0
 
     def comes_over(self, peer: PeerID) -> None:
         """`peer` had a stream carried to us: it cannot dial us, but perhaps we can dial it."""
@@ -221,7 +218,7 @@ class Routes:
                         del self._detours[peer]
                         self._direct.add(peer)
                         self._on_direct(peer)
-                    elif now_s > detour.used_s + _UNUSED_S:
+                    elif now_s > detour.used_s + 120.0:
                         del self._detours[peer]
                     elif now_s >= detour.dial_at_s and peer not in self._dials:
                         detour.dial_at_s = now_s + _DIAL_AGAIN_S[min(detour.num_dials, len(_DIAL_AGAIN_S) - 1)]

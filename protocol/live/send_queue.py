@@ -23,8 +23,6 @@ from shoal.protocol.live.redial import outcome_of
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.reconnection import DialOutcome
 
-_REPEATS_S = 10.0
-"""A peer that is reachable again within this time gets the frames that were on their way to it."""
 _MOVES_S = 3.0
 """A stream that has a better route is left after this time in any case: its frames arrive slowly or never."""
 
@@ -224,8 +222,9 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue the frames again that were on their way, except those of these priorities."""
-        until_s = asyncio.get_running_loop().time() + _REPEATS_S
+        """Queue the frames again that were on their way, except those of these priorities. The peer gets them if it is
+        reachable again within ten seconds."""
+        until_s = asyncio.get_running_loop().time() + 10.0
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:
                 self._repeat(waiting, until_s, may_repeat=True)

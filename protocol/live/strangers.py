@@ -10,22 +10,19 @@ private network or on this machine each stranger has its own allowance, and none
 import asyncio
 import ipaddress
 import logging
-import re
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shoal.protocol.ending import end_tasks
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STRANGERS_ALLOWANCE, STRANGERS_REQUESTS_PER_S
 from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.live.connection_limit import Network, address_and_network
+from shoal.protocol.live.tcp_queues import hosts_of
 from shoal.protocol.membership import AccessLevel, Members
 
 logger = logging.getLogger(__name__)
-
-_IP: Final = re.compile(r"^/ip[46]/([^/]+)/(?:tcp|udp)/\d+")
-_LOOK_S: Final = 0.1
-_SHARE: Final = 0.05
 
 
 class _Place(NamedTuple):
@@ -57,7 +54,7 @@ class Strangers:
         self._allowance = Allowance[Network | PeerID](STRANGERS_ALLOWANCE, STRANGERS_REQUESTS_PER_S)
         self._places: dict[PeerID, _Place] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._looked_s, self._took_s = -_LOOK_S, 0.0
+        self._looked_s, self._took_s = -math.inf, 0.0
         self._leaving: dict[PeerID, asyncio.Task[None]] = {}
 
     async def admits(self, peer: PeerID) -> bool:
@@ -92,7 +89,7 @@ class Strangers:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._looked_s + max(_LOOK_S, self._took_s / _SHARE) - loop.time())
+        await asyncio.sleep(self._looked_s + max(0.1, self._took_s / 0.05) - loop.time())
         began_s = loop.time()
         found = await self._connections()
         self._places = {peer: _place_of(peer, addresses) for peer, addresses in found.items()}
@@ -101,11 +98,8 @@ class Strangers:
 
 
 def _place_of(peer: PeerID, multiaddrs: Sequence[str]) -> _Place:
-    for multiaddr in multiaddrs:
-        match = _IP.match(multiaddr)
-        if match is None or "/p2p-circuit" in multiaddr:
-            continue  # over a relay: the address is a member's
-        address, network = address_and_network(ipaddress.ip_address(match[1].partition("%")[0]))
+    for host in hosts_of(multiaddrs):  # over a relay the address is a member's
+        address, network = address_and_network(ipaddress.ip_address(host))
         if network is not None:
             return _Place(network, address)
     return _Place(peer, None)

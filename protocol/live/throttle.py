@@ -33,28 +33,21 @@ _SLICE_S: Final = 0.025
 """Length of a slice in seconds of the rate: a gradient need not wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
 """Longest wait behind urgent frames: a copy of state gets its 4 MiB in 40 s at 5 Mbit/s; its receiver waits for 60."""
-_SLICE_BYTES_MIN: Final = 4 * 1024
-_SLICE_BYTES_MAX: Final = 256 * 1024
 
 
-class RateLimiter:
+class RateLimiter(TokenBucket):
     """One direction within the volunteer's limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._bucket = TokenBucket(rate=bytes_per_s, now_s=self._loop.time())
+        super().__init__(bytes_per_s, asyncio.get_running_loop().time)
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
         """Count bytes that pass whether or not there is room."""
-        self._bucket.take(nbytes * WIRE_FACTOR, now_s=self._loop.time())
+        self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
-        self._bucket.take(received_bytes * ACK_FACTOR, now_s=self._loop.time())
-
-    def wait_s(self) -> float:
-        """Return the seconds until something may pass."""
-        return self._bucket.wait_s(now_s=self._loop.time())
+        self.take(received_bytes * ACK_FACTOR)
 
 
 @dataclass(order=True, slots=True)
@@ -176,7 +169,7 @@ class SendLine:
 
 
 def _slice_bytes(bytes_per_s: float) -> int:
-    return int(min(_SLICE_BYTES_MAX, max(_SLICE_BYTES_MIN, _SLICE_S * bytes_per_s)))
+    return int(min(256 * 1024, max(4 * 1024, _SLICE_S * bytes_per_s)))
 
 
 class Throttle:

@@ -34,13 +34,14 @@ from shoal.protocol.live.lane import Lane
 from shoal.protocol.live.lane_door import LaneDoor
 from shoal.protocol.live.lane_supply import LaneSupply
 from shoal.protocol.live.link import Link
+from shoal.protocol.live.listen import local_addresses
 from shoal.protocol.live.receive_queue import ReceiveQueues
 from shoal.protocol.live.redial import Redialer, hivemind_id
 from shoal.protocol.live.routes import Routes, is_direct
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.live.strangers import Strangers
-from shoal.protocol.live.tcp_queues import follow, name_of
+from shoal.protocol.live.tcp_queues import TcpQueues, hosts_of, name_of
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.membership import Members
@@ -56,10 +57,6 @@ _OPEN_TIMEOUT_S = 10.0
 _LONELY_S = 10.0
 _LANES_ROUND_TRIP_S_MIN = 0.002
 """Streams with a shorter round trip (within a house) have no lanes: one connection fills such a path."""
-_LANES_PATIENCE_ROUND_TRIPS = 4.0
-_LANES_PATIENCE_S = 0.05
-"""How long a stream's first frame waits for lanes, which need two round trips."""
-_NAME_BYTES = 8
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors that prove that the request never left, so that it may be sent again."""
 
@@ -70,7 +67,7 @@ class LiveTransport:
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
         self.members = members
-        self._daemon = daemon
+        self.daemon = daemon
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._places: dict[PeerID, tuple[str, ...]] = {}
@@ -89,7 +86,7 @@ class LiveTransport:
         self._about = AboutAnswerer(run=members.run, seen_at=self._seen_at)
         self._greeter = Greeter(identity=identity, members=members, addresses=self.addresses)
         # libp2p shows every connected peer the names of all handlers, so they contain a hash of the run.
-        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=_NAME_BYTES)}"
+        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=8)}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
         self._carry_name, self._carried_name = f"{prefix}/carry", f"{prefix}/carried"
         self._carried = CarriedStreams(
@@ -166,15 +163,11 @@ class LiveTransport:
         return self._identity.peer_id
 
     @property
-    def daemon(self) -> Daemon:
-        return self._daemon
-
-    @property
     def run(self) -> str:
         return self.members.run
 
     def addresses(self) -> tuple[str, ...]:
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in map(str, self._daemon.visible))[:ADDRESSES_MAX]
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in map(str, self.daemon.visible))[:ADDRESSES_MAX]
 
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
         if self._served.is_set():
@@ -215,7 +208,7 @@ class LiveTransport:
 
     async def _connections(self) -> dict[PeerID, list[str]]:
         try:
-            infos = await (await self._daemon.p2p()).list_peers()
+            infos = await (await self.daemon.p2p()).list_peers()
         except (TransportError, P2PDaemonError, OSError, EOFError):
             return {}
         return {PeerID(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
@@ -268,7 +261,7 @@ class LiveTransport:
             self._throttle.uplink.close()
         await self._redialer.close()
         await self._strangers.close()
-        await self._daemon.close()
+        await self.daemon.close()
 
     async def _flush(self) -> None:
         with suppress(TimeoutError):
@@ -277,7 +270,11 @@ class LiveTransport:
 
     async def _set_up(self, p2p: Any) -> None:
         if self._throttle.uplink is not None:
-            follow(self._throttle.uplink, self._daemon.process_id)
+            try:
+                self._throttle.uplink.follow(TcpQueues(self.daemon.process_id))
+            except OSError as error:
+                self._throttle.uplink.close()
+                logger.info("the queue before the uplink cannot be read here: %s", error)
         hivemind_guard.admit(p2p._client.control, self._strangers.admits)
         await self._redialer.register(p2p)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
@@ -298,7 +295,7 @@ class LiveTransport:
 
     async def _hang_up(self, peer: PeerID) -> None:
         with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-            await (await self._daemon.p2p())._client.disconnect(hivemind_id(peer))
+            await (await self.daemon.p2p())._client.disconnect(hivemind_id(peer))
 
     def _refuse_if_pointless(self, peer: PeerID) -> None:
         if self._closing:
@@ -324,7 +321,7 @@ class LiveTransport:
     # Calls
 
     async def _call(self, peer: PeerID, request: bytes) -> bytes:
-        p2p = await self._daemon.p2p()
+        p2p = await self.daemon.p2p()
         reply: bytes = await p2p._client.call_unary_handler(hivemind_id(peer), self._call_name, request)
         self._throttle.called(sent=len(request), received=len(reply))
         self._redialer.heard(peer)
@@ -382,13 +379,10 @@ class LiveTransport:
         await self._redialer.reach(peer)
         if self._addresses.get(peer) and peer not in await self.connected() and not await self._dial(peer):
             raise P2PDaemonError("failed to dial")
-        return None, await self._open_stream(peer)
-
-    async def _open_stream(self, peer: PeerID) -> Streams:
-        return await self._open_stream_of(self._frames_name, peer)
+        return None, await self._open_stream_of(self._frames_name, peer)
 
     async def _open_stream_of(self, name: str, peer: PeerID) -> Streams:
-        p2p = await self._daemon.p2p()
+        p2p = await self.daemon.p2p()
         _, reader, writer = await p2p.call_binary_stream_handler(hivemind_id(peer), name)
         return reader, writer
 
@@ -449,7 +443,7 @@ class LiveTransport:
             supply = LaneSupply(link, self._lane_door, partial(self._hosts_of, link.peer))
             self._lane_supplies[link] = supply
             link.before_frame = supply.used
-            await supply.begin(_LANES_PATIENCE_S + _LANES_PATIENCE_ROUND_TRIPS * round_trip_s)
+            await supply.begin(0.05 + 4.0 * round_trip_s)  # lanes need two round trips
 
     def _round_trip_s(self, peer: PeerID) -> float:
         """Return the round trip to `peer`; 0: it stays on this machine, or is unknown."""
@@ -476,8 +470,7 @@ class LiveTransport:
             self._throttle.uplink.left(lane.name)
 
     async def _hosts_of(self, peer: PeerID) -> tuple[str, ...]:
-        names = (name_of(place) for place in only_direct(await self._seen_at(peer)))
-        return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
+        return hosts_of(await self._seen_at(peer))
 
     def _close_excluded(self) -> None:
         for peer, queue in tuple(self._send_queues.items()):
@@ -556,9 +549,10 @@ class LiveTransport:
         """Tell the uplink which of the daemon's connections a stream to `peer` uses."""
         if self._throttle.uplink is not None:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-                names = [name_of(place) for place in await self._seen_at(peer)]
+                names, here = map(name_of, await self._seen_at(peer)), local_addresses()
+                ways = [name for name in names if name is not None and name.split()[0] not in here]
                 lanes = [name for link in self._lane_supplies if link.peer == peer for name in link.lane_names()]
-                self._throttle.uplink.opened(peer, [*(name for name in names if name is not None), *lanes])
+                self._throttle.uplink.opened(peer, [*ways, *lanes])
 
     def _met(self, link: Link, hello: StreamHello) -> None:
         self._remember(link.peer, hello.addresses)

@@ -7,32 +7,13 @@ show it (not Linux, or not allowed), nothing is held back here; a volunteer's ow
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Collection
 
 from shoal.protocol.identity import PeerID
+from shoal.protocol.live.tcp_queues import TcpQueues
 from shoal.protocol.uplink import UplinkConnection, UplinkWindow
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S: Final = 0.02
-"""A fifth of the queue's drain time, so that the queue never runs empty. A look takes 0.1 ms for five peers."""
-_LOOK_S_MAX: Final = 0.1
-"""The longest time between two looks while a sender waits: the whole queue has drained after it."""
-_SHARE: Final = 0.05
-"""Share of a core that looking may take with a hundred receivers at once."""
-
-
-class Queues(Protocol):
-    """Undelivered bytes by connection name. Both methods raise OSError."""
-
-    def list(self) -> None:
-        """List the connections anew."""
-
-    def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
-        """Return those connections that still exist."""
-
-    def close(self) -> None: ...
 
 
 class Uplink:
@@ -47,7 +28,7 @@ class Uplink:
         self.on_room: Callable[[], None] = lambda: None
         self.is_awaited = False
         self._window = UplinkWindow()
-        self._queues: Queues | None = None
+        self._queues: TcpQueues | None = None
         self._owners: dict[str, PeerID] = {}
         """Connection -> peer, for connections that carry our streams; traffic on others is small."""
         self._timer: asyncio.TimerHandle | None = None
@@ -58,7 +39,7 @@ class Uplink:
         """The highest recent rate of the line."""
         return self._window.bytes_per_s
 
-    def follow(self, queues: Queues) -> None:
+    def follow(self, queues: TcpQueues) -> None:
         """Watch these queues from now on: the network daemon has been started or restarted."""
         self.close()
         self._queues = queues
@@ -76,11 +57,13 @@ class Uplink:
             self._queues = None
         self.on_room()
 
-    def opened(self, peer: PeerID, connections: Iterable[str]) -> None:
-        """Record that a stream to `peer` is open over one of these connections."""
+    def opened(self, peer: PeerID, connections: Collection[str]) -> None:
+        """Record that a stream to `peer` is open over one of these connections; none: it stays on this machine."""
         if self._queues is None:
             return
         self._forget(peer)
+        if not connections:
+            return
         self._owners.update(dict.fromkeys(connections, peer))
         try:
             self._queues.list()
@@ -150,7 +133,9 @@ class Uplink:
 
     def _arm(self) -> None:
         if self._timer is None and self._queues is not None:
-            wait_s = min(max(_LOOK_S, self._took_s / _SHARE), _LOOK_S_MAX)
+            # Within 0.02 s a fifth of the queue has left, so that it never runs empty, and within 0.1 s all of it.
+            # A look takes 0.1 ms for five peers; with a hundred the looks are to take a twentieth of a core.
+            wait_s = min(max(0.02, self._took_s / 0.05), 0.1)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:

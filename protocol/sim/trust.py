@@ -14,6 +14,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.membership import Members
 from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
+from shoal.protocol.seals import Seals
 from shoal.protocol.statement import Topic
 
 _NO_SIGNATURE = bytes(SIGNATURE_BYTES)
@@ -22,7 +23,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
-class TrustingSeals:
+class TrustingSeals(Seals):
     """`Seals` without signatures, shared by all peers of a world, so that a plan is decoded once."""
 
     def __init__(self) -> None:

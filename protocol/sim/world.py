@@ -120,7 +120,6 @@ class World:
         down_bytes_per_s: float = math.inf,
         plug: Hashable = None,
         place: int | None = None,
-        modelled: bool | None = None,
         dirt: Dirt = CLEAN,
         cores: Cores | None = None,
     ) -> SimPeer:
@@ -178,7 +177,7 @@ class World:
                 machine=machine,
                 device_flop_per_s=device_flop_per_s,
                 overhead_s=overhead_s,
-                is_modelled=self._modelled if modelled is None else modelled,
+                is_modelled=self._modelled,
             ),
             clock=SimClock(self._agenda, machine),
             disk=machine.disk,

@@ -34,9 +34,8 @@ from shoal.peer.model.llama import Params
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.single_process import StepLoss, train
-from shoal.protocol.base_format import model_bytes
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
-from shoal.protocol.tensors import state_elements
+from shoal.protocol.tensors import model_bytes, state_elements
 
 FORMATS: tuple[BaseFormat, ...] = ("fp32", "bf16", "int8", "nf4")
 MODEL = {"dim": 128, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 352, "context": 128}

@@ -16,8 +16,18 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import ChainLinks, ChainRequest, Done, PlanLive
-from shoal.protocol.plan import Mandate, Member, Plan, PlanProof, SignedPlan, Stage, sign_mandate, sign_plan, vote_body
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import (
+    Mandate,
+    Member,
+    Plan,
+    PlanProof,
+    SignedPlan,
+    Stage,
+    is_quorum,
+    sign_mandate,
+    sign_plan,
+    vote_body,
+)
 from shoal.protocol.seals import SEALS
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.statement import sign_statement

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.protocol.exclusion import exclusion_holds, propose_exclusion
 from shoal.protocol.limits import ELECTED_FROM_PEERS, ELECTORS
-from shoal.protocol.plan import Member, Plan, PlanShape, SignedPlan, Stage, plan_flaw
-from shoal.protocol.quorum import is_quorum
+from shoal.protocol.plan import Member, Plan, PlanShape, SignedPlan, Stage, is_quorum, plan_flaw
 
 OWNER = "a"
 

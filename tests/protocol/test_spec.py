@@ -51,7 +51,7 @@ def test_the_first_steps_are_synchronous_for_twice_as_long_as_the_optimizer_warm
     assert RunSpec(optimizer=warm).synchronous_steps == 14
     assert RunSpec(optimizer=OptimizerSpec(name="muon")).synchronous_steps == 0, "which gains nothing by it"
     assert RunSpec(optimizer=warm, training=TrainingSpec(synchronous_steps=0)).synchronous_steps == 0
-    with pytest.raises(ValueError, match="synchronous_steps is negative: -1"):
+    with pytest.raises(ValueError, match="synchronous_steps must not be negative, is -1"):
         TrainingSpec(synchronous_steps=-1)
 
 

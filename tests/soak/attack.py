@@ -49,7 +49,6 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.handshake import NONCE_BYTES
-from shoal.protocol.live.transport import _NAME_BYTES
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 
 STEPS_KEPT_MIN = 0.9
@@ -228,7 +227,7 @@ class Stranger:
         self._numbers = itertools.count(int(time.time() * 1e6))
         self._held: list[Any] = []
         # As `LiveTransport` names them; libp2p tells these names to everybody who connects.
-        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(run.encode()).hexdigest(length=_NAME_BYTES)}"
+        prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(run.encode()).hexdigest(length=8)}"
         self.call_name, self.frames_name = f"{prefix}/call", f"{prefix}/frames"
 
     @property

@@ -22,6 +22,7 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live import about
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.loop import run
+from shoal.protocol.live.tcp_queues import hosts_of
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Members
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
@@ -286,8 +287,7 @@ def test_what_a_stranger_calls_its_version_never_reaches_a_terminal(version: str
 
 
 def test_a_peer_id_is_all_that_a_call_back_goes_by() -> None:
-    host = about._host_of
     peer = PeerID("12D3")
-    assert host(["/ip4/84.12.33.7/tcp/50000"]) == "84.12.33.7"
-    assert host([f"/ip4/84.12.33.7/tcp/1/p2p/{peer}/p2p-circuit", "/ip6/2001:db8::1/tcp/5"]) == "2001:db8::1"
-    assert host(["/ip4/nonsense/tcp/1", "/unix/x"]) is None
+    assert hosts_of(["/ip4/84.12.33.7/tcp/50000"]) == ("84.12.33.7",)
+    assert hosts_of([f"/ip4/84.12.33.7/tcp/1/p2p/{peer}/p2p-circuit", "/ip6/2001:db8::1/tcp/5"]) == ("2001:db8::1",)
+    assert hosts_of(["/ip4/nonsense/tcp/1", "/unix/x"]) == ()

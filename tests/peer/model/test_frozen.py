@@ -13,8 +13,8 @@ from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, FrozenMatrix, bas
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.llama import loss_of_head, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture, mixture_layer
-from shoal.protocol.base_format import model_bytes, stored_tensors
 from shoal.protocol.spec import BaseFormat, RunSpec
+from shoal.protocol.tensors import model_bytes, stored_tensors
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "int8", "nf4"]

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,30 +25,42 @@ from shoal.protocol.live.loop import run
 
 HOST = ipaddress.ip_address("192.0.2.7").packed
 FLOOD = "127.0.0.66"
-HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 
 
-def line(local: str, remote: str, state: str) -> str:
-    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000  1000        0 1\n"
+@pytest.mark.skipif(sys.platform != "linux", reason="no other kernel says it")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+def test_connections_are_counted_by_where_they_come_from(host: str) -> None:
+    with contextlib.ExitStack() as stack:
+        listeners = []
+        for _ in range(2):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            with contextlib.suppress(OSError):
+                listener.bind((host, 0))
+                listener.listen(8)
+                listeners.append(listener)
+        if not listeners:
+            pytest.skip("this machine has no IPv6")
+        ours, others = (listener.getsockname()[1] for listener in listeners)
 
+        def come(port: int, whence: str) -> socket.socket:
+            return stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), source_address=(whence, 0), timeout=5)
+            )
 
-@pytest.mark.skipif(sys.byteorder != "little", reason="the table below is of such a machine")
-def test_connections_are_counted_by_where_they_come_from(tmp_path: Path) -> None:
-    ours, mapped = "0100007F:0FA1", "0000000000000000FFFF0000070200C0:1111"
-    site = "B80D0120000000000000000001000000:2222"  # 2001:db8::1
-    (tmp_path / "tcp").write_text(
-        HEAD
-        + line(ours, "00000000:0000", "0A")
-        + line(ours, "070200C0:8000", "01")
-        + line(ours, "070200C0:8001", "03")
-        + line(ours, "070200C0:8002", "06")
-        + line("0100007F:0FA2", "070200C0:8003", "01")
-    )
-    (tmp_path / "tcp6").write_text(HEAD + line("0" * 32 + ":0FA1", mapped, "01") + line("0" * 32 + ":0FA1", site, "01"))
-    found = read_connections([4001], tmp_path)
-    counted = {address: len(ends) for address, ends in found.items()}
-    assert counted == {HOST: 2, ipaddress.ip_address("2001:db8::1").packed[:8]: 1}, "half open: anybody can send it"
-    assert read_connections([4001], tmp_path / "no such machine") == {}
+        come(ours, FLOOD)
+        come(ours, "127.0.0.67")
+        come(others, FLOOD)
+        gone = come(ours, FLOOD)
+        before = read_connections({ours})
+        assert {address: len(ends) for address, ends in before.items()} == {
+            ipaddress.ip_address(FLOOD).packed: 2,
+            ipaddress.ip_address("127.0.0.67").packed: 1,
+        }
+        for _ in range(3):
+            listeners[0].accept()[0].close()
+        gone.close()
+        assert not any(ends - before[address] for address, ends in read_connections({ours}).items()), "none is new"
 
 
 def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:

@@ -48,7 +48,9 @@ def test_two_hundred_silent_streams_are_four_and_others_still_send(live_peer, ev
         before = len(os.listdir("/proc/self/fd"))
         opened = []
         for _ in range(10):
-            opened += await asyncio.gather(*(silent._open_stream(flooded.peer_id) for _ in range(20)))
+            opened += await asyncio.gather(
+                *(silent._open_stream_of(silent._frames_name, flooded.peer_id) for _ in range(20))
+            )
         await eventually(lambda: len(flooded._doorway._waiting) == WAITING_STREAMS_OF_ONE_MAX)
         # 200 ends are the attacker's, in this process too.
         await eventually(lambda: len(os.listdir("/proc/self/fd")) - before <= 200 + WAITING_STREAMS_OF_ONE_MAX + 20)

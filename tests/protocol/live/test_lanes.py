@@ -17,9 +17,8 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.limits import LANES_MAX
 from shoal.protocol.live import lane_door
 from shoal.protocol.live.lane import Lane
-from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.lane_door import LaneDoor
-from shoal.protocol.live.lane_supply import LaneSupply
+from shoal.protocol.live.lane_supply import LANES_FIRST, LaneSupply
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.secure_channel import Handshake
 from shoal.protocol.live.throttle import WIRE_FACTOR, Throttle

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.live import reassembly
-from shoal.protocol.live.reassembly import Reassembly
+from shoal.protocol.live import lanes
+from shoal.protocol.live.lanes import Reassembly
 
 SENDER = PeerID("12D3KooWSender")
 FAR = 1 << 40
@@ -61,7 +61,7 @@ def test_an_empty_piece_is_refused():
 
 
 def test_only_so_many_pieces_are_held(monkeypatch):
-    monkeypatch.setattr(reassembly, "LANE_PIECES_HELD_MAX", 3)
+    monkeypatch.setattr(lanes, "LANE_PIECES_HELD_MAX", 3)
     together = Reassembly(SENDER)
     for start in (2, 4, 6):
         put(together, start, b"x")

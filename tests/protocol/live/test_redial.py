@@ -1,14 +1,16 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from shoal.protocol import reconnection
 from shoal.protocol.errors import Unreachable
+from shoal.protocol.identity import Identity
 from shoal.protocol.live import redial
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.redial import Redialer
 from shoal.protocol.live.throttle import Throttle
-from shoal.protocol.reconnection import DialOutcome
+from shoal.protocol.reconnection import DialOutcome, Todo, Way
 from shoal.protocol.token_bucket import RateLimits
 
 BACKOFF = "failed to dial 12D3: all dials failed\n  * [/ip4/20.0.2.10/tcp/4001] dial backoff"
@@ -127,6 +129,34 @@ def test_nothing_is_dialled_where_there_is_no_way():
     assert redial._has_route("/ip4/127.0.0.1/tcp/4001")
     assert redial._has_route("/dns4/example.org/tcp/4001")
     assert not redial._has_route("/ip4/255.255.255.255/tcp/4001")
+
+
+def test_the_kernel_is_asked_only_about_connections_that_leave_this_machine(monkeypatch):
+    near, far = (Identity(bytes([number] * 32)).peer_id for number in (1, 2))
+    places = {near: ["/ip4/127.0.0.1/tcp/4001", "/ip6/::1/tcp/4001"]}
+    asked, told, found = [], [], {"192.0.2.7 4001": {"socket": Way(is_owed=False, silent_s=9.0, local="192.0.2.1")}}
+    monkeypatch.setattr(redial, "ways_of", lambda process_id: asked.append(process_id) or found)
+
+    class Daemon:
+        process_id, visible = 7, ()
+
+        async def list_peers(self):
+            return [SimpleNamespace(peer_id=redial.hivemind_id(peer), addrs=at) for peer, at in places.items()]
+
+    async def main():
+        daemon = Daemon()
+        redialer = Redialer(daemon, me=near, addresses=lambda peer: (), known=lambda: (), again="again")
+        redialer._core = SimpleNamespace(look=lambda connections, *_, **__: told.append(connections) or Todo())
+        await redialer._look(daemon, stood_still_s=9.0, was_suspended=False)
+        assert not asked
+        assert [way.silent_s for way in told[-1][near].values()] == [0.0, 0.0], "they are alive"
+        places[far] = ["/ip4/192.0.2.7/tcp/4001", "/ip4/192.0.2.8/tcp/4001/p2p/QmRelay/p2p-circuit"]
+        await redialer._look(daemon, stood_still_s=9.0, was_suspended=False)
+        assert asked == [7]
+        assert told[-1][far] == found["192.0.2.7 4001"] | {places[far][1]: None}
+        await redialer.close()
+
+    run(main())
 
 
 @pytest.mark.process

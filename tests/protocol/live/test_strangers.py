@@ -145,7 +145,7 @@ def test_a_stranger_that_floods_is_hung_up_on_and_a_member_is_answered(
                         if kind == "calls":
                             await client.call_unary_handler(there, stranger._call_name, os.urandom(100))
                         else:
-                            _, writer = await stranger._open_stream(flooded.peer_id)
+                            _, writer = await stranger._open_stream_of(stranger._frames_name, flooded.peer_id)
                             writer.close()
                 except Exception:
                     return

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from shoal.protocol.live import tcp_queues
-from shoal.protocol.live.lane import lane_name
-from shoal.protocol.live.tcp_queues import TcpQueues, name_of
+from shoal.protocol.live.sock_diag import TcpSocket
+from shoal.protocol.live.tcp_queues import TcpQueues, lane_name, name_of, ways_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it")
 
@@ -31,7 +30,7 @@ def connection(family=socket.AF_INET, address="127.0.0.1"):
 @pytest.fixture
 def as_if_afar(monkeypatch):
     """What ends on this machine counts as well."""
-    monkeypatch.setattr(tcp_queues._Socket, "is_local", False)
+    monkeypatch.setattr(TcpSocket, "is_local", False)
 
 
 def named(caller):
@@ -172,14 +171,12 @@ def test_a_multiaddr_names_its_connection(multiaddr, name):
 )
 def test_a_connection_owes_nothing_once_its_kernel_has_answered_whether_or_not_anybody_reads(family, address):
     with connection(family, address) as (caller, accepted):
-        queues = TcpQueues(os.getpid())
         caller.send(b"hello")
-        (way,) = queues.ways()[named(caller)].values()
+        (way,) = ways_of(os.getpid())[named(caller)].values()
         assert not way.is_owed
         assert way.silent_s < 5.0
         assert way.local == address
         accepted.send(b"unread")
-        queues.close()
 
 
 def test_two_connections_to_one_port_are_told_apart():
@@ -189,6 +186,4 @@ def test_two_connections_to_one_port_are_told_apart():
         with socket.socket() as one, socket.socket() as other:
             one.connect(listener.getsockname())
             other.connect(listener.getsockname())
-            queues = TcpQueues(os.getpid())
-            assert len(queues.ways()[named(one)]) == 2
-            queues.close()
+            assert len(ways_of(os.getpid())[named(one)]) == 2

@@ -16,7 +16,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import transport as transport_module
 from shoal.protocol.live.daemon import _DetachedP2P
-from shoal.protocol.live.lane_count import LANES_FIRST
+from shoal.protocol.live.lane_supply import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Excluded
@@ -430,7 +430,7 @@ import asyncio, sys
 from pathlib import Path
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.daemon import _DetachedP2P
-from shoal.protocol.live.lane_count import LANES_FIRST
+from shoal.protocol.live.lane_supply import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.sim.trust import everybody

@@ -1,7 +1,7 @@
 import random
 from pathlib import PurePosixPath
 
-from shoal.protocol.incarnation import RESERVED, next_incarnation
+from shoal.protocol.durable import RESERVED, next_incarnation
 from shoal.protocol.sim.disk import SimDisk
 
 PATH = PurePosixPath("run/incarnation")

@@ -4,7 +4,7 @@ from typing import Any
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 
-from shoal.protocol.live.daemon_words import write_message
+from shoal.protocol.live.hivemind_guard import write_message
 
 
 class Stream:
