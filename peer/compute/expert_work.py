@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from shoal.peer.compute.arithmetic import HeldExpert
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_shard import ExpertShard
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
@@ -24,7 +24,7 @@ class Upwards(Protocol):
 class ExpertWork:
     """Expert `expert` of stage `stage` at its holder. `version` changes only on the loop's thread."""
 
-    def __init__(self, runtime: HeldExpert, stage: int, *, upwards: Upwards) -> None:
+    def __init__(self, runtime: ExpertShard, stage: int, *, upwards: Upwards) -> None:
         self.runtime = runtime
         self.stage = stage
         self.expert = runtime.expert

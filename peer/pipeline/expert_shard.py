@@ -88,9 +88,6 @@ class ExpertShard(Shard):
 
     # --- inside ---
 
-    def _zero_gradient(self) -> Tensor:
-        return torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
-
     def _wanted(self, microbatch: Microbatch) -> WeightSet:
         self._contributions.settle()
         return self._wanted_by(microbatch)

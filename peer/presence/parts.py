@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from shoal.peer.compute.arithmetic import DenseRuntime, TrunkRuntime
 from shoal.peer.group.witnesses import Witnessed, Witnesses
 from shoal.peer.model.state import StageState
+from shoal.peer.pipeline.shard import StageShard
 from shoal.peer.replica.member import MemberCore
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace, PresenceUpdate
@@ -75,7 +75,7 @@ class StagePart(Part, Protocol):
     layers: tuple[int, int]
 
     @property
-    def runtime(self) -> DenseRuntime | TrunkRuntime: ...
+    def runtime(self) -> StageShard: ...
 
     @property
     def is_idle(self) -> bool: ...
