@@ -12,7 +12,7 @@ from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.presence.own_word import Claims
 from shoal.peer.presence.ports import Ports
 from shoal.peer.presence.reports import Watcher
-from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
+from shoal.peer.replica.flow import Traffic
 from shoal.peer.root import make_peer
 from shoal.peer.services.services import RunHere
 from shoal.protocol.identity import PeerID
@@ -40,7 +40,7 @@ class PeerDriver:
         watcher: Watcher | None = None,
     ) -> None:
         self._ports, self._claims = ports, claims or Claims()
-        run = RunHere(spec=spec, arithmetic=arithmetic, traffic=traffic or AdaptiveTraffic())
+        run = RunHere(spec=spec, arithmetic=arithmetic, traffic=traffic or Traffic())
         root = make_peer(ports, run, self._claims, watcher or Watcher())
         self.services = services = root.services
         self.reports, self.server, self.failure = services.reports, services.layers.server, services.failures.first
