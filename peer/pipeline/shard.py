@@ -167,10 +167,6 @@ class Shard:
             for key, values in stored.items()
         }
 
-    def weight_copies(self) -> int:
-        """Count the live copies of the stage's parameters (current, predicted, stashed): `s_max + 2` at most."""
-        return self._weights.copies(self.state)
-
     @torch.no_grad()
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         """Commit a step: run the optimizer with the reduced gradient, float32 [N].

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from shoal.peer.group.witnesses import Witnessed, Witnesses
 from shoal.peer.model.state import StageState
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import StageShard
 from shoal.peer.replica.member import MemberCore
 from shoal.protocol.identity import PeerID
@@ -88,6 +89,10 @@ class ExpertHolding(Part, Protocol):
 
     @property
     def place(self) -> ExpertPlace: ...
+
+    def wants(self, microbatch: Microbatch) -> bool: ...
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, retried: bool) -> None: ...
 
 
 class Parts:

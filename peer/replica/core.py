@@ -24,7 +24,6 @@ from shoal.peer.replica.events import (
     GradientCounted,
     Lagging,
     Paused,
-    PeerClosed,
     PeerLost,
     PeerReady,
     PlanFollowed,
@@ -36,7 +35,6 @@ from shoal.peer.replica.events import (
     Stepped,
     TimerFired,
     TrafficPlanned,
-    UpstreamSet,
 )
 from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
@@ -228,10 +226,10 @@ class ReplicaCore(MemberCore):
         if drains_upstream != (peer in self._draining_upstream):
             (self._draining_upstream.add if drains_upstream else self._draining_upstream.remove)(peer)
             self._draining_upstream = {peer for peer in self._draining_upstream if self._plan.has(peer)}
-            commands += self._flow(UpstreamSet(self._upstream | self._draining_upstream), now_s)
+            commands += self._flow(TrafficPlanned(None, self._upstream | self._draining_upstream), now_s)
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
-    def _what_it_takes(self, peer: PeerID, presence: PresenceUpdate) -> PeerReady | PeerClosed | PeerLost:
+    def _what_it_takes(self, peer: PeerID, presence: PresenceUpdate) -> PeerReady | PeerLost:
         stage = self.pipeline.stage
         if presence.stage == stage + 1 and presence.is_open:
             return PeerReady(peer)
@@ -239,7 +237,7 @@ class ReplicaCore(MemberCore):
             return PeerLost(peer)  # it has no state or has drained: it has dropped what reached it since
         if presence.stage in (stage - 1, stage + 1):
             # It still answers what it owes there; or it comes from the stage before and still waits for what we owe.
-            return PeerClosed(peer)
+            return PeerReady(peer, is_open=False)
         return PeerLost(peer)
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:

@@ -174,31 +174,20 @@ class VersionSet:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """The plan's traffic shares of the next stage's replicas, in plan order, and the senders that we accept."""
+    """The plan's traffic shares of the next stage's replicas, in plan order (None: as before), and the senders of
+    activations that we accept: replicas of the stage before, draining ones included."""
 
-    shares: Mapping[PeerID, float]
-    upstream: frozenset[PeerID]
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamSet:
-    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
-
+    shares: Mapping[PeerID, float] | None
     upstream: frozenset[PeerID]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, takes traffic."""
+    """`peer`, of the next stage, takes traffic; or, not `is_open`, takes no new traffic, and will answer what it
+    owes."""
 
     peer: PeerID
-
-
-@dataclass(frozen=True, slots=True)
-class PeerClosed:
-    """`peer`, of the next stage, takes no new traffic, and will answer what it owes."""
-
-    peer: PeerID
+    is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +238,7 @@ ScheduleEvent = (
     | StepReady
     | VersionSet
     | TrafficPlanned
-    | UpstreamSet
     | PeerReady
-    | PeerClosed
     | PeerLost
     | HandedBack
     | RunAhead

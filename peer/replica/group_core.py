@@ -46,6 +46,7 @@ from shoal.peer.replica.events import (
     TimerFired,
 )
 from shoal.peer.replica.losses import Losses
+from shoal.peer.replica.rounds import attempt
 from shoal.peer.replica.tally import round_of
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.errors import Refused, RemoteError
@@ -401,8 +402,9 @@ class GroupCore(GroupView):
 
     @property
     def _attempt(self) -> int:
+        """The number of the next round that we open."""
         rank = [member.peer for member in self.planned].index(self.me)
-        return self._rounds.number(rank, self.incarnation)
+        return attempt(self._rounds.plan_sequence, self._rounds.retries, rank=rank, incarnation=self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
         """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""

@@ -68,21 +68,12 @@ RETRY_S = 0.2
 """Seconds until a failed claim is repeated."""
 HALT_S = 10.0
 """Seconds that a halt lasts unless its asker renews it; with all renewals it lasts `HALTED_S_MAX`."""
-_STEP_S = 10.0
-"""Assumed seconds of a step until this leader has seen two."""
-_STEPS_SEEN = 16
 _STILL_STEPS = 2.0
 """Step times without a step after which the run stands still, and work reported as lost may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
 slower ones. Beyond it, its network card would carry more than the plan counts with."""
-_STEPS_APART = 2
-"""Steps that the leader may be ahead of a member that takes repairs."""
-_ANSWERS_KEPT = 16
-"""Number of recent answers to claims. The quickest did not wait for something to grant."""
-_VALIDATIONS_KEPT = 4
-"""Versions back for which the loss of a validation microbatch still counts."""
 
 
 @dataclass(slots=True)
@@ -93,13 +84,7 @@ class _OpenClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    leader: PeerID
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Granted:
+class _Since:
     peer: PeerID
     at_s: float
 
@@ -128,7 +113,8 @@ class MicrobatchQueue:
     is_stopped: bool = False
     """We drain, pause or lag: we claim nothing more and take no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
-    _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
+    _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
+    """The microbatches that are granted and not yet contributed."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> number of its microbatches given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
@@ -139,14 +125,16 @@ class MicrobatchQueue:
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
-    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
+    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Asker of repairs -> when its repairs so far will be within their share of all work."""
     _spared_s: float = field(init=False, default=0.0)
     """When repairs beyond that share were last admitted because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    _asked: _Asked | None = field(init=False, default=None)
-    _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
+    _asked: _Since | None = field(init=False, default=None)
+    """The leader that we have asked for microbatches, and when."""
+    _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
+    """Seconds of recent answers to our claims. The quickest did not wait for something to grant."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """When to serve the open claims: at the end of the turn in which something has changed."""
@@ -231,7 +219,7 @@ class MicrobatchQueue:
         if self._claims:
             self._serves_at_s = now_s
         if self._asked is not None:
-            if self._asked.leader == self.group.leader:
+            if self._asked.peer == self.group.leader:
                 return ended  # The answer to our claim comes first.
             self._asked, self._claims_at_s = None, now_s
             return [*ended, DropClaim(), RunAhead(-1, 1.0)]
@@ -242,7 +230,7 @@ class MicrobatchQueue:
         """Note that we hold `version`, by a step or by fetching it."""
         self._reached_s.append(now_s)
         self.book.reach(version)
-        self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
+        self._losses = {step: losses for step, losses in self._losses.items() if step >= version - 4}
         self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
         self._had = {step: had for step, had in self._had.items() if step >= version}
         return self.look_again(now_s)
@@ -293,7 +281,7 @@ class MicrobatchQueue:
         if now_s < self._failed_until_s:
             self._claims_at_s = self._failed_until_s
             return []
-        self._asked = _Asked(leader, now_s)
+        self._asked = _Since(leader, now_s)
         return [SendClaim(leader, count)]
 
     def _wanted(self) -> int:
@@ -306,7 +294,7 @@ class MicrobatchQueue:
 
     def _take_grant(self, grant: GrantArrived, now_s: float) -> list[QueueCommand]:
         asked, leader = self._asked, grant.leader
-        if asked is None or asked.leader != leader:
+        if asked is None or asked.peer != leader:
             return []
         try:
             self._check(leader, grant.items, validates=True)
@@ -316,7 +304,7 @@ class MicrobatchQueue:
             self._claim_later(leader, now_s)
             raise
         self._asked, self._claims_at_s = None, now_s
-        self._answers_s.append(now_s - asked.since_s)
+        self._answers_s.append(now_s - asked.at_s)
         commands: list[QueueCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
         # If the leader has changed meanwhile, our Progress to the new one did not claim these: it grants them again.
         for step, index in grant.items if leader == self.group.leader else ():
@@ -328,7 +316,7 @@ class MicrobatchQueue:
         return commands
 
     def _claim_later(self, leader: PeerID, now_s: float) -> list[QueueCommand]:
-        if self._asked is not None and self._asked.leader == leader:
+        if self._asked is not None and self._asked.peer == leader:
             self._asked, self._failed_until_s = None, now_s + RETRY_S
             self._claims_at_s = self._failed_until_s
         return []
@@ -430,7 +418,7 @@ class MicrobatchQueue:
     def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[QueueCommand]:
         commands: list[QueueCommand] = []
         for microbatch in microbatches:
-            self._out[microbatch] = _Granted(peer, now_s)
+            self._out[microbatch] = _Since(peer, now_s)
             commands.append(MemberGranted(peer, microbatch))
         return commands
 
@@ -469,7 +457,7 @@ class MicrobatchQueue:
         Returns: how many of `asked` may run now; the sender asks again for the rest. All, now and then, if the run
         stands still. Raises: Refused: none may."""
         seen = self._reached_s
-        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
+        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
         at_once_s = (self.book.s_max + 2) * self.book.microbatches * each_s
         self._repaired_until_s = {p: until_s for p, until_s in self._repaired_until_s.items() if until_s > now_s}
@@ -511,7 +499,8 @@ class MicrobatchQueue:
         if source != self.group.leader or self.is_stopped or not self.group.ready:
             raise Refused(self.group.me, "takes no repairs from the sender")
         self._check(source, items)
-        if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
+        # The leader may be two steps ahead of us.
+        if any(step > self.book.version + self.book.s_max + 2 for step, _ in items):
             raise Refused(self.group.me, "has not reached that step")
         for step, index in items:
             self.book.take(step, 1 << index)

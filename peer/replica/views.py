@@ -75,8 +75,9 @@ class GroupView(MembershipView):
 
     def are_past(self, step: int) -> bool:
         """True if all others are ready and past `step`: its gradient helps no peer."""
+        others = (*self.group_peers, *self.draining)
         is_whole = len(self.ready_members) == len(self.group_peers)
-        return is_whole and self._agreement.are_past(step, (*self.group_peers, *self.draining))
+        return is_whole and self._agreement.num_past(step, others) == len(others)
 
     def most_are_past(self, version: int) -> bool:
         """True if more than half of the members that hold the state say that they are past `version`."""
@@ -90,7 +91,8 @@ class GroupView(MembershipView):
     @property
     def owes(self) -> bool:
         """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
-        alone = not self.is_learner and self._agreement.is_alone_at(self.version, self.full_members)
+        has_mates = bool(self.full_members) and not self.is_learner
+        alone = has_mates and not self._agreement.num_past(self.version - 1, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
