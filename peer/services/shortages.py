@@ -11,9 +11,6 @@ from shoal.peer.presence.parts import Part, Parts
 from shoal.peer.presence.reports import Reports
 from shoal.protocol.spec import RunSpec
 
-_SHORT_S = 20.0
-"""Delay until a part out of memory tries again. By then the next plan has replaced it, if another peer can."""
-
 
 class Shortages:
     """The shortages of memory of one peer."""
@@ -57,7 +54,8 @@ class Shortages:
             f"out of memory: this peer's work goes to others, and it claims {after / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
-        self._short[part] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, part)
+        # By then the next plan has replaced the part, if another peer can.
+        self._short[part] = asyncio.get_running_loop().call_later(20.0, self._try_again, part)
         self._neighbours.announce()
 
     def close(self) -> None:
