@@ -1,20 +1,33 @@
 """The driver of one peer: follows plans, holds a replica of a stage when a plan says so, reports to the coordinator.
 
-Open this file first: `obey` is where work begins, `heartbeat` is what the coordinator hears. `root.py` makes the parts
-that do the work; the replica (`membership/`) trains.
+Open this file first: `obey` is where work begins, `heartbeat` is what the coordinator hears. The constructor makes the
+parts that do the work; the replica (`membership/`) trains.
 """
 
+from shoal.peer.base.failures import Failures
+from shoal.peer.base.plans import Plans
+from shoal.peer.base.tasks import Tasks
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.compute.probe import probe_device
 from shoal.peer.handoff.initial import InitialWeights
-from shoal.peer.membership.expert_seats import DRAIN_S
+from shoal.peer.inference.service import InferenceService
+from shoal.peer.links.probing import LinkProbing
+from shoal.peer.membership.departure import Departure
+from shoal.peer.membership.expert_seats import DRAIN_S, ExpertSeats
+from shoal.peer.membership.pausing import Pausing
 from shoal.peer.membership.replica_driver import Replica
-from shoal.peer.presence.own_word import Claims
+from shoal.peer.membership.stage_seat import StageSeat
+from shoal.peer.presence.life import Life
+from shoal.peer.presence.neighbours import Neighbours
+from shoal.peer.presence.own_word import Claims, OwnWord
+from shoal.peer.presence.parts import Parts
 from shoal.peer.presence.ports import Ports
-from shoal.peer.presence.reports import Watcher
-from shoal.peer.replica.flow import AdaptiveTraffic, Traffic
-from shoal.peer.root import make_peer
-from shoal.peer.services.services import RunHere
+from shoal.peer.presence.reports import Reports, Watcher
+from shoal.peer.replica.flow import Traffic
+from shoal.peer.services.expert_server import ExpertServer
+from shoal.peer.services.layers import Layers
+from shoal.peer.services.services import RunHere, Services
+from shoal.peer.services.shortages import Shortages
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, Heartbeat
 from shoal.protocol.plan import SignedPlan
@@ -22,7 +35,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class PeerDriver:
-    """One peer of one run.
+    """One peer of one run. Nothing is sent before a plan is obeyed.
 
     Args:
         arithmetic: what it computes with; without the run's text it is never at stage 0.
@@ -40,13 +53,42 @@ class PeerDriver:
         watcher: Watcher | None = None,
     ) -> None:
         self._ports, self._claims = ports, claims or Claims()
-        run = RunHere(spec=spec, arithmetic=arithmetic, traffic=traffic or AdaptiveTraffic())
-        root = make_peer(ports, run, self._claims, watcher or Watcher())
-        self.services = services = root.services
-        self.reports, self.server, self.failure = services.reports, services.layers.server, services.failures.first
-        self.inference, self.pausing, self.experts = root.inference, root.pausing, root.experts
-        self._plans, self._neighbours, self._layers = services.plans, services.neighbours, services.layers
-        self._links, self._departure, self._stage, self._tasks = root.links, root.departure, root.stage, root.tasks
+        endpoint, compute, clock = ports.endpoint, ports.compute, ports.clock
+        # Each part gets finished ones as arguments, so this order is the order of dependence.
+        failures = Failures()
+        self.failure = failures.first
+        self._tasks = tasks = Tasks(failures.add)
+        """They end by themselves when the peer closes."""
+        self._plans, life, parts = Plans(clock), Life(endpoint), Parts()
+        self._links = LinkProbing(endpoint, clock, ports.meter, arithmetic.vectors)
+        own = OwnWord(endpoint, self._plans, life, parts, self._links, self._claims, has_text=arithmetic.has_text)
+        self._neighbours = Neighbours(endpoint, clock, self._plans, parts, own, silence_s=3.0 * spec.swarm.heartbeat_s)
+        self.reports = Reports(endpoint, clock, self._plans, watcher or Watcher())
+        self._layers = Layers(
+            ports, spec, arithmetic, self._plans, life, parts, self._links, self.reports, failures, tasks
+        )
+        self.server = self._layers.server
+        self.inference = InferenceService(spec, ports, self._plans, parts, failures)
+        self.services = services = Services(
+            ports=ports,
+            run=RunHere(spec=spec, arithmetic=arithmetic, traffic=traffic or Traffic()),
+            plans=self._plans,
+            life=life,
+            parts=parts,
+            own=own,
+            neighbours=self._neighbours,
+            reports=self.reports,
+            layers=self._layers,
+            experts=ExpertServer(
+                arithmetic.tokens, endpoint=endpoint, compute=compute, plans=self._plans, spec=spec, tasks=tasks
+            ),
+            shortages=Shortages(spec, life, parts, own, self._neighbours, self.reports, spare=self.inference),
+            failures=failures,
+        )
+        self.experts = ExpertSeats(services)
+        self.pausing = Pausing(clock, life, parts, self._neighbours)
+        self._departure = Departure(services)
+        self._stage = StageSeat(services, self.experts)
 
     @property
     def replica(self) -> Replica | None:

@@ -21,7 +21,7 @@ from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.node.renewal import Renewal
 from shoal.deploy.record.past import Past
 from shoal.deploy.state.spec_record import Found, SpecKeeper
-from shoal.peer.compute.arithmetic import Arithmetic, TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.compute.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import PeerDriver
@@ -185,7 +185,7 @@ class Node:
                 run_blocking=ports.run_blocking,
             ),
             spec=spec,
-            arithmetic=arithmetic or TorchArithmetic.on(ports.device, spec, run.corpus),
+            arithmetic=arithmetic or Arithmetic.on(ports.device, spec, run.corpus),
             traffic=traffic,
             claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),
             watcher=Watcher(

@@ -10,42 +10,41 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shoal.deploy.simulate.extents import ModelledVectors, phantom
+from shoal.deploy.simulate.extents import NOWHERE, ModelledVectors, phantom
 from shoal.deploy.simulate.modelled_expert import ModelledExpert, ModelledTokenWire
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import SimulatedRouting
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.model.flop import stage_flop, trunk_stage_flop
 from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
-from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.expert_call import Calling, ExpertCall
-from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.wire import ActivationWire
+from shoal.peer.pipeline.shard import How, StageShard
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
 
 
-class _ModelledStage(ModelledShard):
+class _ModelledStage(ModelledShard, StageShard):
     """A modelled shard whose jobs take activations and give them on. Every loss is 0: nothing is learnt."""
 
-    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, has_input: bool, vectors: Vectors) -> None:
-        super().__init__(spec, keys, vectors=vectors)
-        self.expert_loads = ExpertLoads()
+    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, vectors: Vectors) -> None:
+        super().__init__(spec, keys, first_layer=first_layer, corpus=None, device=NOWHERE, vectors=vectors)
         self._contributes: dict[Microbatch, bool] = {}
-        self._wire, self._has_input = ActivationWire(spec), has_input
+        self._has_input = first_layer > 0
         self._size_payloads()
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._wire.travel_as(leaving, coming)
+        super().travel_as(leaving, coming)
         self._size_payloads()
 
     def _size_payloads(self) -> None:
-        self._activation = phantom(self._wire.activation_bytes + self._wire.targets_bytes)
-        self._output = phantom(self._wire.gradient_bytes) if self._has_input else None
+        wire = self._boundary.wire
+        self._activation = phantom(wire.activation_bytes + wire.targets_bytes)
+        self._output = phantom(wire.gradient_bytes) if self._has_input else None
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contributes.pop(microbatch, None)
@@ -53,11 +52,11 @@ class _ModelledStage(ModelledShard):
 
 
 class ModelledRuntime(_ModelledStage):
-    """Implements `DenseRuntime`."""
+    """The twin of `StageRuntime`."""
 
     def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, layers, has_input=first_layer > 0, vectors=vectors)
+        super().__init__(spec, layers, first_layer=first_layer, vectors=vectors)
         self.flop = stage_flop(spec, layers)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
@@ -79,13 +78,13 @@ class ModelledRuntime(_ModelledStage):
 
 
 class ModelledTrunk(_ModelledStage):
-    """Implements `TrunkRuntime`, with the tokens that `routing` draws for each expert."""
+    """The twin of `StageTrunk`, with the tokens that `routing` draws for each expert."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: SimulatedRouting
     ) -> None:
         keys = trunk_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, has_input=first_layer > 0, vectors=vectors)
+        super().__init__(spec, keys, first_layer=first_layer, vectors=vectors)
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
         self.flop = trunk_stage_flop(spec, layers)
         self._routing = routing
@@ -132,8 +131,8 @@ class ModelledTrunk(_ModelledStage):
             yield ExpertCall(layer=layer, counts=counts, tokens=tokens, gradients=tokens if backward else None)
 
 
-class ModelledArithmetic:
-    """Implements `Arithmetic`. Args: routing: for runs that place experts."""
+class ModelledArithmetic(Arithmetic):
+    """The computations of one modelled peer. Args: routing: for runs that place experts."""
 
     def __init__(
         self,
@@ -144,8 +143,8 @@ class ModelledArithmetic:
         chunk_bytes: int,
         routing: SimulatedRouting | None = None,
     ) -> None:
-        self.vectors: Vectors = ModelledVectors(chunk_bytes=chunk_bytes, sums=spec.wire.sums)
-        self.tokens: TokenWire = ModelledTokenWire(spec)
+        self.vectors = ModelledVectors(chunk_bytes=chunk_bytes, sums=spec.wire.sums)
+        self.tokens = ModelledTokenWire(spec)
         self.device_name = "modelled"
         self.has_text = has_text
         self._memory_bytes = int(memory_bytes)
@@ -175,4 +174,5 @@ class ModelledArithmetic:
         return ModelledTrunk(self._spec, first_layer, last_layer, vectors=self.vectors, routing=self._routing)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ModelledExpert:
-        return ModelledExpert(self._spec, first_layer, last_layer, expert, vectors=self.vectors)
+        how: How = {"device": NOWHERE, "vectors": self.vectors}
+        return ModelledExpert(self._spec, first_layer, last_layer, expert, **how)

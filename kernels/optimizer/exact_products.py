@@ -28,13 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-SIGNIFICAND_BITS: Final = 53
-"""float64 holds whole numbers up to 2^53."""
 MOST_BITS: Final = 14
 """The bits that two slices of int8 hold: the largest operand, 2^14, is 64 x 256 + 0."""
 _SLICE: Final = 256
-_MOST_TERMS: Final = 1 << 16
-"""The most terms of an int8 product: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
 _MULTIPLE: Final = 32
 """Zeros fill up rows and columns to multiples of this, for cuBLASLt: multiples of 8, and more than 16 rows."""
 
@@ -51,7 +47,7 @@ class Fixed:
 
 def operand_bits(terms: int) -> int:
     """Return the bits of operands with `terms` terms in a sum: 2 bits + log2 K <= 53, and at most two slices."""
-    return min(MOST_BITS, (SIGNIFICAND_BITS - (terms - 1).bit_length()) // 2)
+    return min(MOST_BITS, (53 - (terms - 1).bit_length()) // 2)
 
 
 def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
@@ -114,7 +110,8 @@ def square_of_slices(a_RK: Tensor) -> Tensor:
 
 
 def _is_for_int8(a_RK: Fixed) -> bool:
-    return a_RK.whole_RC.shape[1] <= _MOST_TERMS and multiplies_int8(a_RK.whole_RC.device)
+    # With 2^16 terms sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30.
+    return a_RK.whole_RC.shape[1] <= 1 << 16 and multiplies_int8(a_RK.whole_RC.device)
 
 
 def _sum_of_slices(high_RC: Tensor, middle_RC: Tensor, low_RC: Tensor) -> Tensor:

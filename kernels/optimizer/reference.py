@@ -24,16 +24,12 @@ N elements of one layer
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer.roots import rounded_sqrt
 from shoal.kernels.optimizer.rules import Hyperparameters, State
-
-NORM_PART: Final = 1 << 20
-"""Elements squared in float64 at a time: 8 MiB."""
 
 
 def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
@@ -172,7 +168,7 @@ def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
     """
     # The order of a sum depends on threads and devices, but in float64 the error is 1e-15 of the norm, which the
     # rounding to float32 hides (except for one norm in 10^7: its replicas diverge, and one fetches the state).
-    squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, NORM_PART))
+    squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, 1 << 20))  # 8 MiB at a time
     norm = float(torch.tensor(math.sqrt(sum(float(square) for square in squares)), dtype=torch.float32))
     scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     return (grad_N * scale if 0 < scale < 1 else grad_N), norm

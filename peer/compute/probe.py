@@ -16,12 +16,10 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import BULK_CHUNK_BYTES, TOGETHER_MAX
-from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk, Probed, ProbeTogether
+from shoal.protocol.messages import LinkReport, Ping, ProbeChunk, Probed, ProbeTogether
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
-_REACH_S = 4.0
-"""Timeout of a ping. It is half the time that a first plan waits, so unreachable peers are known before that plan."""
 _QUICK_S = 0.05
 """Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
 _ROUND_TRIPS_MIN = 1.5
@@ -31,13 +29,7 @@ FAR_S = 0.002
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """Limit for one link while several are measured together: the fastest carries it in less time."""
-_TOGETHER_APART_S = 0.5
-"""Minimum time between two probes beside another peer: each sends up to 128 MB."""
 _NOTHING = Probed(arrived=())
-_TRAIN = 4
-"""Frames in the last part, which fast links carry in milliseconds."""
-_TRAIN_TOGETHER = 8
-"""Minimum number of frames to each of several peers: a card takes turns between links, frame by frame."""
 _MARK, _UNANSWERED = -1, -2
 """Nonces of frames that get no answer. A number of ours could pass for the answer to the other end's own probe."""
 
@@ -49,19 +41,6 @@ class DeviceProbe:
     device: str
     flop_per_s: float
     memory_bytes: int
-
-    def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
-        """Return the advert of a peer with this device. Args: bytes_per_s: of its best link, 0 if none is known."""
-        return Advert(
-            name=name,
-            device=self.device,
-            flop_per_s=self.flop_per_s,
-            memory_bytes=self.memory_bytes,
-            upload_bytes_per_s=bytes_per_s,
-            download_bytes_per_s=bytes_per_s,
-            addresses=addresses,
-            has_data=has_data,
-        )
 
 
 async def probe_device(
@@ -111,7 +90,8 @@ class LinkProbe:
             await self._endpoint.ask(peer, Ping(), Ping)
             round_trips.append(self._clock.now_s() - sent_s)
         eighth, round_trip_s = payload_bytes // 8, min(round_trips)
-        parts = (eighth, eighth, 1), (payload_bytes // 2, payload_bytes, 1), (payload_bytes, payload_bytes, _TRAIN)
+        # The last part has several frames, since fast links carry one in milliseconds.
+        parts = (eighth, eighth, 1), (payload_bytes // 2, payload_bytes, 1), (payload_bytes, payload_bytes, 4)
         for ahead, nbytes, times in parts:
             await self._send(peer, _UNANSWERED, self._zeros(ahead))
             await self._send(peer, _MARK, b"\0")
@@ -177,7 +157,8 @@ class LinkProbe:
         begun_s = self._clock.now_s()
         together_s = min(_TOGETHER_S, _TOGETHER_BYTES_MAX / max(link.bytes_per_s for link in links))
         wanted = [max(4096, int(link.bytes_per_s * together_s)) for link in links]
-        frames = [max(_TRAIN_TOGETHER, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
+        # Several frames to each peer, since a card takes turns between links, frame by frame.
+        frames = [max(8, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
         sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
         try:
             await asyncio.gather(*(self._send(link.peer, _MARK, b"\0") for link in links))
@@ -191,9 +172,10 @@ class LinkProbe:
         return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
 
     async def answers(self, peer: PeerID) -> bool:
-        """True if `peer` can be reached at all, which shows even on busy lines."""
+        """True if `peer` can be reached at all, which shows even on busy lines. The timeout is half the time that a
+        first plan waits, so unreachable peers are known before that plan."""
         try:
-            await self._endpoint.ask(peer, Ping(), Ping, timeout_s=_REACH_S)
+            await self._endpoint.ask(peer, Ping(), Ping, timeout_s=4.0)
         except (Unreachable, Refused, RemoteError):
             return False
         return True
@@ -216,7 +198,7 @@ class LinkProbe:
         now_s = self._clock.now_s()
         if not links or now_s < self._rested_s:
             return _NOTHING
-        self._rested_s = now_s + _TOGETHER_APART_S
+        self._rested_s = now_s + 0.5  # each probe sends up to 128 MB
         return await self._together(links)
 
     async def _on_chunk(self, source: PeerID, meta: ProbeChunk, payload: Payload) -> None:

@@ -201,7 +201,7 @@ def _corpus_of(packed: PackedText, tokenizer: Tokenizer, start_D: NDArray[np.int
 
 def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
     account = Account()
-    named = list(read_texts(files, account))
+    named = read_texts(files, account)
     sizes = [len(text) + len(SEPARATOR) for _, text in named]
     wanted = int(sum(sizes) * validation_fraction)
     chosen = _whole_files(named, sizes, wanted)

@@ -129,14 +129,12 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
         raise _nothing(files, account)
 
 
-def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
+def read_texts(files: Files, account: Account) -> list[tuple[str, bytes]]:
     """Read name and text of each text file. Raises: DataError: a file cannot be read, or none has a text."""
-    has_any = False
-    for named in _texts(files.paths, files, account):
-        has_any = True
-        yield named
-    if not has_any:
+    named = list(_texts(files.paths, files, account))
+    if not named:
         raise _nothing(files, account)
+    return named
 
 
 def printable(name: str) -> str:

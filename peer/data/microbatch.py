@@ -19,8 +19,6 @@ from shoal.peer.data.labels import Labels, weight_of
 from shoal.peer.data.samples import Samples
 from shoal.protocol.spec import RunSpec
 
-FEISTEL_ROUNDS = 4
-"""Four rounds with a good round function are a strong pseudo-random permutation (Luby and Rackoff, 1988)."""
 ROUND = 1024
 """Samples in a round, in which every source has its share. A weight below one sample counts as one."""
 _STEPS_KEPT = 16
@@ -67,13 +65,14 @@ def permuted(place: int, size: int, *, key: bytes) -> int:
     """Return the image of `place` under a keyed permutation of [0, size).
 
     A Feistel network permutes the next power of four; a result outside [0, size) goes round again (cycle walking), less
-    than four times on average.
+    than four times on average. Four rounds with a good round function are a strong pseudo-random permutation (Luby and
+    Rackoff, 1988).
     """
     half_bits = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
     while True:
         left, right = place >> half_bits, place & mask
-        for turn in range(FEISTEL_ROUNDS):
+        for turn in range(4):
             digest = blake3(bytes((turn,)) + right.to_bytes(8), key=key).digest(length=8)
             left, right = right, left ^ (int.from_bytes(digest) & mask)
         place = left << half_bits | right

@@ -16,8 +16,6 @@ from shoal.protocol.errors import DataError
 
 PROBE_BYTES: Final = 64 * 1024
 """The part of a file that decides whether it is text: a folder may hold large binaries."""
-_GOOD_PER_BAD: Final = 9
-"""Valid lines that must come with each invalid one. A single invalid line needs a single valid one."""
 _KINDS: Final = (
     (GZIP, "gzip", "unpack it"),
     (b"BZh", "bzip2", "unpack it"),
@@ -91,7 +89,8 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
     last = len(lines)
     bad = [n for n, line in enumerate(lines, 1) if not _is_text(line, is_whole=is_whole or n < last)]
     good = sum(map(bool, lines)) - len(bad)
-    if good < (_GOOD_PER_BAD * len(bad) if len(bad) > 1 else 1):
+    # Nine valid lines must come with each invalid one, but a single invalid line needs a single valid one.
+    if good < (9 * len(bad) if len(bad) > 1 else 1):
         if _CONTROL.search(text):
             raise Unusable("binary data, not text")
         raise Unusable("not UTF-8 (perhaps Latin-1 or Windows-1252)", "convert it with iconv -f WINDOWS-1252 -t UTF-8")

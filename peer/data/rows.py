@@ -28,8 +28,6 @@ UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ROW_MAX: Final = 64 << 20
 """The most characters of a row or cell: after an unclosed quote the rest of a CSV file is one cell."""
 _CHUNK: Final = 1 << 20
-_BATCH: Final = 1024
-"""The most rows of a Parquet file in memory at a time."""
 _BETWEEN: Final = re.compile(r"[\s,]*")
 
 
@@ -197,7 +195,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             wanted = [name for name in columns if name in names]
             number, total = 0, max(1, file.metadata.num_rows)
             # If no needed column exists, the names of the others go into the message.
-            for batch in file.iter_batches(batch_size=_BATCH, columns=wanted or names):
+            for batch in file.iter_batches(batch_size=1024, columns=wanted or names):
                 for value in batch.to_pylist():
                     number += 1
                     yield Row("row", number, value, number / total)

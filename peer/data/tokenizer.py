@@ -22,8 +22,6 @@ _ENDS: Final = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_
 """Names of the token that ends a document; the first that a vocabulary has is used."""
 FILE_BYTES_MAX: Final = 256 << 20
 """A limit far above any real tokenizer.json; the path may come from a stranger's run spec."""
-_UNDECODED_TOKENS_MAX: Final = 8
-"""The most tokens of one unfinished character: it has at most four bytes, at worst one token each."""
 
 Tokens = NDArray[Any]
 """uint8, uint16 or int32 [N], depending on the size of the vocabulary."""
@@ -124,7 +122,8 @@ class Detokenizer:
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[: self._read])
         text = self._tokenizer.decode(self._tokens)
-        if text.endswith("\ufffd") and len(self._tokens) - self._read < _UNDECODED_TOKENS_MAX:
+        # An unfinished character has at most four bytes, at worst one token each.
+        if text.endswith("\ufffd") and len(self._tokens) - self._read < 8:
             return ""
         self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)

@@ -8,8 +8,6 @@ from shoal.protocol.identity import PeerID
 
 SHARE_MIN = 1e-3
 """The least share of our tokens that a holder gets, so that none is excluded."""
-REMEMBERED = 64.0
-"""The number of choices that are remembered: a holder that was away for longer need not catch up on all of it."""
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
@@ -58,7 +56,8 @@ class HolderRouter(Router):
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
         target = Router.pick(self, now_s=now_s, avoid=avoid, shunned=shunned)
         for peer in self._given:
-            self._given[peer] *= 1.0 - 1.0 / REMEMBERED
+            # About 64 choices are remembered: a holder that was away for longer need not catch up on all of it.
+            self._given[peer] *= 1.0 - 1.0 / 64.0
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:

@@ -29,8 +29,6 @@ from shoal.protocol.ports import Payload
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
-_RETRY_S_MAX: Final = 1.6
-"""The longest pause before a refused frame is sent again: each try sends all of its tokens."""
 _PASS_BY_S: Final = 10.0
 """Tokens are passed by if their expert has had no holder for so long, and none is expected."""
 
@@ -162,7 +160,8 @@ class ExpertDispatch:
                 break
             if todo:
                 await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
-                wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
+                # Each try of a refused frame sends all of its tokens.
+                wait_s = min(2 * wait_s, 1.6) if by_holder else _RETRY_S
         return todo
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:

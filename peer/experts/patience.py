@@ -12,15 +12,14 @@ from shoal.protocol.identity import PeerID
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
 """The limit, in units of the others' longest recent answer, which is seldom less than a step."""
-REMEMBERED = 256
-"""The number of remembered answers, of all holders together."""
 APART = 20.0
 """A slow holder is avoided for this many times the time that it cost, so trials cost at most a twentieth."""
 
 
 @dataclass(slots=True)
 class Patience:
-    _took: deque[tuple[PeerID, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _took: deque[tuple[PeerID, float]] = field(default_factory=lambda: deque(maxlen=256))
+    """(holder, seconds) of the latest answers, of all holders together."""
     _answered: dict[PeerID, tuple[int, float]] = field(default_factory=dict)
     """Holder -> (step, time) of its newest answer."""
     _shunned: dict[PeerID, tuple[float, float]] = field(default_factory=dict)

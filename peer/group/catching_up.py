@@ -15,11 +15,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.encoding.vectors import REDUCED_MAX
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
 from shoal.peer.group.reductions import Reductions
+from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -72,7 +72,7 @@ class CatchingUp:
     def __init__(
         self,
         group: GroupView,
-        runtime: LayerRuntime,
+        runtime: Shard,
         *,
         endpoint: Endpoint,
         compute: Compute,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.pipeline.microbatch import indices_from
+from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
@@ -24,7 +24,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 class Reductions:
     """Rounds by step. Args: retained_from: returns the oldest version that a newcomer still builds on."""
 
-    def __init__(self, core: GroupView, runtime: LayerRuntime, *, retained_from: Callable[[], int]) -> None:
+    def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core
         self._runtime = runtime
         self._retained_from = retained_from

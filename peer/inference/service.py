@@ -54,8 +54,6 @@ SHARE: Final = 0.2
 """The most of a peer's time that requests take while it trains."""
 ANSWER_S: Final = 45.0
 """Seconds that an entry waits for the stages."""
-_VERSION_S: Final = 15.0
-"""Seconds that a request waits for a version that this stage has not committed yet."""
 _DIVIDED: Final = "the layers have just been repartitioned"
 
 
@@ -212,8 +210,8 @@ class InferenceService:
         return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """Return (version, our stage at that version). Raises: Refused."""
-        until_s = self._clock.now_s() + _VERSION_S
+        """Return (version, our stage at that version); wait if it is not committed yet. Raises: Refused."""
+        until_s = self._clock.now_s() + 15.0
         while True:
             replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()
             if replica is None or plan is None or replica.stage != meta.stage:

@@ -43,15 +43,11 @@ _KEPT_MAX = 256
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up to this size: the time of a small one says little."""
 SLOWED = 0.5
-STEADY = 1.5
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
 """Minimum time between two looks at busy links, and maximum if the second is to be compared with the first. A link that
 was busy for half of the minimum counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
 """Failed links in a heartbeat. A peer that has lost its network has failed towards all others."""
-FAILED_MAX: Final = 99
-LOST_TRIES: Final = 2
-"""A single failure may be a broken connection that the next try replaces."""
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
@@ -97,7 +93,7 @@ class _Link:
     def has_fallen(self) -> bool:
         """True if the last two probes agree and are far below one before them: the link has become slow."""
         late = list(self.probes)[-2:]
-        return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), STEADY * min(late))
+        return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), 1.5 * min(late))
 
     def report(self, peer: PeerID) -> LinkReport | None:
         round_trip_s = min(self.round_trips, default=0.0)
@@ -155,9 +151,10 @@ class LinkMeter:
             self._failures[peer] = None
 
     def cannot_reach(self, peer: PeerID) -> bool:
-        """True if the last tries towards `peer` have all failed."""
+        """True if the last tries towards `peer` have all failed. A single failure may be a broken connection that the
+        next try replaces."""
         link = self._links.get(peer)
-        return link is not None and link.num_failed >= LOST_TRIES
+        return link is not None and link.num_failed >= 2
 
     def has_met(self, peer: PeerID) -> bool:
         """True if `peer` has ever answered us, as far as we remember."""
@@ -167,7 +164,7 @@ class LinkMeter:
     def failed(self, peer: PeerID) -> None:
         """Note that a call or a frame to `peer` did not get through."""
         link = self._link(peer)
-        link.num_failed = min(link.num_failed + 1, FAILED_MAX)
+        link.num_failed = min(link.num_failed + 1, 99)
         self._failures[peer] = None
 
     @property

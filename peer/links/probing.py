@@ -14,8 +14,7 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import Clock
 
 _DOUBT_S = 30.0
-_AGAIN_S = 0.5
-"""Delay until a probe far below earlier ones is repeated, if the coordinator found the run too slow in `_DOUBT_S`."""
+"""A probe far below earlier ones is repeated if the coordinator has found the run too slow for so long."""
 
 
 class LinkProbing:
@@ -76,7 +75,7 @@ class LinkProbing:
                 self._links[report.peer] = report
                 looks_slow = self._meter.probed(report, since=mark)
                 if looks_slow and self._clock.now_s() < self._doubted_s + _DOUBT_S:
-                    await asyncio.sleep(_AGAIN_S)
+                    await asyncio.sleep(0.5)
                     self._to_probe.append(report.peer)
                 self._far.discard(report.peer)  # an earlier probe may have found it far because our line was busy
                 if report.round_trip_s >= FAR_S:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.peer.compute.arithmetic import DenseRuntime, TrunkRuntime
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.pipeline.expert_passage import Passage
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.shard import StageShard
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.ports import Payload
@@ -40,7 +40,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        runtime: DenseRuntime | TrunkRuntime,
+        runtime: StageShard,
         group: GroupView,
         *,
         is_last: bool,

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from shoal.peer.compute.expert_work import ExpertWork
 from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import Contributed
 from shoal.peer.replica.member import ExpertCore
+from shoal.peer.services.expert_server import ExpertWork
 from shoal.peer.services.services import Services
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace

@@ -63,7 +63,6 @@ class ExpertSeats:
     async def _follow(self) -> None:
         plans, neighbours = self._s.plans, self._s.neighbours
         while (signed := plans.signed) is not None and (signed is not self._followed or self._renewing or self._again):
-            self._s.experts.senders.follow(signed.plan, now_s=self._s.clock.now_s())
             if signed.plan.era != self._s.endpoint.era:
                 self._followed = None
                 await self.drop_all()

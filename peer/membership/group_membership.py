@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shoal.peer.base.outbox import Outbox
 from shoal.peer.base.tasks import Tasks
-from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.absent_learners import AbsentLight
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.early import Piece
@@ -34,6 +33,7 @@ from shoal.peer.membership.joining import Joining
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.layout import state_layout, tied_spans
 from shoal.peer.model.state import StageState, moment2_numel
+from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.commands import (
     Accuse,
     AnnouncePresence,
@@ -125,7 +125,7 @@ class GroupMembership(ABC):
     only caller of its core (`handle`). It carries out the core's commands."""
 
     def __init__(
-        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
+        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: Shard, *, incarnation: int
     ) -> None:
         endpoint = services.endpoint
         self._s = services

@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
@@ -17,6 +16,7 @@ from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import LayerState, StageState
+from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
@@ -43,7 +43,7 @@ class Joining:
         self,
         services: Services,
         core: MemberCore,
-        runtime: LayerRuntime,
+        runtime: Shard,
         catching_up: CatchingUp,
         *,
         take_over: Callable[[StageState], Awaitable[None]],

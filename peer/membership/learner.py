@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.peer.base.shortage import is_out_of_memory
-from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.reductions import Reductions
 from shoal.peer.group.witnesses import is_witnessed
@@ -32,6 +31,7 @@ from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS
 from shoal.peer.model.layout import state_layout
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -78,7 +78,7 @@ class Learner:
         self,
         services: Services,
         group: GroupView,
-        runtime: LayerRuntime,
+        runtime: Shard,
         reductions: Reductions,
         catching_up: CatchingUp,
         *,

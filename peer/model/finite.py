@@ -16,11 +16,6 @@ def finite(values: Tensor) -> Tensor:
     return of_sum | values.isfinite().all()
 
 
-def is_finite(values: Tensor) -> bool:
-    """Return `finite` as a Python bool, which waits for the device."""
-    return bool(finite(values))
-
-
 def zero_unless(keep: Tensor, values: Tensor) -> Tensor:
     """Set `values` to zero in place unless `keep`, bool [], is true. Returns: `values`."""
     if values.is_cpu:

@@ -27,11 +27,6 @@ from functools import lru_cache
 
 from shoal.protocol.spec import ContinuedSpec, OptimizerSpec, RunSpec
 
-_DECAY_SHARE = 0.2
-"""The decay's share of a run's steps if `decay_steps` is not set."""
-_ROUNDING = 1e-9
-"""A tolerance in steps for the end of a climb."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
@@ -55,7 +50,7 @@ class Leg:
             return self.ends
         if self.schedule == "cosine":
             return self.top_at
-        decay_steps = self.decay_steps or max(1, round(_DECAY_SHARE * self.ends))
+        decay_steps = self.decay_steps or max(1, round(0.2 * self.ends))
         return max(self.top_at, self.ends - 1 - decay_steps)
 
     def rate(self, step: int, optimizer: OptimizerSpec) -> float:
@@ -88,7 +83,7 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
                 decay_steps=decay_steps,
                 climbs_from=climbs_from,
                 top=top,
-                top_at=begins + max(0, math.ceil(missing - 1 - _ROUNDING)),
+                top_at=begins + max(0, math.ceil(missing - 1 - 1e-9)),  # rounding adds no step
             )
         )
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.model.backward import backward
-from shoal.peer.model.finite import is_finite
+from shoal.peer.model.finite import finite
 from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import OpenRuns, Run
@@ -52,7 +52,7 @@ class ExpertShard(Shard):
             gradient_N = self._zero_gradient() if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
             opened = self.open_runs.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
-        if not is_finite(grad_ND):
+        if not bool(finite(grad_ND)):
             opened.layers.add(layer)
             return torch.zeros_like(x_ND)
         key = self._key(layer)
@@ -87,9 +87,6 @@ class ExpertShard(Shard):
         return stepped
 
     # --- inside ---
-
-    def _zero_gradient(self) -> Tensor:
-        return torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
 
     def _wanted(self, microbatch: Microbatch) -> WeightSet:
         self._contributions.settle()

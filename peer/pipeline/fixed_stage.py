@@ -4,7 +4,6 @@ B samples   T tokens   D width   V vocabulary   K candidates
 """
 
 from collections.abc import Mapping
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from shoal.peer.model.layout import EMBED, HEAD
 from shoal.peer.model.llama import Params
 from shoal.peer.model.rotary import Rotary
 from shoal.protocol.spec import ModelSpec
-
-_LOGITS_BYTES_MAX: Final = 1 << 26
-"""The most bytes of float32 logits at a time."""
 
 
 class FixedStage:
@@ -86,7 +82,7 @@ class FixedStage:
         x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]
         value_N = x_ND.new_zeros(len(x_ND), dtype=torch.float32)
         likeliest_N = torch.ones_like(target_N, dtype=torch.bool)
-        rows = max(1, _LOGITS_BYTES_MAX // (4 * self.model.vocab_size))
+        rows = max(1, (1 << 26) // (4 * self.model.vocab_size))  # at most 64 MiB of logits at a time
         for start in range(0, len(x_ND), rows):
             part = slice(start, start + rows)
             logit_NV = self._logits(x_ND[part])

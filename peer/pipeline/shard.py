@@ -4,16 +4,20 @@ N trained parameters of all layers; the layers' flat buffers follow one another
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from shoal.peer.data.corpus import Corpus
 from shoal.peer.encoding.vectors import Vectors
+from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.layout import state_layout
+from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.model.state import (
     LayerState,
     RoundedWeights,
@@ -23,6 +27,7 @@ from shoal.peer.model.state import (
     step_layer_clipped,
 )
 from shoal.peer.model.subspace import constants_of
+from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
@@ -30,7 +35,9 @@ from shoal.peer.pipeline.prediction import COMPENSATIONS
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.weights import Weights
 from shoal.protocol.layers import EMBED, HEAD
+from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 Leaves = dict[str, dict[str, Tensor]]
 """Layer key -> tensor name -> autograd leaf, or constant of a subspace (`subspace.constants_of`)."""
@@ -56,6 +63,7 @@ class How(TypedDict, total=False):
     dtype: torch.dtype
     steps_on: torch.device | None
     offload: Offload | None
+    vectors: Vectors | None
 
 
 class Shard:
@@ -71,6 +79,7 @@ class Shard:
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
+        vectors: a modelled peer has its own.
     """
 
     def __init__(
@@ -82,6 +91,7 @@ class Shard:
         dtype: torch.dtype = torch.float32,
         steps_on: torch.device | None = None,
         offload: Offload | None = None,
+        vectors: Vectors | None = None,
     ) -> None:
         self.spec = spec
         self.keys = keys
@@ -89,7 +99,7 @@ class Shard:
         self.dtype = dtype
         self._steps_on = steps_on or device
         self._offload = offload or Offload(device)
-        self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
+        self.vectors = vectors or Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
         """None before the first state has arrived, and during a step."""
         self._version = -1
@@ -156,10 +166,6 @@ class Shard:
             key: FrozenLayer.of(self.spec, key, values, device=self.device, dtype=self.dtype)
             for key, values in stored.items()
         }
-
-    def weight_copies(self) -> int:
-        """Count the live copies of the stage's parameters (current, predicted, stashed): `s_max + 2` at most."""
-        return self._weights.copies(self.state)
 
     @torch.no_grad()
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
@@ -279,11 +285,60 @@ class Shard:
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return
-        if self.device == self.vectors.host and self.dtype == torch.float32:
-            gradient_N = self.vectors.zeros(self.num_parameters)
-        else:
-            gradient_N = torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
+        gradient_N = self._zero_gradient()
         for key, named in leaves.items():
             state_layout(self.spec, key).collect(named, gradient_N[self._spans[key]])
         keeps_place = self._weights.keeps_places and not self.is_learner
         self._contributions.finish(microbatch, gradient_N, weights if keeps_place else None)
+
+    def _zero_gradient(self) -> Tensor:
+        """Return a gradient of zeros in the dtype of jobs, [N]."""
+        if self.device == self.vectors.host and self.dtype == torch.float32:
+            return self.vectors.zeros(self.num_parameters)
+        return torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
+
+
+class StageShard(Shard, ABC):
+    """The layers of one stage and both ends of it. `stage.py` has the experts, too, and its jobs return results;
+    `trunk.py` calls experts on other peers, and its jobs are generators (`expert_call.py`) of the same results.
+
+    Args: corpus: the run's text, at stage 0 only.
+    """
+
+    flop: JobFlop
+    """FLOP of a job, or of its first part."""
+
+    def __init__(
+        self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, corpus: Corpus | None, **how: Unpack[How]
+    ) -> None:
+        super().__init__(spec, keys, **how)
+        self.expert_loads = ExpertLoads()
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
+        """Send activations in the format `leaving`, and gradients in the one that goes with `coming`, the previous
+        stage's."""
+        self._boundary.wire.travel_as(leaving, coming)
+
+    @abstractmethod
+    def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Any:
+        """Run the forward of a stage that is not the last. Return the activation for the next stage.
+
+        Args: payload: None at stage 0, which reads the data; contributes: False: another member's sum has the gradient.
+        """
+
+    @abstractmethod
+    def loss(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Any:
+        """Run forward, loss and backward of the last stage. If the loss is not finite, all gradients are zero.
+
+        Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
+        """
+
+    @abstractmethod
+    def backward(self, microbatch: Microbatch, payload: Payload) -> Any:
+        """Convert the gradient of our output to that of our input (None at stage 0). See `contribute` for the
+        weights'."""
+
+    @abstractmethod
+    def validate(self, microbatch: Microbatch, payload: Payload | None) -> Any:
+        """Run the forward at the committed version. Return the activation, or the loss at the last stage."""

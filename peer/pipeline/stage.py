@@ -33,15 +33,13 @@ from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import stage_flop
 from shoal.peer.model.layout import EMBED, HEAD, stage_layer_keys
-from shoal.peer.model.mixture import ExpertLoads, Mixture
-from shoal.peer.pipeline.boundary import Boundary
+from shoal.peer.model.mixture import Mixture
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.shard import How, Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, StageShard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +55,14 @@ class _Context:
     """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
 
 
-class StageRuntime(Shard):
-    """The layers of one stage, and the contexts of open microbatches. `corpus` is the run's text, at stage 0 only."""
+class StageRuntime(StageShard):
+    """The layers of one stage, and the contexts of open microbatches."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), **how)
-        self.expert_loads = ExpertLoads()
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        keys = stage_layer_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, keys, first_layer=first_layer, corpus=corpus, **how)
         self._rotary = llama.rotary_tables(spec.model, self.device)
         self.compiled = compiled_layers(spec, self.device, self.dtype)
         """None: the layers run uncompiled."""
@@ -73,14 +70,7 @@ class StageRuntime(Shard):
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
-    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.wire.travel_as(leaving, coming)
-
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
-        """Run the forward of a stage that is not the last. Return the activation for the next stage.
-
-        Args: payload: None at stage 0, which reads the data; contributes: False: another member's sum has the gradient.
-        """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         mixture = Mixture(loads=self.expert_loads)
@@ -97,10 +87,6 @@ class StageRuntime(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
-        """Run forward, loss and backward of the last stage. If the loss is not finite, all gradients are zero.
-
-        Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
-        """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         mixture, read = Mixture(loads=self.expert_loads), None
@@ -125,8 +111,6 @@ class StageRuntime(Shard):
         return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        """Convert the gradient of our output to that of our input (None at stage 0). See `contribute` for the
-        weights'."""
         context = self._contexts[microbatch]  # kept until the end: a job that runs out of memory is retried
         grad_BTD = self._boundary.receive_gradient(payload)
         fine = finite(grad_BTD)
@@ -155,7 +139,6 @@ class StageRuntime(Shard):
 
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
-        """Run the forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
         y = self._run_layers(leaves, x, labels, Mixture())

@@ -30,16 +30,14 @@ from shoal.peer.model.flop import trunk_stage_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
 from shoal.peer.model.rotary import Rotary
-from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.expert_call import Calling, ExpertCall
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.shard import How, Leaves, Shard
+from shoal.peer.pipeline.shard import How, Leaves, StageShard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import router_name
-from shoal.protocol.wire_format import WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -78,23 +76,18 @@ class _Context:
     """None: the backward repeats the forward."""
 
 
-class StageTrunk(Shard):
-    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` is that of one
-    part of a job. `corpus` is the run's text, at stage 0 only."""
+class StageTrunk(StageShard):
+    """The layers of one stage without their experts."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
     ) -> None:
-        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), **how)
-        self.expert_loads = ExpertLoads()
-        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
+        keys = trunk_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, keys, first_layer=first_layer, corpus=corpus, **how)
         self._rotary = llama.rotary_tables(spec.model, self.device)
         self._wire = TokenWire(spec)
         self._contexts: dict[Microbatch, _Context] = {}
         self.flop = trunk_stage_flop(spec, stage_layer_keys(spec.model, first_layer, last_layer))
-
-    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._boundary.wire.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True

@@ -18,15 +18,13 @@ from shoal.peer.presence.parts import Part, Parts
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import ExpertPlace, PresenceUpdate
+from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock
 
 logger = logging.getLogger(__name__)
 
 _KEY = "hello"
-
-_Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
@@ -45,8 +43,8 @@ class Neighbours:
         self._count = 0
         self._presences: dict[PeerID, PresenceUpdate] = {}
         self._silent: dict[PeerID, float] = {}
-        self._posted: dict[PeerID, _Where] = {}
-        self._told: dict[PeerID, _Where] = {}  # peer -> the last word that it answered
+        self._posted: dict[PeerID, PresenceUpdate] = {}
+        self._told: dict[PeerID, PresenceUpdate] = {}  # peer -> the last word that it answered
         self._outbox = Outbox(endpoint, expect=PresenceUpdate, on_reply=self._on_reply, on_trouble=self.unreachable)
         endpoint.on(PresenceUpdate, self._on_hello)
 
@@ -182,15 +180,7 @@ class Neighbours:
         self._parts.heard(source, presence)
 
 
-def _where(presence: PresenceUpdate) -> _Where:
+def _where(presence: PresenceUpdate) -> PresenceUpdate:
     """Return the part of a PresenceUpdate that others act on."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
-    return (
-        presence.incarnation,
-        presence.stage,
-        presence.ready,
-        presence.is_open,
-        presence.learner,
-        presence.draining,
-        experts,
-    )
+    return msgspec.structs.replace(presence, count=0, plan_sequence=0, version=0, experts=experts)

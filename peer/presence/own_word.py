@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import msgspec
-
 from shoal.peer.base.plans import Plans
 from shoal.peer.compute.probe import DeviceProbe
 from shoal.peer.links.probing import LinkProbing
@@ -62,11 +60,15 @@ class OwnWord:
 
     def advert(self) -> Advert:
         assert self.device is not None, "not started"
-        at = self._endpoint.transport.addresses()
-        advert = self.device.advert(self._claims.name, self._links.bytes_per_s, at, has_data=self._has_text)
-        return msgspec.structs.replace(
-            advert,
+        return Advert(
+            name=self._claims.name,
+            device=self.device.device,
+            flop_per_s=self.device.flop_per_s,
+            memory_bytes=self.device.memory_bytes if self.claimed_bytes is None else self.claimed_bytes,
+            upload_bytes_per_s=self._links.bytes_per_s,
+            download_bytes_per_s=self._links.bytes_per_s,
+            addresses=self._endpoint.transport.addresses(),
+            has_data=self._has_text,
             machine=self._claims.machine,
             card_bytes_per_s=self._links.card_bytes_per_s,
-            memory_bytes=advert.memory_bytes if self.claimed_bytes is None else self.claimed_bytes,
         )

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from shoal.peer.compute.arithmetic import DenseRuntime, TrunkRuntime
 from shoal.peer.group.witnesses import Witnessed, Witnesses
 from shoal.peer.model.state import StageState
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.shard import StageShard
 from shoal.peer.replica.member import MemberCore
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertPlace, PresenceUpdate
@@ -75,7 +76,7 @@ class StagePart(Part, Protocol):
     layers: tuple[int, int]
 
     @property
-    def runtime(self) -> DenseRuntime | TrunkRuntime: ...
+    def runtime(self) -> StageShard: ...
 
     @property
     def is_idle(self) -> bool: ...
@@ -88,6 +89,10 @@ class ExpertHolding(Part, Protocol):
 
     @property
     def place(self) -> ExpertPlace: ...
+
+    def wants(self, microbatch: Microbatch) -> bool: ...
+
+    def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, retried: bool) -> None: ...
 
 
 class Parts:

@@ -93,14 +93,6 @@ class Agreement:
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
 
-    def are_past(self, version: int, peers: Collection[PeerID]) -> bool:
-        """True if each of `peers` has announced a later version."""
-        return all(self._spoken.get(peer, -1) > version for peer in peers)
-
-    def is_alone_at(self, version: int, group_peers: Collection[PeerID]) -> bool:
-        """True if there are other members and none has announced this version or a later one."""
-        return bool(group_peers) and all(self._spoken.get(mate, -1) < version for mate in group_peers)
-
     def reports_left_by(self, reporter: PeerID) -> list[CommitCommand]:
         """Return the reports that `reporter` may not have sent before it died."""
         return [Report(report) for peer, report in self._unreported if peer == reporter]

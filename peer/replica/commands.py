@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.events import Contributed, GradientCounted, MemberGranted, RunAhead
+from shoal.peer.replica.events import Contributed, GradientCounted, RunAhead
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
@@ -116,6 +116,14 @@ class Make:
 
     microbatch: Microbatch
     retried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGranted:
+    """The queue has granted `microbatch` to `peer`, which may die before it says so. For the group's losses."""
+
+    peer: PeerID
+    microbatch: Microbatch
 
 
 @dataclass(frozen=True, slots=True)

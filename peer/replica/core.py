@@ -3,78 +3,62 @@
 Every event enters by `handle` and goes to the part that it is for. Requests from one part to another are carried out
 here, in their place among the commands, and never reach the driver:
 
-    supply    Make, MemberGranted, RunAhead   -> group (WorkGranted, MemberGranted), pipeline (Arrived, RunAhead)
-    pipeline  Contributed, Finished           -> Count for the driver; supply (Validated, Changed)
-    group     AskRepair                       -> supply (LossReported), at stage 0
+    queue     Make, MemberGranted, RunAhead   -> group (`granted`, `granted_to`), pipeline (Arrived, RunAhead)
+    pipeline  Contributed, Finished           -> Count for the driver; queue (`validated`, `look_again`)
+    group     AskRepair                       -> queue (`run_again`), at stage 0
 
-The parts are in files of their own. Others read them as views (`views.py`), and give them no event.
+The parts are in files of their own. Others read them, and only this core changes them.
 """
 
 import math
 from typing import Final, get_args
 
 from shoal.peer.pipeline.microbatch import Microbatch, indices_from
-from shoal.peer.replica.commands import AskRepair, Command, Finished, Make
+from shoal.peer.replica.commands import AskRepair, Command, CommitCommand, Finished, Make, MemberGranted, QueueCommand
 from shoal.peer.replica.events import (
     Arrived,
-    Changed,
     Contributed,
     DrainBegun,
     DrainEnded,
     Event,
     GradientCounted,
     Lagging,
-    LossReported,
-    Made,
-    MemberElsewhere,
-    MemberGranted,
-    MemberLost,
-    MemberSaid,
-    MemberState,
     Paused,
-    PeerClosed,
     PeerLost,
     PeerReady,
     PlanFollowed,
     ProgressArrived,
     QueueEvent,
-    QueueResumed,
-    QueueStopped,
     Resumed,
     RunAhead,
     ScheduleEvent,
     Stepped,
     TimerFired,
     TrafficPlanned,
-    UpstreamSet,
-    ValidationDone,
-    VersionReached,
-    WorkGranted,
 )
 from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.microbatch_queue import MicrobatchQueue
 from shoal.peer.replica.router import in_turn
 from shoal.peer.replica.schedule import Schedule
-from shoal.peer.replica.views import PipelineView
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.plan import Plan
 
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
-_OF_THE_SUPPLY: Final = frozenset(get_args(QueueEvent)) - {TimerFired, PlanFollowed, MemberLost}
+_OF_THE_QUEUE: Final = frozenset(get_args(QueueEvent)) - {TimerFired}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
 """Commands from one part to another."""
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage. Args: supply: only at stage 0."""
+    """One replica of a stage. Args: queue: only at stage 0."""
 
     def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)
-        self._pipeline = pipeline
-        self.pipeline: PipelineView = pipeline
+        self.pipeline = pipeline
+        """Others read it; only this core changes it."""
         self._queue = queue
         """None: not stage 0."""
         self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf
@@ -85,49 +69,50 @@ class ReplicaCore(MemberCore):
         kind = type(event)
         if kind in _OF_THE_PIPELINE:
             return self._flow(event, now_s)  # type: ignore[arg-type]
-        if kind in _OF_THE_SUPPLY:
-            return self._supplied(event, now_s)  # type: ignore[arg-type]
+        if kind in _OF_THE_QUEUE:
+            return self._queued(event, now_s)  # type: ignore[arg-type]
         match event:
             case TimerFired():
                 commands = self._commit(event, now_s) if now_s >= self._group_due_s else []
-                return commands + self._supplied(event, now_s) if now_s >= self._queue_due_s else commands
+                return commands + self._queued(event, now_s) if now_s >= self._queue_due_s else commands
             case ProgressArrived(source, progress):
                 # A removed member may still send its last Progress: neither part counts it.
-                supplies = self._queue is not None and self._group.has_place(source)
+                has_place = self.group.has_place(source)
                 commands = self._commit(event, now_s)
-                if supplies:
-                    said = MemberSaid(source, progress.step, progress.indices, progress.claimed)
-                    commands += self._supplied(said, now_s)
+                if self._queue is not None and has_place:
+                    self._queue.note(source, progress.step, progress.indices, progress.claimed, now_s=now_s)
+                    self._queue_due_s = self._queue.next_timer_s()
                 return commands
             case GradientCounted(microbatch):
                 commands = self._commit(event, now_s)
-                return commands if self._queue is None else commands + self._supplied(Made(microbatch), now_s)
+                if self._queue is not None:
+                    self._queue.made(microbatch, now_s=now_s)
+                    self._queue_due_s = self._queue.next_timer_s()
+                return commands
             case Stepped(version):
                 commands = self._commit(event, now_s)
-                commands += self._if_supplied(VersionReached(version), now_s)
+                if self._queue is not None:
+                    commands += self._supplied(self._queue.reach(version, now_s=now_s), now_s)
                 self._remembers = event.remembers
                 return commands + self._open_if_fit(now_s)
             case Paused():
-                commands = [*self._if_supplied(QueueStopped(), now_s), *super().handle(event, now_s=now_s)]
-                return commands + self._flow(event, now_s)
+                self._stop_queue()
+                return super().handle(event, now_s=now_s) + self._flow(event, now_s)
             case Resumed():
                 self.is_paused = False
-                commands = self._flow(event, now_s)
-                if not self.is_draining and not self.is_lagging:
-                    commands += self._if_supplied(QueueResumed(), now_s)
+                commands = self._flow(event, now_s) + self._resume_queue(now_s)
                 return commands + super().handle(event, now_s=now_s)
             case DrainBegun():
-                return [*self._if_supplied(QueueStopped(), now_s), *super().handle(event, now_s=now_s)]
+                self._stop_queue()
+                return super().handle(event, now_s=now_s)
             case DrainEnded():
-                commands = super().handle(event, now_s=now_s)
-                if self.is_paused or self.is_lagging:
-                    return commands
-                return commands + self._if_supplied(QueueResumed(), now_s)
+                return super().handle(event, now_s=now_s) + self._resume_queue(now_s)
             case Lagging(lags):
-                commands = self._if_supplied(QueueStopped(), now_s) if lags else []
-                commands += super().handle(event, now_s=now_s)
-                if not lags and not self.is_paused and not self.is_draining:
-                    commands += self._if_supplied(QueueResumed(), now_s)
+                if lags:
+                    self._stop_queue()
+                commands = super().handle(event, now_s=now_s)
+                if not lags:
+                    commands += self._resume_queue(now_s)
                 return commands + self._flow(event, now_s)
             case _:
                 return super().handle(event, now_s=now_s)
@@ -138,18 +123,30 @@ class ReplicaCore(MemberCore):
     # --- to the parts ---
 
     def _flow(self, event: ScheduleEvent, now_s: float) -> list[Command]:
-        commands = self._pipeline.handle(event, now_s=now_s)
+        commands = self.pipeline.handle(event, now_s=now_s)
         return [*commands] if _OF_A_PART.isdisjoint(map(type, commands)) else self._routed([*commands], now_s)
 
-    def _supplied(self, event: QueueEvent, now_s: float) -> list[Command]:
+    def _queued(self, event: QueueEvent, now_s: float) -> list[Command]:
         if self._queue is None:
-            raise Refused(self._group.me, "does not lead stage 0")
-        commands = self._queue.handle(event, now_s=now_s)
+            raise Refused(self.group.me, "does not lead stage 0")
+        return self._supplied(self._queue.handle(event, now_s=now_s), now_s)
+
+    def _supplied(self, commands: list[QueueCommand], now_s: float) -> list[Command]:
+        """Carry out what the queue has decided."""
+        assert self._queue is not None, "commands of a queue at a later stage"
         self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
-    def _if_supplied(self, event: QueueEvent, now_s: float) -> list[Command]:
-        return [] if self._queue is None else self._supplied(event, now_s)
+    def _stop_queue(self) -> None:
+        if self._queue is not None:
+            self._queue.is_stopped = True
+
+    def _resume_queue(self, now_s: float) -> list[Command]:
+        """Claim again, unless something still forbids it."""
+        if self._queue is None or self.is_paused or self.is_draining or self.is_lagging:
+            return []
+        self._queue.is_stopped = False
+        return self._changed(now_s)
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
         left: list[Command] = []
@@ -157,83 +154,94 @@ class ReplicaCore(MemberCore):
             match command:
                 case Make(microbatch, retried):
                     left += self._make(microbatch, retried, now_s)
-                case MemberGranted():
-                    left += self._commit(command, now_s)
+                case MemberGranted(peer, microbatch):
+                    self.group.granted_to(peer, microbatch)
                 case RunAhead():
                     left += self._flow(command, now_s)
                 case Contributed():
                     left.append(self._count(command))
                 case Finished(microbatch, loss):
-                    if microbatch.validates:
-                        left += self._supplied(ValidationDone(microbatch, loss), now_s)
-                    left += self._supplied(Changed(), now_s)
+                    if microbatch.validates and self._queue is not None:
+                        left += self._supplied(self._queue.validated(microbatch, loss), now_s)
+                    left += self._changed(now_s)
                 case AskRepair(step, bitmap) if self._queue is not None:
-                    indices = indices_from(bitmap, count=self._group.microbatches)
-                    left += self._supplied(LossReported(step, indices), now_s)
+                    indices = indices_from(bitmap, count=self.group.microbatches)
+                    left += self._supplied(self._queue.run_again(step, indices, now_s=now_s), now_s)
                 case _:
                     left.append(command)
         return left
 
     def _make(self, microbatch: Microbatch, retried: bool, now_s: float) -> list[Command]:
         commands: list[Command] = []
-        if not microbatch.validates and microbatch.step >= self._pipeline.version:
-            commands = self._commit(WorkGranted(microbatch.step, microbatch.index, retried), now_s)
+        if not microbatch.validates and microbatch.step >= self.pipeline.version:
+            commands = self._decided(self.group.granted(microbatch, retried=retried), now_s)
         return commands + self._flow(Arrived(microbatch, None, retried), now_s)
 
     # --- the life of a replica ---
 
     def _more_follows(self, step: int) -> bool:
         # Stage 0's leader judges each member's speed by these messages, which therefore must not be delayed.
-        return self._queue is None and self._pipeline.has_more(step)
+        return self._queue is None and self.pipeline.has_more(step)
 
     def _changed(self, now_s: float) -> list[Command]:
-        return self._if_supplied(Changed(), now_s)
+        return [] if self._queue is None else self._supplied(self._queue.look_again(now_s), now_s)
 
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
         self._upstream = event.upstream
         self._draining_upstream = {peer for peer in self._draining_upstream if event.plan.has(peer)}
-        commands = self._if_supplied(event, now_s) + super()._follow(event, now_s)
-        shares = {} if self._pipeline.is_last else self._shares_of_next(event.plan)
+        commands: list[Command] = []
+        if self._queue is not None:
+            commands = self._supplied(self._queue.follow(event.plan, now_s=now_s), now_s)
+        commands += super()._follow(event, now_s)
+        shares = {} if self.pipeline.is_last else self._shares_of_next(event.plan)
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
         """Return the traffic shares of the next stage's members, beginning with the one that we serve first."""
-        group_peers, receivers = plan.stages[self._pipeline.stage].peers, plan.stages[self._pipeline.stage + 1].members
-        if self._group.me in group_peers:
-            receivers = tuple(in_turn(receivers, group_peers.index(self._group.me), len(group_peers)))
+        group_peers, receivers = plan.stages[self.pipeline.stage].peers, plan.stages[self.pipeline.stage + 1].members
+        if self.group.me in group_peers:
+            receivers = tuple(in_turn(receivers, group_peers.index(self.group.me), len(group_peers)))
         return {member.peer: member.share for member in receivers}
 
-    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
-        if presence.stage != self._pipeline.stage:
-            return MemberElsewhere(peer, presence.incarnation)
-        has_moved = self._plan.has(peer)
-        return MemberState(
-            peer, presence.ready, presence.is_open, presence.incarnation, presence.draining, has_moved, presence.learner
+    def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
+        if presence.stage != self.pipeline.stage:
+            return self.group.member_elsewhere(peer, presence.incarnation, now_s=now_s)
+        return self.group.member_said(
+            peer,
+            ready=presence.ready,
+            is_open=presence.is_open,
+            incarnation=presence.incarnation,
+            drains=presence.draining,
+            has_moved=self._plan.has(peer),
+            learner=presence.learner,
+            now_s=now_s,
         )
 
     def _peer_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[Command]:
-        commands = self._commit(self._what_it_is_here(peer, presence), now_s)
-        stage, stages = self._pipeline.stage, self._plan.stages
-        if not self._pipeline.is_last and peer in stages[stage + 1].peers:
+        commands = self._decided(self._member_said(peer, presence, now_s), now_s)
+        stage, stages = self.pipeline.stage, self._plan.stages
+        if not self.pipeline.is_last and peer in stages[stage + 1].peers:
             commands += self._flow(self._what_it_takes(peer, presence), now_s)
         drains_upstream = presence.stage == stage - 1 and presence.draining
         if drains_upstream != (peer in self._draining_upstream):
             (self._draining_upstream.add if drains_upstream else self._draining_upstream.remove)(peer)
             self._draining_upstream = {peer for peer in self._draining_upstream if self._plan.has(peer)}
-            commands += self._flow(UpstreamSet(self._upstream | self._draining_upstream), now_s)
+            commands += self._flow(TrafficPlanned(None, self._upstream | self._draining_upstream), now_s)
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
-    def _what_it_takes(self, peer: PeerID, presence: PresenceUpdate) -> PeerReady | PeerClosed | PeerLost:
-        stage = self._pipeline.stage
+    def _what_it_takes(self, peer: PeerID, presence: PresenceUpdate) -> PeerReady | PeerLost:
+        stage = self.pipeline.stage
         if presence.stage == stage + 1 and presence.is_open:
             return PeerReady(peer)
         if presence.stage == stage + 1 and not presence.ready:
             return PeerLost(peer)  # it has no state or has drained: it has dropped what reached it since
         if presence.stage in (stage - 1, stage + 1):
             # It still answers what it owes there; or it comes from the stage before and still waits for what we owe.
-            return PeerClosed(peer)
+            return PeerReady(peer, is_open=False)
         return PeerLost(peer)
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        lost = self._flow(PeerLost(peer, successor), now_s)
-        return [*lost, *self._open_if_fit(now_s), *self._if_supplied(MemberLost(peer), now_s)]
+        commands = [*self._flow(PeerLost(peer, successor), now_s), *self._open_if_fit(now_s)]
+        if self._queue is not None:
+            commands += self._supplied(self._queue.lost(peer, now_s=now_s), now_s)
+        return commands

@@ -4,15 +4,14 @@
 call by `Refused`, and answers one that no honest peer makes by `RemoteError`, before it has changed anything.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.peer.pipeline.microbatch import Indices, Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, PresenceUpdate, Progress, RoundStart
-from shoal.protocol.plan import Member, Plan
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +102,6 @@ class Drained:
 LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | JoinedGroup | Lagging | DrainBegun | DrainEnded | Drained
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """`peer` of our group died or has begun anew; what it held is lost. `is_barred`: see `PeerDied`."""
-
-    peer: PeerID
-    is_barred: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemberGranted:
-    """The supply has granted `microbatch` to `peer`, which may die before it says so. For the group's losses."""
-
-    peer: PeerID
-    microbatch: Microbatch
-
-
 # --- microbatches ---
 
 
@@ -191,31 +174,20 @@ class VersionSet:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """The plan's traffic shares of the next stage's replicas, in plan order, and the senders that we accept."""
+    """The plan's traffic shares of the next stage's replicas, in plan order (None: as before), and the senders of
+    activations that we accept: replicas of the stage before, draining ones included."""
 
-    shares: Mapping[PeerID, float]
-    upstream: frozenset[PeerID]
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamSet:
-    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
-
+    shares: Mapping[PeerID, float] | None
     upstream: frozenset[PeerID]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, takes traffic."""
+    """`peer`, of the next stage, takes traffic; or, not `is_open`, takes no new traffic, and will answer what it
+    owes."""
 
     peer: PeerID
-
-
-@dataclass(frozen=True, slots=True)
-class PeerClosed:
-    """`peer`, of the next stage, takes no new traffic, and will answer what it owes."""
-
-    peer: PeerID
+    is_open: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +238,7 @@ ScheduleEvent = (
     | StepReady
     | VersionSet
     | TrafficPlanned
-    | UpstreamSet
     | PeerReady
-    | PeerClosed
     | PeerLost
     | HandedBack
     | RunAhead
@@ -279,11 +249,6 @@ ScheduleEvent = (
 
 
 # --- the supply of microbatches, at stage 0 ---
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A claim may be served or made now: the window has room, the leader is new, or a member has become ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,14 +275,6 @@ class ClaimFailed:
     """The leader could not be reached, or declined our claim."""
 
     leader: PeerID
-
-
-@dataclass(frozen=True, slots=True)
-class LossReported:
-    """Our own group lacks these contributions to `step`: they died with a replica."""
-
-    step: int
-    indices: Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,14 +321,6 @@ class HaltAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationDone:
-    """A validation microbatch of ours has passed through the pipeline."""
-
-    microbatch: Microbatch
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
 class ValidationArrived:
     """A member tells us, as its leader, the loss of validation microbatch `index` at version `step`."""
 
@@ -381,114 +330,20 @@ class ValidationArrived:
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSaid:
-    """A member has contributed `indices` of `step`, and has been granted `granted`. Both are bitmaps."""
-
-    source: PeerID
-    step: int
-    indices: bytes
-    granted: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """We have contributed `microbatch`."""
-
-    microbatch: Microbatch
-
-
-@dataclass(frozen=True, slots=True)
-class VersionReached:
-    """We hold `version`, by a step or by fetching it."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStopped:
-    """We drain or pause: we claim nothing more and take no repairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueResumed:
-    """We claim again."""
-
-
 QueueEvent = (
     TimerFired
-    | Changed
     | ClaimArrived
     | GrantArrived
     | ClaimFailed
-    | LossReported
     | RepairAsked
     | RepairArrived
     | RepairDeclined
     | WorkReturned
     | HaltAsked
-    | ValidationDone
     | ValidationArrived
-    | MemberSaid
-    | Made
-    | MemberLost
-    | VersionReached
-    | PlanFollowed
-    | QueueStopped
-    | QueueResumed
 )
 
 # --- commits ---
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlanned:
-    """Plan `sequence` gives the group these members, in rank order. `former`: peers in it by recent plans, which may
-    still drain. `cutover_version`, `sums`: see `Plan`. `begins_at`: the version with which the era begins."""
-
-    members: tuple[Member, ...]
-    sequence: int
-    former: Collection[PeerID] = ()
-    cutover_version: int = 0
-    begins_at: int = 0
-    sums: WireFormat | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadySet:
-    """We take part, with the group's state or, if `learner`, with its weights alone; or we no longer take part."""
-
-    ready: bool
-    learner: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSet:
-    """We take traffic, or we no longer do."""
-
-    is_open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemberState:
-    """A member says whether it takes part and holds the state, and whether it takes traffic. `drains`: it is leaving,
-    and may have left the group before we joined. `has_moved`: the plan has a place for it elsewhere."""
-
-    peer: PeerID
-    ready: bool
-    is_open: bool
-    incarnation: int
-    drains: bool = False
-    has_moved: bool = False
-    learner: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemberElsewhere:
-    """A peer says that it is not in our group, either no longer or not yet."""
-
-    peer: PeerID
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,15 +351,6 @@ class MemberSilent:
     """A peer cannot be reached."""
 
     peer: PeerID
-
-
-@dataclass(frozen=True, slots=True)
-class WorkGranted:
-    """Stage 0: microbatch (step, index) is granted to us. `retried`: it runs again, perhaps unknown to the leader."""
-
-    step: int
-    index: int
-    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,22 +410,7 @@ class StoodStill:
 
 
 CommitEvent = (
-    TimerFired
-    | GroupPlanned
-    | ReadySet
-    | OpenSet
-    | MemberState
-    | MemberElsewhere
-    | MemberLost
-    | MemberSilent
-    | MemberGranted
-    | WorkGranted
-    | GradientCounted
-    | ProgressArrived
-    | RoundArrived
-    | DigestArrived
-    | Stepped
-    | StoodStill
+    TimerFired | MemberSilent | GradientCounted | ProgressArrived | RoundArrived | DigestArrived | Stepped | StoodStill
 )
 
 Event = LifeEvent | ScheduleEvent | QueueEvent | CommitEvent | Contributed

@@ -30,7 +30,6 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Protocol
 
 from shoal.peer.replica.router import Router
 from shoal.protocol.running_ahead import Choice, Measured, choose
@@ -234,37 +233,22 @@ class Control:
         return self._led
 
 
-class Traffic(Protocol):
-    """Makes the parts that decide the route of microbatches, their number in flight and how far they run ahead.
-    Comparisons exchange them. Each replica of a peer asks once."""
-
-    def router(self) -> Router: ...
-
-    def window(self, num_stages: int) -> Window:
-        """Make the window of a stage-0 replica."""
-        ...
-
-    def control(self, spec: RunSpec) -> Control | None:
-        """Make the control of a stage-0 replica. None: admit all that s_max does."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveTraffic:
-    """Routes by the plan's shares, with as many in flight as the pipeline is measured to need.
-    Args: controlled: False, for comparisons: run ahead as far as s_max admits, even where that saves no time."""
-
-    controlled: bool = True
+class Traffic:
+    """Makes the parts that decide the route of microbatches, their number in flight and how far they run ahead: by the
+    plan's shares, and by what the pipeline is measured to need. Comparisons exchange them. Each replica of a peer asks
+    once."""
 
     def router(self) -> Router:
         return Router()
 
     def window(self, num_stages: int) -> Window:
+        """Make the window of a stage-0 replica."""
         return Window(num_stages=num_stages)
 
     def control(self, spec: RunSpec) -> Control | None:
+        """Make the control of a stage-0 replica. None: admit all that s_max does."""
         training = spec.training
-        if not self.controlled or training.s_max == 0:
+        if training.s_max == 0:
             return None
         price = price_of(training.compensation, optimizer=spec.optimizer.name)
         return Control(s_max=training.s_max, price=price, synchronous_steps=spec.synchronous_steps)

@@ -28,31 +28,25 @@ are in files of their own and take no events from elsewhere.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from shoal.peer.pipeline.microbatch import indices_from
+from shoal.peer.pipeline.microbatch import Microbatch, indices_from
 from shoal.peer.replica.agreement import UNCOMPARED_MAX
 from shoal.peer.replica.commands import Accuse, CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     CommitEvent,
     DigestArrived,
     GradientCounted,
-    GroupPlanned,
-    MemberElsewhere,
-    MemberGranted,
-    MemberLost,
     MemberSilent,
-    MemberState,
-    OpenSet,
     ProgressArrived,
-    ReadySet,
     RoundArrived,
     Stepped,
     StoodStill,
     TimerFired,
-    WorkGranted,
 )
 from shoal.peer.replica.losses import Losses
+from shoal.peer.replica.rounds import attempt
 from shoal.peer.replica.tally import round_of
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.errors import Refused, RemoteError
@@ -60,6 +54,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX, RESTARTS_MAX, RESTARTS_PER_S
 from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.messages import Digest, Progress, RoundStart
+from shoal.protocol.plan import Plan
 from shoal.protocol.wire_format import WireFormat
 
 
@@ -103,16 +98,6 @@ class GroupCore(GroupView):
         match event:
             case TimerFired():
                 return self._timer(now_s)
-            case WorkGranted(step, index, retried):
-                self._tallies.claim(step, index)
-                # Another leader knows its own grants. If we lead, the others must know our grants in case we die. If we
-                # just stopped leading, the new leader does not know what we found must run again.
-                is_known = self._members.leader != self.me and not retried
-                return [Tell(self._progress(step), can_wait=True, can_rest=is_known)]
-            case MemberGranted(peer, microbatch):
-                if peer != self.me:
-                    self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
-                return []
             case GradientCounted():
                 return self._contribute(event, now_s)
             case ProgressArrived(source, progress):
@@ -123,70 +108,106 @@ class GroupCore(GroupView):
                 return self._take_digest(source, digest, now_s)
             case Stepped():
                 return self._stepped(event, now_s)
-            case GroupPlanned():
-                return self._plan_changed(event, now_s)
-            case ReadySet(ready, learner):
-                was_learner = self.is_learner
-                self._members.set_ready(ready, learner=learner)
-                self._note_whole(self.me, was_learner=was_learner)
-                self._look_ahead(now_s)
-                return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
-            case OpenSet(is_open):
-                # A member without traffic leads only if there is no other, but its contributions are committed.
-                self._members.set_open(is_open)
-                return self._leader_may_have_changed(now_s)
-            case MemberState():
-                return self._take_state(event, now_s)
-            case MemberElsewhere(peer, incarnation):
-                if not self._is_near(peer) or incarnation < self._members.incarnation(peer):
-                    return []
-                self._members.has_no_state(peer)
-                return self._lose(peer, now_s)
-            case MemberLost(peer, is_barred):
-                if not self._is_near(peer):
-                    return []
-                if is_barred:
-                    self._members.bar(peer)
-                return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
             case MemberSilent(peer):
-                return self._fell_silent(peer, now_s) if self._is_near(peer) else []
+                return self._fell_silent(peer, now_s) if self.is_near(peer) else []
             case StoodStill():
                 return self._press()
 
-    def _plan_changed(self, event: GroupPlanned, now_s: float) -> list[CommitCommand]:
+    # --- told by the core of the replica ---
+
+    def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
+        """Follow a plan. Args: former: peers in the group by recent plans, which may still drain."""
         before = self.group_peers
-        self._members.plan(event.members, event.former, now_s=now_s)
-        self._losses.begins_at = event.begins_at
-        self._rounds.plan_sequence = event.sequence
-        self._cutover_version = event.cutover_version
-        self._form = event.sums or self.sums[0]
-        known = {self.me, *self.group_peers, *self.draining, *event.former, *self._rounds.named}
-        self._members.forget_all_but(known)
+        self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
+        self._losses.begins_at = plan.restore_version
+        self._rounds.plan_sequence = plan.sequence
+        self._cutover_version = plan.cutover_version
+        self._form = plan.sums_of(self.stage) or self.sums[0]
+        known = {self.me, *self.group_peers, *self.draining, *former, *self._rounds.named}
+        self.forget_all_but(known)
         self._learner_until = {peer: step for peer, step in self._learner_until.items() if peer in known}
         self._agreement.forget_all_but(known)
-        gone = sorted(peer for peer in before if not self._is_near(peer))
+        gone = sorted(peer for peer in before if not self.is_near(peer))
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
-    def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
-        """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
-        reduction."""
-        peer, ready = event.peer, event.ready
-        if self._members.is_barred(peer):
+    def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
+        """Take part with the group's state or, if `learner`, with its weights alone; or, if not `ready`, no longer."""
+        was_learner = self.is_learner
+        self.set_ready(ready, learner=learner)
+        self._note_whole(self.me, was_learner=was_learner)
+        self._look_ahead(now_s)
+        return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
+
+    def take_traffic(self, is_open: bool, *, now_s: float) -> list[CommitCommand]:
+        """Take traffic, or no longer. Then we lead only if there is no other, but our contributions are committed."""
+        self.set_open(is_open)
+        return self._leader_may_have_changed(now_s)
+
+    def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
+        """Note, at stage 0, a microbatch that is granted to us. `retried`: it runs again, perhaps unknown to the
+        leader."""
+        self._tallies.claim(microbatch.step, microbatch.index)
+        # Another leader knows its own grants. If we lead, the others must know our grants in case we die. If we just
+        # stopped leading, the new leader does not know what we found must run again.
+        is_known = self.leader != self.me and not retried
+        return [Tell(self._progress(microbatch.step), can_wait=True, can_rest=is_known)]
+
+    def granted_to(self, peer: PeerID, microbatch: Microbatch) -> None:
+        """Note, as stage 0's leader, a microbatch that is granted to `peer`."""
+        if peer != self.me:
+            self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
+
+    def member_lost(self, peer: PeerID, *, is_barred: bool = False, now_s: float) -> list[CommitCommand]:
+        """Count out a member that died. `is_barred`: see `PeerDied`."""
+        if not self.is_near(peer):
             return []
-        if ready and event.drains and event.has_moved:
-            self._members.moves_away(peer, now_s=now_s)
-        is_near = self._is_near(peer) or (ready and event.drains and self._members.may_drain(peer, now_s))
-        if not is_near or event.incarnation < self._members.incarnation(peer):
-            return [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
-        reborn = self._reborn(peer, event.incarnation, now_s)
-        if self._members.is_barred(peer):
+        if is_barred:
+            self.bar(peer)
+        return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
+
+    def member_elsewhere(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[CommitCommand]:
+        """Count out a peer that says that it is not in our group, either no longer or not yet."""
+        if not self.is_near(peer) or incarnation < self.incarnation_of(peer):
+            return []
+        self.has_no_state(peer)
+        return self._lose(peer, now_s)
+
+    def member_said(
+        self,
+        peer: PeerID,
+        *,
+        ready: bool,
+        is_open: bool,
+        incarnation: int,
+        drains: bool = False,
+        has_moved: bool = False,
+        learner: bool = False,
+        now_s: float,
+    ) -> list[CommitCommand]:
+        """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
+        reduction.
+
+        Args:
+            ready, is_open: it takes part, and takes traffic.
+            drains: it is leaving, and may have left the group before we joined.
+            has_moved: the plan has a place for it elsewhere.
+        """
+        if self.is_barred(peer):
+            return []
+        if ready and drains and has_moved:
+            self.moves_away(peer, now_s=now_s)
+        is_near = self.is_near(peer) or (ready and drains and self.may_drain(peer, now_s))
+        if not is_near or incarnation < self.incarnation_of(peer):
+            return [ForgetMember(peer)] if self._has_begun_anew(peer, incarnation) else []
+        reborn = self._reborn(peer, incarnation, now_s)
+        if self.is_barred(peer):
             return [*reborn, *self._leader_may_have_changed(now_s)]
-        if not ready and (peer not in self.group_peers or self._members.is_ready(peer)):
+        if not ready and (peer not in self.group_peers or self.is_ready(peer)):
             # It has left. Do not wait for it, nor for its part of a round that it has not heard of.
-            self._members.has_no_state(peer)
+            self.has_no_state(peer)
             return [*reborn, *self._lose(peer, now_s)]
-        was_learner = peer in self._members.learners
-        is_news = self._members.state(peer, ready=ready, is_open=event.is_open, learner=event.learner)
+        was_learner = peer in self.learners
+        is_news = self.announced(peer, ready=ready, is_open=is_open, learner=learner)
         self._note_whole(peer, was_learner=was_learner)
         told = self._tell_open_steps(to=peer) if is_news else []
         return [*reborn, *told, *self._leader_may_have_changed(now_s)]
@@ -198,7 +219,7 @@ class GroupCore(GroupView):
             self._learner_until[peer] = self.version + 1
 
     def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
-        return -1 < self._members.incarnation(peer) < incarnation
+        return -1 < self.incarnation_of(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
         """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a
@@ -209,16 +230,16 @@ class GroupCore(GroupView):
         if self._has_begun_anew(peer, incarnation):
             commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
             if not self._restarts.takes(peer, now_s):
-                self._members.bar(peer)
+                self.bar(peer)
                 commands.append(Accuse(peer))
-        self._members.speaks_as(peer, incarnation)
+        self.speaks_as(peer, incarnation)
         return commands
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         return [*self._count_out(peer, now_s), *self._leader_may_have_changed(now_s)]
 
     def _count_out(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        self._members.lost(peer)
+        self.lost(peer)
         self._losses.mate_died()
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
@@ -231,7 +252,7 @@ class GroupCore(GroupView):
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
-            self._members.silent(peer)
+            self.silent(peer)
             commands = self._try_round(now_s)
         return commands if peer in self.group_peers else [*commands, ForgetMember(peer)]
 
@@ -246,20 +267,20 @@ class GroupCore(GroupView):
             self._void_round_if_outgrown(step, self.me)
         # If we die, our contribution dies with us: the others need our word only for the round, and if we lead not even
         # for that.
-        can_rest = self.deadline_s == 0 and (event.more_follows or self._members.leader == self.me)
+        can_rest = self.deadline_s == 0 and (event.more_follows or self.leader == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
-        if not self._is_near(source) or self._members.is_barred(source):
+        if not self.is_near(source) or self.is_barred(source):
             return []  # A removed member may still send its last Progress.
-        if message.incarnation < self._members.incarnation(source):
+        if message.incarnation < self.incarnation_of(source):
             return []  # Sent by an earlier incarnation.
         commands = self._reborn(source, message.incarnation, now_s)
-        if self._members.is_barred(source):
+        if self.is_barred(source):
             return [*commands, *self._leader_may_have_changed(now_s)]
-        if not self._members.has_spoken(source):
+        if not self.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have ignored our words
-        self._members.names(source, message.leader, count=message.count)
+        self.names(source, message.leader, count=message.count)
         if self.version <= message.step < self.version + OPEN_STEPS_MAX:
             claimed = indices_from(message.claimed, count=self.microbatches)
             self._losses.claimed(source, message.step, claimed)
@@ -270,7 +291,7 @@ class GroupCore(GroupView):
         return [*commands, *self._leader_may_have_changed(now_s)]
 
     def _take_round(self, source: PeerID, start: RoundStart) -> list[CommitCommand]:
-        if not self._is_near(source):
+        if not self.is_near(source):
             raise Refused(self.me, f"does not know the sender as a member of group {self.stage}")
         if not self._rounds.is_sound(start):
             raise RemoteError(source, "opens a round that cannot be reduced, or with a number far ahead")
@@ -296,7 +317,7 @@ class GroupCore(GroupView):
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
         """Void our round, as its leader, if a member has more than it says (a microbatch ran in two places)."""
         start = self._rounds.open[step]
-        if step != self.version or self._members.leader != self.me:
+        if step != self.version or self.leader != self.me:
             return
         said = next((member.indices for member in start.members if member.peer == peer), None)
         if said is not None and not self._tallies.may_bring(peer, step, said):
@@ -326,7 +347,7 @@ class GroupCore(GroupView):
     def _take_digest(self, source: PeerID, message: Digest, now_s: float) -> list[CommitCommand]:
         if len(message.digest) > DIGEST_CHARS_MAX:
             raise RemoteError(source, f"sent a digest of {len(message.digest)} characters")
-        if not self._is_near(source) and source not in self._rounds.named:
+        if not self.is_near(source) and source not in self._rounds.named:
             return []
         if message.version < self.version and not self.has_round(message.version - 1):
             return []
@@ -336,21 +357,20 @@ class GroupCore(GroupView):
 
     def _timer(self, now_s: float) -> list[CommitCommand]:
         overstayed: list[CommitCommand] = []
-        for peer in self._members.overstayed(now_s):
+        for peer in self.overstayed(now_s):
             overstayed += self._lose(peer, now_s)
         if now_s >= self._behind_at_s:
             return [*overstayed, *self._catch_up(now_s)]
         return [*overstayed, *self._compare(now_s), *self._try_round(now_s)]
 
     def next_timer_s(self) -> float:
-        members = self._members
         due_s = min(self._agreement.next_s, self._behind_at_s)
-        if members.draining:
-            due_s = min(due_s, members.overstays_at_s)
+        if self.draining:
+            due_s = min(due_s, self.overstays_at_s)
         if self.version not in self._rounds.open and not self._has_ended:
             if self.deadline_s > 0:
                 due_s = min(due_s, self._version_since_s + self.deadline_s)
-            if members.is_leader and self.version < self.steps:
+            if self.is_leader and self.version < self.steps:
                 due_s = min(due_s, self._losses.suspect_at_s)
         return due_s
 
@@ -366,9 +386,6 @@ class GroupCore(GroupView):
     def _has_ended(self) -> bool:
         return 0 < self._cutover_version <= self.version
 
-    def _is_near(self, peer: PeerID) -> bool:
-        return self._members.is_near(peer)
-
     # --- inside ---
 
     @property
@@ -378,15 +395,16 @@ class GroupCore(GroupView):
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
         self._count += 1
-        leader = self._members.leader if names_leader and self._members.leader is not None else PeerID("")
+        leader = self.leader if names_leader and self.leader is not None else PeerID("")
         return self._tallies.word(
             step, stage=self.stage, leader=leader, incarnation=self.incarnation, count=self._count
         )
 
     @property
     def _attempt(self) -> int:
-        rank = [member.peer for member in self._members.planned].index(self.me)
-        return self._rounds.number(rank, self.incarnation)
+        """The number of the next round that we open."""
+        rank = [member.peer for member in self.planned].index(self.me)
+        return attempt(self._rounds.plan_sequence, self._rounds.retries, rank=rank, incarnation=self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
         """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""
@@ -402,8 +420,8 @@ class GroupCore(GroupView):
         return [*self._tell_open_steps(), *self._try_round(now_s)]
 
     def _try_round(self, now_s: float) -> list[CommitCommand]:
-        step, members = self.version, self._members
-        if step >= self.steps or self._has_ended or not members.is_leader:
+        step = self.version
+        if step >= self.steps or self._has_ended or not self.is_leader:
             return []
         if step in self._rounds.open:
             self._rounds.void_if_dead(step)  # a member may have died before we came to this step
@@ -411,16 +429,16 @@ class GroupCore(GroupView):
                 return []
         # Ready members in rank order, then draining ones that have contributed: they give and get a part.
         # A member that is not ready takes no part, so its contributions do not count until it is ready again.
-        ranked = members.ranked
-        if members.draining:
+        ranked = self.ranked
+        if self.draining:
             tallies = self._tallies.of(step)
-            ranked += tuple(peer for peer in members.draining if peer in tallies and tallies[peer].indices)
+            ranked += tuple(peer for peer in self.draining if peer in tallies and tallies[peer].indices)
         num_held = self._tallies.held(step, ranked).bit_count()
         if num_held < self.microbatches:
             overdue = self.deadline_s > 0 and now_s >= self._version_since_s + self.deadline_s
             if not overdue or num_held < self.quorum * self.microbatches:
                 return self._losses.ask(step, self.lacks, now_s=now_s)
-        bandwidths = {member.peer: member.bandwidth for member in members.planned}
+        bandwidths = {member.peer: member.bandwidth for member in self.planned}
         start = round_of(
             ranked,
             self._tallies.of(step),
@@ -430,7 +448,7 @@ class GroupCore(GroupView):
             attempt=self._attempt,
             microbatches=self.microbatches,
             form=self._form,
-            learners=members.learners,
+            learners=self.learners,
         )
         return [Tell(start), *self._hold_to(start)]
 
@@ -445,15 +463,15 @@ class GroupCore(GroupView):
         """Ask another member each time: one may be dead, and not all of us should ask the same."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
-        ahead = self._agreement.ahead_of(self.version, self._members.is_gone) if self.ready else []
+        ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []
         return [CatchUp(ahead[(self.standing[0] + self._num_asked) % len(ahead)], self.version)] if ahead else []
 
     def _compare(self, now_s: float) -> list[CommitCommand]:
-        gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
+        gone = {peer for peer in self._rounds.named if self.is_gone(peer)}
         commands: list[CommitCommand] = []
         for start in self._agreement.settle(
             self._rounds.open, self.version, gone, now_s=now_s, has_ended=self._has_ended
         ):
             del self._rounds.open[start.step]
-            commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)
+            commands += self._agreement.conclude(start, gone, in_plan=self.in_plan)
         return commands

@@ -21,8 +21,6 @@ STALL_S_BEGINNING = 3.0
 all stages, and members report contributions up to a second late (`telling.py`)."""
 STALL_S_PIPELINE = 10.0
 """Minimum wait at stage 0, which would run again everything that is in the pipeline."""
-_STEPS_REMEMBERED = 8
-"""The step time is the median of this many steps: one stalled step must not make us patient with the next."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +53,8 @@ class Losses:
     """A loss is possible that nobody reported: a member died since the last step, or perhaps before we came."""
     _has_died: bool = field(init=False, default=False)
     _num_asked: int = field(init=False, default=0)
-    _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
+    _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=8))
+    """Latest step times, of which the median counts: one stalled step must not make us patient with the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
         """Record microbatches as claimed by `peer`: it said so, or we granted them, and its own word may be lost."""

@@ -18,7 +18,7 @@ It learns from the presence of others (`PeerSaid`) which of them are ready and o
 from abc import ABC, abstractmethod
 from typing import Final, get_args
 
-from shoal.peer.replica.commands import AnnouncePresence, Command, Count
+from shoal.peer.replica.commands import AnnouncePresence, Command, CommitCommand, Count
 from shoal.peer.replica.events import (
     CommitEvent,
     Contributed,
@@ -27,26 +27,19 @@ from shoal.peer.replica.events import (
     DrainEnded,
     Event,
     GradientCounted,
-    GroupPlanned,
     JoinedGroup,
     Lagging,
-    MemberElsewhere,
-    MemberLost,
     MemberSilent,
-    MemberState,
-    OpenSet,
     Paused,
     PeerDied,
     PeerReborn,
     PeerSaid,
     PlanFollowed,
-    ReadySet,
     Resumed,
     Stepped,
     TimerFired,
 )
 from shoal.peer.replica.group_core import GroupCore
-from shoal.peer.replica.views import GroupView
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.plan import Plan
@@ -58,8 +51,8 @@ class MemberCore(ABC):
     """One member's commits and its life. Args: plan: the plan that gives the member its place."""
 
     def __init__(self, group: GroupCore, plan: Plan) -> None:
-        self._group = group
-        self.group: GroupView = group
+        self.group = group
+        """Others read it; only this core and its subclasses change it."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
@@ -67,7 +60,7 @@ class MemberCore(ABC):
         self.is_draining = False
         self.is_lagging = False
         """We are light, and our weights are too old for every microbatch."""
-        group.handle(OpenSet(False), now_s=0.0)
+        group.take_traffic(False, now_s=0.0)
         self._group_due_s = group.next_timer_s()
 
     @property
@@ -87,19 +80,16 @@ class MemberCore(ABC):
             case PlanFollowed():
                 return self._follow(event, now_s)
             case PeerDied(peer, is_barred):
-                commands = [*self._commit(MemberLost(peer, is_barred), now_s), *self._peer_lost(peer, None, now_s)]
+                commands = self._decided(self.group.member_lost(peer, is_barred=is_barred, now_s=now_s), now_s)
+                commands += self._peer_lost(peer, None, now_s)
                 return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
             case PeerReborn(peer, incarnation):
                 lost = self._peer_lost(peer, incarnation, now_s)
                 return [*lost, *self._open_if_fit(now_s), *self._changed(now_s)]
             case JoinedGroup(remembers, learner):
                 self._remembers = remembers
-                commands = [
-                    *self._commit(ReadySet(True, learner), now_s),
-                    *self._open_if_fit(now_s),
-                    AnnouncePresence(),
-                ]
-                return [*commands, *self._changed(now_s)]
+                commands = self._decided(self.group.take_part(True, learner=learner, now_s=now_s), now_s)
+                return [*commands, *self._open_if_fit(now_s), AnnouncePresence(), *self._changed(now_s)]
             case Lagging(lags):
                 self.is_lagging = lags
                 return self._close(now_s) if lags else self._open_if_fit(now_s)
@@ -116,7 +106,7 @@ class MemberCore(ABC):
                 self.is_draining = False
                 return []
             case Drained():
-                return [*self._commit(ReadySet(False), now_s), AnnouncePresence()]
+                return [*self._decided(self.group.take_part(False, now_s=now_s), now_s), AnnouncePresence()]
             case TimerFired():
                 return self._commit(event, now_s) if now_s >= self._group_due_s else []
             case _:
@@ -130,8 +120,8 @@ class MemberCore(ABC):
     # --- what a kind of member defines ---
 
     @abstractmethod
-    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
-        """Translate a peer's `presence` into its state in our group."""
+    def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
+        """Tell the group what a peer's `presence` says of its place in it."""
 
     def _more_follows(self, step: int) -> bool:
         """True if more microbatches of `step` are here, so that news of a contribution may wait for theirs."""
@@ -154,7 +144,7 @@ class MemberCore(ABC):
     def _count(self, event: Contributed) -> Count:
         step = event.microbatch.step
         # A contribution during a round must not outgrow it.
-        held_out = event.retried or self._group.has_round(step)
+        held_out = event.retried or self.group.has_round(step)
         follows = self._more_follows(step)
         return Count(
             GradientCounted(event.microbatch, event.loss, event.staleness_steps, held_out, follows), event.retried
@@ -171,50 +161,53 @@ class MemberCore(ABC):
         return commands
 
     def _commit(self, event: CommitEvent, now_s: float) -> list[Command]:
-        commands = self._group.handle(event, now_s=now_s)
-        self._group_due_s = self._group.next_timer_s()
+        return self._decided(self.group.handle(event, now_s=now_s), now_s)
+
+    def _decided(self, commands: list[CommitCommand], now_s: float) -> list[Command]:
+        """Carry out what the group has decided."""
+        self._group_due_s = self.group.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
-        plan = self._plan = event.plan
-        planned = GroupPlanned(
-            plan.group_members(self._group.stage),
-            plan.sequence,
-            event.former,
-            plan.cutover_version,
-            plan.restore_version,
-            plan.sums_of(self._group.stage),
-        )
-        return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
+        self._plan = event.plan
+        commands = self._decided(self.group.follow(event.plan, event.former, now_s=now_s), now_s)
+        return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
     def _peer_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[Command]:
-        commands = self._commit(self._what_it_is_here(peer, presence), now_s)
+        commands = self._decided(self._member_said(peer, presence, now_s), now_s)
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
     def _close(self, now_s: float) -> list[Command]:
         self.is_open = False
-        return [*self._commit(OpenSet(False), now_s), AnnouncePresence()]
+        return [*self._decided(self.group.take_traffic(False, now_s=now_s), now_s), AnnouncePresence()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
         """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step, before
         which it could not repeat exactly what runs again, unless no other member takes traffic."""
         is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
-        if self.is_open or is_kept_closed or not self._group.ready:
+        if self.is_open or is_kept_closed or not self.group.ready:
             return []
-        at_the_beginning = self._group.version == self._plan.restore_version
-        if not (self._remembers or at_the_beginning or not self._group.open_members):
+        at_the_beginning = self.group.version == self._plan.restore_version
+        if not (self._remembers or at_the_beginning or not self.group.open_members):
             return []
         self.is_open = True
-        return [*self._commit(OpenSet(True), now_s), AnnouncePresence()]
+        return [*self._decided(self.group.take_traffic(True, now_s=now_s), now_s), AnnouncePresence()]
 
 
 class ExpertCore(MemberCore):
     """A member of the group of one expert's holders."""
 
-    def _what_it_is_here(self, peer: PeerID, presence: PresenceUpdate) -> MemberState | MemberElsewhere:
-        place = next((place for place in presence.experts if place.group == self._group.stage), None)
+    def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
+        place = next((place for place in presence.experts if place.group == self.group.stage), None)
         if place is None:
             # Hellos arrive in order, so the peer's part in this group is over.
-            return MemberElsewhere(peer, incarnation=2**62)  # later than every incarnation
-        has_moved = self._plan.has(peer)
-        return MemberState(peer, place.ready, place.is_open, place.incarnation, place.draining, has_moved)
+            return self.group.member_elsewhere(peer, 2**62, now_s=now_s)  # later than every incarnation
+        return self.group.member_said(
+            peer,
+            ready=place.ready,
+            is_open=place.is_open,
+            incarnation=place.incarnation,
+            drains=place.draining,
+            has_moved=self._plan.has(peer),
+            now_s=now_s,
+        )

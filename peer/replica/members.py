@@ -117,14 +117,14 @@ class MembershipView:
         mate = self._known.get(peer)
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
-    def incarnation(self, peer: PeerID) -> int:
+    def incarnation_of(self, peer: PeerID) -> int:
         """The latest known; -1: none."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 
     # --- events ---
 
-    def plan(self, members: Sequence[Member], former: Collection[PeerID], *, now_s: float) -> None:
+    def set_planned(self, members: Sequence[Member], former: Collection[PeerID], *, now_s: float) -> None:
         """Take a new plan. Args: former: other peers that recent plans had in the group."""
         ready = [peer for peer, mate in self._known.items() if mate.is_ready]
         before = {member.peer for member in self.planned}.union(former, ready)
@@ -157,7 +157,7 @@ class MembershipView:
         self.is_open = is_open
         self._changed()
 
-    def state(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
+    def announced(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
         """Record a member's announcement. Return whether it is news, so that the member needs to be told our state."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)

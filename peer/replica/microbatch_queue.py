@@ -32,38 +32,29 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
+    MemberGranted,
     QueueCommand,
     ReportValidation,
     SendClaim,
     TellValidation,
 )
 from shoal.peer.replica.events import (
-    Changed,
     ClaimArrived,
     ClaimFailed,
     GrantArrived,
     HaltAsked,
-    LossReported,
-    Made,
-    MemberGranted,
-    MemberLost,
-    MemberSaid,
-    PlanFollowed,
     QueueEvent,
-    QueueResumed,
-    QueueStopped,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
     RunAhead,
     TimerFired,
     ValidationArrived,
-    ValidationDone,
-    VersionReached,
     WorkReturned,
 )
 from shoal.peer.replica.router import PeerPace, Turns
-from shoal.peer.replica.views import GroupView, PipelineView
+from shoal.peer.replica.schedule import Schedule
+from shoal.peer.replica.views import GroupView
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -77,21 +68,12 @@ RETRY_S = 0.2
 """Seconds until a failed claim is repeated."""
 HALT_S = 10.0
 """Seconds that a halt lasts unless its asker renews it; with all renewals it lasts `HALTED_S_MAX`."""
-_STEP_S = 10.0
-"""Assumed seconds of a step until this leader has seen two."""
-_STEPS_SEEN = 16
 _STILL_STEPS = 2.0
 """Step times without a step after which the run stands still, and work reported as lost may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
 slower ones. Beyond it, its network card would carry more than the plan counts with."""
-_STEPS_APART = 2
-"""Steps that the leader may be ahead of a member that takes repairs."""
-_ANSWERS_KEPT = 16
-"""Number of recent answers to claims. The quickest did not wait for something to grant."""
-_VALIDATIONS_KEPT = 4
-"""Versions back for which the loss of a validation microbatch still counts."""
 
 
 @dataclass(slots=True)
@@ -102,13 +84,7 @@ class _OpenClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    leader: PeerID
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Granted:
+class _Since:
     peer: PeerID
     at_s: float
 
@@ -133,9 +109,12 @@ class MicrobatchQueue:
 
     book: WorkQueue
     group: GroupView
-    demand: PipelineView
+    demand: Schedule
+    is_stopped: bool = False
+    """We drain, pause or lag: we claim nothing more and take no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
-    _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
+    _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
+    """The microbatches that are granted and not yet contributed."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> number of its microbatches given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
@@ -146,15 +125,16 @@ class MicrobatchQueue:
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
-    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
+    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Asker of repairs -> when its repairs so far will be within their share of all work."""
     _spared_s: float = field(init=False, default=0.0)
     """When repairs beyond that share were last admitted because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    _asked: _Asked | None = field(init=False, default=None)
-    _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
-    _stopped: bool = field(init=False, default=False)
+    _asked: _Since | None = field(init=False, default=None)
+    """The leader that we have asked for microbatches, and when."""
+    _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
+    """Seconds of recent answers to our claims. The quickest did not wait for something to grant."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """When to serve the open claims: at the end of the turn in which something has changed."""
@@ -177,16 +157,12 @@ class MicrobatchQueue:
         match event:
             case TimerFired():
                 return self._timer(now_s)
-            case Changed():
-                return self._look_again(now_s)
             case ClaimArrived(source, count, call):
                 return self._open_claim(source, count, call, now_s)
             case GrantArrived():
                 return self._take_grant(event, now_s)
             case ClaimFailed(leader):
                 return self._claim_later(leader, now_s)
-            case LossReported(step, indices):
-                return self._run_again(step, indices, now_s)
             case RepairAsked(source, step, bitmap):
                 return self._repair(source, step, bitmap, now_s)
             case RepairArrived(source, items):
@@ -199,33 +175,8 @@ class MicrobatchQueue:
                 return self._take_back(source, microbatch, begun)
             case HaltAsked(source, at_once, call):
                 return self._halt(source, at_once, call, now_s)
-            case ValidationDone(microbatch, loss):
-                return self._validated(ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss))
             case ValidationArrived(source, step, index, loss):
                 return self._take_validation(source, ValidationResult(step=step, index=index, loss=loss))
-            case MemberSaid(source, step, indices, granted):
-                self._note(source, step, indices, granted, now_s)
-                return []
-            case Made(microbatch):
-                self._made(microbatch, now_s)
-                return []
-            case MemberLost(peer):
-                return self._lost(peer, now_s)
-            case VersionReached(version):
-                return self._reach(version, now_s)
-            case PlanFollowed(plan):
-                # A member that is not in the plan has left, so its halt ends. One that is back may ask for another.
-                away = plan.dropped_since(self._plan) if self._plan is not None else []
-                self._plan = plan
-                self.book.cutover_version = plan.cutover_version
-                self._halts = {p: halt for p, halt in self._halts.items() if plan.has(p) and p not in away}
-                return self._end_halts(now_s)
-            case QueueStopped():
-                self._stopped = True
-                return []
-            case QueueResumed():
-                self._stopped = False
-                return self._look_again(now_s)
 
     def next_timer_s(self) -> float:
         due_s = min(self._serves_at_s, self._claims_at_s)
@@ -247,8 +198,19 @@ class MicrobatchQueue:
             commands += self._claim(now_s)
         return commands
 
-    def _look_again(self, now_s: float) -> list[QueueCommand]:
-        """Handle a change on which a claim, ours or another member's, may have waited."""
+    # --- told by the core of the replica ---
+
+    def follow(self, plan: Plan, *, now_s: float) -> list[QueueCommand]:
+        # A member that is not in the plan has left, so its halt ends. One that is back may ask for another.
+        away = plan.dropped_since(self._plan) if self._plan is not None else []
+        self._plan = plan
+        self.book.cutover_version = plan.cutover_version
+        self._halts = {p: halt for p, halt in self._halts.items() if plan.has(p) and p not in away}
+        return self._end_halts(now_s)
+
+    def look_again(self, now_s: float) -> list[QueueCommand]:
+        """Handle a change on which a claim, ours or another member's, may have waited: the window has room, the leader
+        is new, or a member has become ready."""
         ended: list[QueueCommand] = []
         if self.group.leader != self.group.me:
             # Their claimants now claim from the new leader. Kept until we lead again, they would be granted
@@ -257,24 +219,24 @@ class MicrobatchQueue:
         if self._claims:
             self._serves_at_s = now_s
         if self._asked is not None:
-            if self._asked.leader == self.group.leader:
+            if self._asked.peer == self.group.leader:
                 return ended  # The answer to our claim comes first.
             self._asked, self._claims_at_s = None, now_s
             return [*ended, DropClaim(), RunAhead(-1, 1.0)]
         self._claims_at_s = now_s
         return ended
 
-    def _reach(self, version: int, now_s: float) -> list[QueueCommand]:
+    def reach(self, version: int, *, now_s: float) -> list[QueueCommand]:
+        """Note that we hold `version`, by a step or by fetching it."""
         self._reached_s.append(now_s)
         self.book.reach(version)
-        self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
+        self._losses = {step: losses for step, losses in self._losses.items() if step >= version - 4}
         self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
         self._had = {step: had for step, had in self._had.items() if step >= version}
-        return self._look_again(now_s)
+        return self.look_again(now_s)
 
-    # --- what the members say ---
-
-    def _note(self, source: PeerID, step: int, indices: bytes, granted: bytes, now_s: float) -> None:
+    def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
+        """Note that a member has contributed `indices` of `step`, and has been granted `granted`. Both are bitmaps."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -284,9 +246,10 @@ class MicrobatchQueue:
             had[source] = max(had[source], taken.bit_count())
         for microbatch, out in list(self._out.items()):
             if out.peer == source and microbatch.step == step and made >> microbatch.index & 1:
-                self._made(microbatch, now_s)
+                self.made(microbatch, now_s=now_s)
 
-    def _made(self, microbatch: Microbatch, now_s: float) -> None:
+    def made(self, microbatch: Microbatch, *, now_s: float) -> None:
+        """Note that we, or another member, have contributed `microbatch`."""
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
@@ -297,7 +260,7 @@ class MicrobatchQueue:
             self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
-    def _lost(self, peer: PeerID, now_s: float) -> list[QueueCommand]:
+    def lost(self, peer: PeerID, *, now_s: float) -> list[QueueCommand]:
         """Forget the work of a lost member, but not its pace, in case it comes back."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         for had in self._had.values():
@@ -307,7 +270,7 @@ class MicrobatchQueue:
         if self.book.version < self.book.steps:
             return answers
         self.book.validate_again(self._losses.get(self.book.steps, {}))
-        return [*answers, *self._look_again(now_s)]
+        return [*answers, *self.look_again(now_s)]
 
     # --- the claimant ---
 
@@ -318,12 +281,12 @@ class MicrobatchQueue:
         if now_s < self._failed_until_s:
             self._claims_at_s = self._failed_until_s
             return []
-        self._asked = _Asked(leader, now_s)
+        self._asked = _Since(leader, now_s)
         return [SendClaim(leader, count)]
 
     def _wanted(self) -> int:
         window = self.demand.window
-        if self._stopped or window is None or not self.group.ready:
+        if self.is_stopped or window is None or not self.group.ready:
             return 0
         # Ask for more than fits: also for the places that will fall free while the claim is on its way.
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
@@ -331,7 +294,7 @@ class MicrobatchQueue:
 
     def _take_grant(self, grant: GrantArrived, now_s: float) -> list[QueueCommand]:
         asked, leader = self._asked, grant.leader
-        if asked is None or asked.leader != leader:
+        if asked is None or asked.peer != leader:
             return []
         try:
             self._check(leader, grant.items, validates=True)
@@ -341,7 +304,7 @@ class MicrobatchQueue:
             self._claim_later(leader, now_s)
             raise
         self._asked, self._claims_at_s = None, now_s
-        self._answers_s.append(now_s - asked.since_s)
+        self._answers_s.append(now_s - asked.at_s)
         commands: list[QueueCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
         # If the leader has changed meanwhile, our Progress to the new one did not claim these: it grants them again.
         for step, index in grant.items if leader == self.group.leader else ():
@@ -353,7 +316,7 @@ class MicrobatchQueue:
         return commands
 
     def _claim_later(self, leader: PeerID, now_s: float) -> list[QueueCommand]:
-        if self._asked is not None and self._asked.leader == leader:
+        if self._asked is not None and self._asked.peer == leader:
             self._asked, self._failed_until_s = None, now_s + RETRY_S
             self._claims_at_s = self._failed_until_s
         return []
@@ -455,7 +418,7 @@ class MicrobatchQueue:
     def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[QueueCommand]:
         commands: list[QueueCommand] = []
         for microbatch in microbatches:
-            self._out[microbatch] = _Granted(peer, now_s)
+            self._out[microbatch] = _Since(peer, now_s)
             commands.append(MemberGranted(peer, microbatch))
         return commands
 
@@ -486,7 +449,7 @@ class MicrobatchQueue:
         # What is not back at stage 0 yet is still on its way to the stage that lacks it.
         passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
         may_run = self._count_repairs(source, len(passed), now_s)
-        return self._run_again(step, sum(1 << index for index in passed[:may_run]), now_s)
+        return self.run_again(step, sum(1 << index for index in passed[:may_run]), now_s=now_s)
 
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
         """Count repairs for `source`; only its own stage knows whether they are needed.
@@ -494,7 +457,7 @@ class MicrobatchQueue:
         Returns: how many of `asked` may run now; the sender asks again for the rest. All, now and then, if the run
         stands still. Raises: Refused: none may."""
         seen = self._reached_s
-        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
+        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
         at_once_s = (self.book.s_max + 2) * self.book.microbatches * each_s
         self._repaired_until_s = {p: until_s for p, until_s in self._repaired_until_s.items() if until_s > now_s}
@@ -508,8 +471,9 @@ class MicrobatchQueue:
         self._repaired_until_s[source] = until_s + may_run * each_s
         return may_run
 
-    def _run_again(self, step: int, indices: Indices, now_s: float) -> list[QueueCommand]:
-        """Share the microbatches among all open members: the leader alone would take too long."""
+    def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
+        """Share the microbatches, which died with a replica, among all open members: the leader alone would take too
+        long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []
@@ -532,10 +496,11 @@ class MicrobatchQueue:
         return parts
 
     def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[QueueCommand]:
-        if source != self.group.leader or self._stopped or not self.group.ready:
+        if source != self.group.leader or self.is_stopped or not self.group.ready:
             raise Refused(self.group.me, "takes no repairs from the sender")
         self._check(source, items)
-        if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
+        # The leader may be two steps ahead of us.
+        if any(step > self.book.version + self.book.s_max + 2 for step, _ in items):
             raise Refused(self.group.me, "has not reached that step")
         for step, index in items:
             self.book.take(step, 1 << index)
@@ -568,11 +533,13 @@ class MicrobatchQueue:
         if self.halts or self.book.halts_at is None:
             return []
         self.book.go_on()
-        return self._look_again(now_s)
+        return self.look_again(now_s)
 
     # --- validation ---
 
-    def _validated(self, result: ValidationResult) -> list[QueueCommand]:
+    def validated(self, microbatch: Microbatch, loss: float) -> list[QueueCommand]:
+        """Report the loss of a validation microbatch of ours that has passed through the pipeline."""
+        result = ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss)
         leader = self.group.leader or self.group.me
         return self._record(result) if leader == self.group.me else [TellValidation(leader, result)]
 

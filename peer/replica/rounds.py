@@ -12,9 +12,8 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.wire_format import WireFormat
 
-_ATTEMPTS_PER_PLAN: Final = 1000
-_RANKS: Final = 1000
-_MEMBERSHIPS: Final = 1000
+_EACH: Final = 1000
+"""Room for each part of a round's number: attempts under a plan, ranks, and incarnations."""
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
 
@@ -22,8 +21,8 @@ _PLANS_AHEAD_MAX: Final = 16
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
     """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
     under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
-    order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
-    return (order * _RANKS + rank) * _MEMBERSHIPS + incarnation % _MEMBERSHIPS
+    order = plan_sequence * _EACH + retries
+    return (order * _EACH + rank) * _EACH + incarnation % _EACH
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,17 +63,13 @@ class Rounds:
     def void(self, step: int) -> None:
         """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
         one."""
-        order = self.open.pop(step).attempt // (_RANKS * _MEMBERSHIPS)
-        self.retries = max(self.retries, order - self.plan_sequence * _ATTEMPTS_PER_PLAN) + 1
+        order = self.open.pop(step).attempt // _EACH**2
+        self.retries = max(self.retries, order - self.plan_sequence * _EACH) + 1
 
     def void_if_dead(self, step: int) -> None:
         start = self.open.get(step)
         if start is not None and self.is_dead(start):
             self.void(step)
-
-    def number(self, rank: int, incarnation: int) -> int:
-        """Return the number of the next round that we open."""
-        return attempt(self.plan_sequence, self.retries, rank=rank, incarnation=incarnation)
 
     @property
     def named(self) -> set[PeerID]:

@@ -21,8 +21,6 @@ ALIKE = 0.05
 """Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: a replica with slightly
 more must not get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
-_TAKES_S_MAX = 3600.0
-"""Limit: in a run that stands still no replica answers, and doubling each time would give infinity, a weight of 0."""
 
 
 @dataclass(slots=True)
@@ -45,7 +43,8 @@ class PeerPace:
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
         """Note that it has not answered in time: the next try is at least twice as far away as the last."""
-        takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), _TAKES_S_MAX)
+        # In a run that stands still no replica answers, and doubling without end would give infinity, a weight of 0.
+        takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
 
     def given(self, peer: PeerID, now_s: float) -> None:
@@ -54,24 +53,22 @@ class PeerPace:
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
         """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard. Args: waiting_s: age of
         its oldest unanswered microbatch."""
-        best_s = self._best_s(among)
-        takes_s = max(self._blamed_s.get(peer, best_s), waiting_s)
-        return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
+        return self._weight(peer, self._best_s(among), waiting_s)
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
         """Return the `weight` of each of `among`."""
         best_s = self._best_s(among)
-        weights = {}
-        for peer in among:
-            takes_s = self._blamed_s.get(peer, best_s)
-            weights[peer] = best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
-        return weights
+        return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
         """True if the peer has had nothing for so long that it is worth a try: it may be new, or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
+
+    def _weight(self, peer: PeerID, best_s: float, waiting_s: float = 0.0) -> float:
+        takes_s = max(self._blamed_s.get(peer, best_s), waiting_s)
+        return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
 
     def _best_s(self, among: Iterable[PeerID]) -> float:
         takes_s, best_s = self._takes_s, math.inf

@@ -49,7 +49,6 @@ from shoal.peer.replica.events import (
     JobParked,
     Lagging,
     Paused,
-    PeerClosed,
     PeerLost,
     PeerReady,
     Resumed,
@@ -57,7 +56,6 @@ from shoal.peer.replica.events import (
     ScheduleEvent,
     StepReady,
     TrafficPlanned,
-    UpstreamSet,
     VersionSet,
 )
 from shoal.peer.replica.flow import CommitTimes, Control, Window
@@ -210,18 +208,14 @@ class Schedule:
                 self._commits.loaded(version)
                 commands = []
             case TrafficPlanned(shares, upstream):
-                self.router.set_shares(shares)
-                self.upstream = upstream
-                commands = self._send_unsent(now_s)
-            case UpstreamSet(upstream):
                 self.upstream = upstream
                 commands = []
-            case PeerReady(peer):
-                self.router.set_ready(peer, True)
-                commands = self._send_unsent(now_s)
-            case PeerClosed(peer):
-                self.router.set_ready(peer, False)
-                commands = []
+                if shares is not None:
+                    self.router.set_shares(shares)
+                    commands = self._send_unsent(now_s)
+            case PeerReady(peer, is_open):
+                self.router.set_ready(peer, is_open)
+                commands = self._send_unsent(now_s) if is_open else []
             case PeerLost(peer, successor):
                 commands = self._lost(peer, math.inf if successor is None else successor, now_s)
             case HandedBack(microbatch, peer):

@@ -1,22 +1,27 @@
 """Receives the tokens for experts: one server a peer, for all experts that it holds.
 
 A request waits until every expert that it names is near enough to its step (t - version <= s_max); then it is computed
-as one job and answered once. No sender is trusted: it must be in a plan, has limited room, and sizes follow from the
-spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
+as one job and answered once. No sender is trusted: it must be in a recent plan, has limited room, and sizes follow from
+the spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
 
 N tokens   D width
 """
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
+from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
-from shoal.peer.compute.expert_work import ExpertWork
+from shoal.peer.model.flop import expert_flop
+from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.expert_runs import Run
+from shoal.peer.pipeline.expert_shard import ExpertShard
 from shoal.peer.pipeline.expert_wire import TokenWire
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.services.senders import STRANGER, Room, Senders
+from shoal.peer.presence.parts import ExpertHolding
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -24,8 +29,63 @@ from shoal.protocol.limits import QUEUED_TOKENS_MAX, QUEUED_TOKENS_OF_ONE_MAX, R
 from shoal.protocol.messages import Done, ExpertDone, ExpertOutput, ExpertTokens
 from shoal.protocol.ports import Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 logger = logging.getLogger(__name__)
+
+STRANGER: Final = PeerID("")
+"""All strangers together share one room, since a new name costs nothing."""
+
+
+class Room:
+    """A limited number of places; one peer takes at most `each`."""
+
+    def __init__(self, total: int, *, each: int) -> None:
+        self._total = total
+        self._each = each
+        self._taken: Counter[PeerID] = Counter()
+
+    def take(self, peer: PeerID) -> bool:
+        """Take a place for the peer. False: there is none."""
+        if self._taken[peer] >= self._each or self._taken.total() >= self._total:
+            return False
+        self._taken[peer] += 1
+        return True
+
+    def leave(self, peer: PeerID) -> None:
+        self._taken[peer] -= 1
+        if not self._taken[peer]:
+            del self._taken[peer]
+
+
+class ExpertWork:
+    """Expert `expert` of stage `stage` at its holder. `version` changes only on the loop's thread."""
+
+    def __init__(self, runtime: ExpertShard, stage: int, *, upwards: ExpertHolding) -> None:
+        self.runtime = runtime
+        self.stage = stage
+        self.expert = runtime.expert
+        self.upwards = upwards
+        self.version = 0
+        self.is_paused = False
+
+    def load(self, state: StageState) -> None:
+        self.runtime.load(state)
+        self.version = state.version
+
+    def flop(self, num_tokens: int, *, backward: bool) -> float:
+        """Return the FLOP of a job; a backward repeats the forward."""
+        forward = expert_flop(self.runtime.spec.model, num_tokens)
+        return (1.0 + BACKWARD_PER_FORWARD) * forward if backward else forward
+
+    def has_whole(self, run: Run, num_layers: int) -> bool:
+        return self.runtime.open_runs.layers_done(run) == num_layers
+
+    def close_run(self, run: Run, *, retried: bool) -> None:
+        """End a run: it counts if the group lacks it."""
+        staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
+        if staleness_steps is not None:
+            self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, retried=retried)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +106,10 @@ def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
 class ExpertServer:
     """The requests for all experts of one peer."""
 
-    def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
-        self.senders = Senders(endpoint.peer_id)
+    def __init__(
+        self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, plans: Plans, spec: RunSpec, tasks: Tasks
+    ) -> None:
+        self._plans = plans
         self._room = Room(QUEUED_TOKENS_MAX, each=QUEUED_TOKENS_OF_ONE_MAX)
         self._refusals = Room(QUEUED_TOKENS_MAX, each=REFUSED_TOKENS_OF_ONE_MAX)
         self._endpoint = endpoint
@@ -86,7 +148,7 @@ class ExpertServer:
         key = (source, meta.incarnation, meta.serial)
         if key in self._pending:
             return  # sent again
-        if not self.senders.admits(source):
+        if not self._plans.knows(source):
             self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
         elif not self._room.take(source):
             self._refuse(source, meta, "is overloaded", room_of=source)
@@ -188,7 +250,7 @@ class ExpertServer:
         self._wire.check_microbatch(message.step, message.index, source)
         if message.index < 0:
             raise RemoteError(source, "reports a validation as a contribution")
-        if not self.senders.admits(source):
+        if not self._plans.knows(source):
             raise Refused(self._endpoint.peer_id, "does not know the sender as a member of the run")
         run = run_of(source, message)
         works = self._held(message.stage, [expert for expert, _ in message.experts])

@@ -1,24 +1,15 @@
 """What this peer does when its device has no memory for a job."""
 
 import asyncio
-from typing import Protocol
 
 from shoal.peer.handoff.initial import begun_numel
+from shoal.peer.inference.service import InferenceService
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.neighbours import Neighbours
 from shoal.peer.presence.own_word import OwnWord
 from shoal.peer.presence.parts import Part, Parts
 from shoal.peer.presence.reports import Reports
 from shoal.protocol.spec import RunSpec
-
-_SHORT_S = 20.0
-"""Delay until a part out of memory tries again. By then the next plan has replaced it, if another peer can."""
-
-
-class SpareMemory(Protocol):
-    """What the peer keeps for others and can spare; `InferenceService` documents it."""
-
-    def free(self) -> None: ...
 
 
 class Shortages:
@@ -32,7 +23,7 @@ class Shortages:
         own: OwnWord,
         neighbours: Neighbours,
         reports: Reports,
-        spare: SpareMemory,
+        spare: InferenceService,
     ) -> None:
         self._spec, self._life, self._parts, self._own = spec, life, parts, own
         self._neighbours, self._reports, self._spare = neighbours, reports, spare
@@ -63,7 +54,8 @@ class Shortages:
             f"out of memory: this peer's work goes to others, and it claims {after / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
-        self._short[part] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, part)
+        # By then the next plan has replaced the part, if another peer can.
+        self._short[part] = asyncio.get_running_loop().call_later(20.0, self._try_again, part)
         self._neighbours.announce()
 
     def close(self) -> None:

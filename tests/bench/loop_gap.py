@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
 from tiny_run import tiny_corpus
 
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.driver import PeerDriver
 from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.links.meter import LinkMeter
@@ -168,7 +168,7 @@ class Replica(StageRuntime):
 
 
 class Hollow:
-    """Implements `DenseRuntime` for a mate that holds nothing but a gradient of zeros."""
+    """A `StageShard` of a mate that holds nothing but a gradient of zeros."""
 
     def __init__(self, spec: RunSpec, digests: Digests) -> None:
         self.spec, self.device, self._digests = spec, CPU, digests
@@ -217,7 +217,7 @@ class Hollow:
         return 0.0, None
 
 
-class Arithmetic(TorchArithmetic):
+class IdleArithmetic(Arithmetic):
     def __init__(self, spec: RunSpec, digests: Digests, *, is_hollow: bool) -> None:
         super().__init__(spec, tiny_corpus(), CPU)
         self._digests, self._is_hollow = digests, is_hollow
@@ -262,7 +262,7 @@ async def measure(spec: RunSpec) -> tuple[list[float], float]:
                     meter=LinkMeter(clock),
                 ),
                 spec=spec,
-                arithmetic=Arithmetic(spec, digests, is_hollow=number > 0),
+                arithmetic=IdleArithmetic(spec, digests, is_hollow=number > 0),
                 claims=Claims(memory_bytes=1 << 34),
                 watcher=Watcher(on_commit=on_commit),
             )

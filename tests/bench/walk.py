@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 from tiny_run import tiny_corpus, tiny_spec
 
 import shoal.protocol
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.driver import PeerDriver
 from shoal.peer.links.meter import LinkMeter
 from shoal.peer.presence.own_word import Claims
@@ -170,7 +170,7 @@ async def walk(steps: int) -> tuple[Profile, list[float]]:
                 meter=LinkMeter(peer.clock),
             ),
             spec=spec,
-            arithmetic=TorchArithmetic(spec, tiny_corpus(), torch.device("cpu")),
+            arithmetic=Arithmetic(spec, tiny_corpus(), torch.device("cpu")),
             claims=Claims(memory_bytes=1 << 30),
             watcher=Watcher(on_commit=on_commit),
         )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.driver import PeerDriver
 from shoal.peer.links.meter import LinkMeter
@@ -87,7 +87,7 @@ class Swarm:
                     disk=disk,
                 ),
                 spec=self.spec,
-                arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu"), dtype=dtype),
+                arithmetic=Arithmetic(self.spec, self.corpus, torch.device("cpu"), dtype=dtype),
                 traffic=traffic,
                 claims=Claims(name=name),
                 watcher=Watcher(on_commit=self._committed),

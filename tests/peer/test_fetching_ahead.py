@@ -10,7 +10,7 @@ import torch
 from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.base.failures import Failures
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.fetching_ahead import FetchingAhead, _Source
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.model.layout import layer_layout
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 STEP_S = 1.0
 
 
-class Host(TorchArithmetic):
+class Host(Arithmetic):
     """With so much free memory in the host."""
 
     free = 1 << 40

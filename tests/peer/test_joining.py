@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.group.catching_up import Answer
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.relay import Relay
@@ -146,7 +146,7 @@ class Scene:
         joining = Joining(
             cast(Any, services),
             cast(Any, Member()),
-            TorchArithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
+            Arithmetic(self.spec, None, torch.device("cpu")).runtime(0, 1),
             cast(Any, SimpleNamespace(fetch=fetch_mean)),
             take_over=take_over,
         )

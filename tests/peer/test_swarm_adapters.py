@@ -343,7 +343,7 @@ def test_adapters_are_trained_one_step_stale_and_members_agree(
         runtimes = [swarm.drivers[name].replica.runtime for name in names]
         assert {runtime.state.version for runtime in runtimes} == {steps}
         assert len({runtime.state.digest() for runtime in runtimes}) == 1
-        assert max(runtime.weight_copies() for runtime in runtimes) <= 3
+        assert max(runtime._weights.copies(runtime.state) for runtime in runtimes) <= 3
 
 
 @pytest.mark.sim

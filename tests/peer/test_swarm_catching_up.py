@@ -5,7 +5,6 @@ import asyncio
 import msgspec
 import pytest
 
-from shoal.peer.replica.events import QueueStopped
 from shoal.protocol.messages import ReducedRequest, ReducePart
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -66,7 +65,7 @@ def test_whose_device_rests_while_its_mates_go_on_keeps_its_state_and_asks_nobod
         await swarm.until_step(1)
         slow = swarm.drivers["2"]
         replica = slow.replica
-        replica.handle(QueueStopped())  # the others make all there is
+        replica.core._queue.is_stopped = True  # the others make all there is
         await swarm.until_step(2)
         device = replica.compute = Resting(replica.compute)
         ask = slow.services.endpoint.ask

@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 import pytest
+from uncontrolled import Uncontrolled
 
-from shoal.peer.replica.flow import AdaptiveTraffic
 from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -124,7 +124,7 @@ def test_who_moves_away_hears_of_later_plans_while_it_drains(make_swarm, tiny_sp
 
         for name, speed in speeds.items():
             # As much in flight as may be: who is to drain is not done when the next plan comes.
-            await swarm.add(name, device_flop_per_s=speed, traffic=AdaptiveTraffic(controlled=False))
+            await swarm.add(name, device_flop_per_s=speed, traffic=Uncontrolled())
         await obey("0.0 0.1", "1.0 1.1", "2.0")
         await swarm.until_step(3)
         match vanishes:

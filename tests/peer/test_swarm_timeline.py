@@ -6,8 +6,9 @@ from statistics import mean
 import msgspec
 import pytest
 from timelines import busy_fraction
+from uncontrolled import Uncontrolled
 
-from shoal.peer.replica.flow import AdaptiveTraffic, Control
+from shoal.peer.replica.flow import Control, Traffic
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.staleness import Price
@@ -30,7 +31,7 @@ def busy(make_swarm, spec, *, s_max, from_step, to_step, seed=0):
         for names in STAGES:
             for name in names:
                 # Of a run this small no more than a few microbatches are ever seen: control would not run ahead.
-                await swarm.add(name, device_flop_per_s=4e7, traffic=AdaptiveTraffic(controlled=False))
+                await swarm.add(name, device_flop_per_s=4e7, traffic=Uncontrolled())
         swarm.obey(STAGES, not_started=True)
         await swarm.until_step(from_step)
         started_s = swarm.world.now_s()
@@ -56,7 +57,7 @@ def test_one_step_of_staleness_hides_the_bubble_and_the_commit(make_swarm, tiny_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced(AdaptiveTraffic):
+class Priced(Traffic):
     """With a price of staleness that no study can change."""
 
     price: float = 0.6
@@ -95,7 +96,7 @@ def ahead(make_swarm, spec, *, traffic, from_step=3, to_step=7):
 
 @pytest.mark.sim
 def test_control_makes_fewer_microbatches_stale_and_steps_no_longer(make_swarm, tiny_spec):
-    free_s, free_staleness = ahead(make_swarm, tiny_spec, traffic=AdaptiveTraffic(controlled=False))
+    free_s, free_staleness = ahead(make_swarm, tiny_spec, traffic=Uncontrolled())
     step_s, staleness = ahead(make_swarm, tiny_spec, traffic=Priced())
     assert step_s <= 1.02 * free_s
     assert 0.0 < staleness <= 0.8 * free_staleness

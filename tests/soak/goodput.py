@@ -24,9 +24,10 @@ from sightings import Injected
 from sim_swarm import SimSwarm
 from tiny_run import tiny_spec
 from trial import Trial
+from uncontrolled import Uncontrolled
 from witness import RunWitness
 
-from shoal.peer.replica.flow import AdaptiveTraffic, Control, Window
+from shoal.peer.replica.flow import Control, Traffic, Window
 from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.spec import RunSpec
@@ -48,7 +49,7 @@ class _InStep(Control):
         return 0
 
 
-class _Synchronous(AdaptiveTraffic):
+class _Synchronous(Traffic):
     """`s_max = 0` would be the same, but that every loss would have to be a single process's own, within 1e-4: over a
     hundred steps and more the order of sums alone makes more than that."""
 
@@ -85,7 +86,7 @@ def steps_per_s(peers: int, *, seed: int, kills: int, ahead: int, killing: bool)
         device_flop_per_s=8e6,
         speeds={f"n{number}": 1.0 for number in range(peers)},
         schedule=(),
-        traffic=AdaptiveTraffic(controlled=False) if ahead else _Synchronous(),
+        traffic=Uncontrolled() if ahead else _Synchronous(),
     )
     verdict = run_trial(trial, script).verdict
     assert verdict.broken is None, f"{verdict.broken}\n{verdict.detail}"

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, peer_ids
-from shoal.peer.replica.flow import Control, Window
+from shoal.peer.replica.flow import Control, Traffic, Window
 from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import CallHandler, Clock, Compute, FrameHandler, JobKind, Payload, Priority, Timed, Transport
@@ -221,7 +221,7 @@ class FixedWindow(Window):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockstepTraffic:
+class LockstepTraffic(Traffic):
     """One device's `Traffic` (`peer/replica/flow.py`).
 
     Args:

@@ -30,7 +30,7 @@ from shoal.deploy.node.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.modelled_swarm import name_of, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.scenario import find_scenario
-from shoal.peer.compute.arithmetic import TorchArithmetic
+from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.model.state import StageState
@@ -105,7 +105,7 @@ class RecordingRuntime(StageRuntime):
         return super().loss(microbatch, payload, contributes=contributes)
 
 
-class RecordingArithmetic(TorchArithmetic):
+class RecordingArithmetic(Arithmetic):
     def __init__(self, spec: RunSpec, corpus: Corpus, recording: Recording) -> None:
         super().__init__(spec, corpus, torch.device("cpu"))
         self._run_spec, self._text, self._recording = spec, corpus, recording

@@ -7,7 +7,6 @@ from typing import Any
 from shoal.peer.base.failures import Failures
 from shoal.peer.membership.expert_seats import ExpertSeats
 from shoal.peer.presence.parts import Parts
-from shoal.peer.services.senders import Senders
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.sim.loop import run
@@ -61,7 +60,6 @@ def test_one_that_has_drained_while_another_was_dropped_is_passed_over() -> None
             neighbours=SimpleNamespace(
                 say=lambda peers: None, say_news=lambda peers: None, words=lambda: (), announce=lambda: None
             ),
-            experts=SimpleNamespace(senders=Senders(ME)),
             clock=SimpleNamespace(now_s=lambda: 0.0),
         )
         seats = ExpertSeats(services)

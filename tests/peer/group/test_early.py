@@ -11,13 +11,13 @@ from shoal.peer.encoding.vectors import VECTORS
 from shoal.peer.group.early import ROUNDS_MAX, Early
 from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
+from shoal.peer.replica.events import GradientCounted
 from shoal.peer.replica.group_core import GroupCore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import GatherPart, ReducePart, RoundMember, RoundStart
-from shoal.protocol.plan import Member
+from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
@@ -111,8 +111,9 @@ class Replica(GroupMembership):
             neighbours=SimpleNamespace(unreachable=lambda peer: None),
         )
         super().__init__(services, None, core, held, incarnation=0)
-        group.handle(GroupPlanned(tuple(Member(name, 1.0, 1.0, 1) for name in names), 1), now_s=0.0)
-        group.handle(ReadySet(True), now_s=0.0)
+        stages = (Stage(0, 1, tuple(Member(name, 1.0, 1.0, 1) for name in names)),)
+        group.follow(Plan(run="run", term=1, sequence=1, previous="", coordinator=A, stages=stages), (), now_s=0.0)
+        group.take_part(True, now_s=0.0)
         group.handle(GradientCounted(Microbatch(0, 0), 1.0, 0), now_s=0.0)
 
     version = 0

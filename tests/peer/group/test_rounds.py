@@ -1,6 +1,7 @@
 """Rounds that nobody can end any more, whenever a member hears of them, and rounds that nobody may open."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,12 +11,8 @@ from shoal.peer.replica.commands import CatchUp, CommitCommand, Reduce, Tell
 from shoal.peer.replica.events import (
     DigestArrived,
     GradientCounted,
-    GroupPlanned,
-    MemberLost,
     MemberSilent,
-    MemberState,
     ProgressArrived,
-    ReadySet,
     RoundArrived,
     Stepped,
     StoodStill,
@@ -26,11 +23,17 @@ from shoal.peer.replica.rounds import attempt
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
-from shoal.protocol.plan import Member
-from shoal.protocol.wire_format import AUTO_SUMS, WireFormat
+from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.wire_format import AUTO_SUMS, Formats, WireFormat
 
 A, B, C = (PeerID(name) for name in "abc")
 BOTH = b"\x03"
+
+
+def a_plan(*members: PeerID, sequence: int = 1, **more: Any) -> Plan:
+    """The plan gives group 1 these members."""
+    stages = (Stage(0, 1, ()), Stage(1, 2, tuple(Member(peer, 1, 1) for peer in members)))
+    return Plan(run="run", term=1, sequence=sequence, previous="", coordinator=A, stages=stages, **more)
 
 
 def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",)) -> GroupCore:
@@ -46,12 +49,12 @@ def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",))
         quorum=1.0,
         sums=sums,
     )
-    made.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in members), 1), now_s=0)
+    made.follow(a_plan(*members), (), now_s=0)
     made.handle(Stepped(1, "1"), now_s=0)
-    made.handle(ReadySet(True), now_s=0)
+    made.take_part(True, now_s=0)
     for mate in members:
         if mate != me:
-            made.handle(MemberState(mate, True, True, 1), now_s=0)
+            made.member_said(mate, ready=True, is_open=True, incarnation=1, now_s=0)
             made.handle(DigestArrived(mate, Digest(stage=1, version=1, digest="1")), now_s=0)
     return made
 
@@ -59,10 +62,10 @@ def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",))
 def test_a_member_that_is_barred_is_no_mate_whatever_it_says() -> None:
     ours = core(A, A, B, C)
     assert ours.group_peers == (B, C)
-    ours.handle(MemberLost(C, is_barred=True), now_s=1)
+    ours.member_lost(C, is_barred=True, now_s=1)
     for drains in (False, True):
-        ours.handle(MemberState(C, True, True, 9, drains, True), now_s=2)
-    ours.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in (A, B, C)), 2), now_s=3)
+        ours.member_said(C, ready=True, is_open=True, incarnation=9, drains=drains, has_moved=True, now_s=2)
+    ours.follow(a_plan(A, B, C, sequence=2), (), now_s=3)
     assert ours.group_peers == ours.ready_members == (B,)
     assert ours.draining == ()
     assert not ours.has_place(C)
@@ -111,7 +114,7 @@ def contribute(core: GroupCore, step: int) -> list[CommitCommand]:
 
 def hears(core: GroupCore, start: RoundStart) -> list[CommitCommand]:
     """A round that a mate opens."""
-    source = next(member.peer for member in core._members.planned if member.peer != core.me)
+    source = next(member.peer for member in core.planned if member.peer != core.me)
     return core.handle(RoundArrived(source, start), now_s=1)
 
 
@@ -123,8 +126,8 @@ def test_a_round_of_a_later_step_that_died_is_opened_anew_once_its_step_is_due()
     ours = core(B, A, B)
     hears(ours, a_round(2, attempt(1, 7, rank=0, incarnation=1), a=BOTH, b=b""))
     assert reduced(contribute(ours, 2)) == []
-    ours.handle(MemberLost(A), now_s=1)
-    ours.handle(GroupPlanned((Member(B, 1, 1),), 1), now_s=1)
+    ours.member_lost(A, now_s=1)
+    ours.follow(a_plan(B), (), now_s=1)
     (opened,) = reduced(ours.handle(Stepped(2, "2"), now_s=2))
     assert [(member.peer, member.indices) for member in opened.members] == [(B, BOTH)]
     assert opened.attempt > attempt(1, 7, rank=0, incarnation=1), "who holds to the dead round must heed it"
@@ -134,7 +137,7 @@ def test_the_lead_opens_rounds_in_the_format_of_its_plan_and_in_the_widest_if_th
     ours = core(A, A, sums=AUTO_SUMS)
     (wide,) = reduced(contribute(ours, 1))
     ours.handle(Stepped(2, "2"), now_s=4)
-    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, sums="hadamard4"), now_s=4)
+    ours.follow(a_plan(A, sequence=2, formats=Formats(("bf16",), ("fp32", "hadamard4"))), (), now_s=4)
     (thin,) = reduced(contribute(ours, 2))
     assert (wide.form, thin.form) == ("int8", "hadamard4")
 
@@ -150,8 +153,8 @@ def test_a_round_in_a_format_that_the_run_has_not_is_refused() -> None:
 def test_nothing_is_contributed_apart_for_ever() -> None:
     ours = core(B, A, B)
     hears(ours, a_round(2, 1, a=BOTH, b=b""))
-    ours.handle(MemberLost(A), now_s=1)
-    ours.handle(GroupPlanned((Member(B, 1, 1),), 2), now_s=1)
+    ours.member_lost(A, now_s=1)
+    ours.follow(a_plan(B, sequence=2), (), now_s=1)
     ours.handle(Stepped(2, "2"), now_s=2)
     assert not ours.has_round(2)
     assert len(reduced(contribute(ours, 2))) == 1
@@ -160,7 +163,7 @@ def test_nothing_is_contributed_apart_for_ever() -> None:
 @pytest.mark.parametrize("number", [1, attempt(5, 0, rank=0, incarnation=1)])
 def test_the_acting_lead_takes_no_round_of_somebody_who_is_gone(number: int) -> None:
     ours = core(B, A, B, C)
-    ours.handle(MemberLost(A), now_s=1)
+    ours.member_lost(A, now_s=1)
     names(ours, C, B, count=1)
     assert ours.is_leader
     assert hears(ours, a_round(1, number, a=BOTH, b=b"", c=b"")) == []
@@ -170,7 +173,7 @@ def test_the_acting_lead_takes_no_round_of_somebody_who_is_gone(number: int) -> 
 
 def test_a_follower_leaves_a_dead_round_for_one_of_any_number_but_not_for_itself() -> None:
     ours = core(C, A, B, C)
-    ours.handle(MemberLost(A), now_s=1)
+    ours.member_lost(A, now_s=1)
     dead = a_round(1, attempt(1, 3, rank=0, incarnation=1), a=BOTH, b=b"", c=b"")
     assert reduced(hears(ours, dead)) == [dead]
     assert hears(ours, dead) == [], "what has come of it would be lost"
@@ -183,7 +186,7 @@ def test_who_voids_a_round_of_another_lead_opens_the_next_above_it() -> None:
     ours = core(B, A, B, C)
     outgrown = a_round(1, attempt(1, 5, rank=0, incarnation=1), a=BOTH, b=b"", c=b"")
     hears(ours, outgrown)
-    ours.handle(MemberState(A, True, False, 1), now_s=1)  # it resigns
+    ours.member_said(A, ready=True, is_open=False, incarnation=1, now_s=1)  # it resigns
     names(ours, A, B, count=1)
     names(ours, C, B, count=1)
     assert ours.is_leader
@@ -211,9 +214,9 @@ def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_sta
     names(ours, B, A, count=1)
     assert ours.is_leader
     for made in (ours, leaver):
-        made.handle(GroupPlanned((Member(A, 1, 1),), 2), now_s=1)
+        made.follow(a_plan(A, sequence=2), (), now_s=1)
     ours.handle(MemberSilent(B), now_s=1)
-    ours.handle(MemberState(B, True, False, 1, drains=True), now_s=2)
+    ours.member_said(B, ready=True, is_open=False, incarnation=1, drains=True, now_s=2)
     assert not ours.is_leader, "B might take somebody else for the lead"
     said = [command.message for command in leaver.handle(StoodStill(), now_s=2) if isinstance(command, Tell)]
     for message in said:
@@ -224,18 +227,17 @@ def test_who_was_out_of_reach_while_it_drained_is_heard_again_when_the_group_sta
 
 def test_no_round_is_opened_from_the_version_on_at_which_the_layout_ends() -> None:
     """What is here of the step is kept: if the layout does not end after all it is committed."""
-    alone = (Member(A, 1, 1),)
     ours = core(A, A)
-    ours.handle(GroupPlanned(alone, 2, cutover_version=1), now_s=2)
+    ours.follow(a_plan(A, sequence=2, cutover_version=1), (), now_s=2)
     assert not [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
     assert not ours.handle(TimerFired(), now_s=900.0)
     assert ours.next_timer_s() == math.inf, "nothing is missing, and nobody asks for it"
-    assert [c for c in ours.handle(GroupPlanned(alone, 3), now_s=901.0) if isinstance(c, Reduce)]
+    assert [c for c in ours.follow(a_plan(A, sequence=3), (), now_s=901.0) if isinstance(c, Reduce)]
 
 
 def test_a_step_before_the_end_of_the_layout_is_committed() -> None:
     ours = core(A, A)
-    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, cutover_version=2), now_s=2)
+    ours.follow(a_plan(A, sequence=2, cutover_version=2), (), now_s=2)
     assert [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
 
 
@@ -257,10 +259,10 @@ def test_who_is_in_a_round_gives_it_time_to_end_before_it_asks() -> None:
 
 def test_who_becomes_ready_behind_its_mates_asks_at_once() -> None:
     ours = core(B, A, B)
-    ours.handle(ReadySet(False), now_s=4)
+    ours.take_part(False, now_s=4)
     ours.handle(DigestArrived(A, Digest(stage=1, version=2, digest="2")), now_s=4)
     assert CatchUp(A, 1) not in ours.handle(TimerFired(), now_s=4)
-    ours.handle(ReadySet(True), now_s=5)
+    ours.take_part(True, now_s=5)
     assert CatchUp(A, 1) in ours.handle(TimerFired(), now_s=5)
 
 
@@ -272,7 +274,7 @@ def test_all_are_past_a_step_when_each_mate_has_said_so_and_none_is_on_its_way()
     assert not made.are_past(1), "c has not spoken of version 2"
     made.handle(DigestArrived(C, Digest(stage=1, version=2, digest="2")), now_s=1)
     assert made.are_past(1)
-    made.handle(GroupPlanned((*(Member(peer, 1, 1) for peer in (A, B, C)), Member(PeerID("d"), 1, 1)), 2), now_s=1)
+    made.follow(a_plan(A, B, C, PeerID("d"), sequence=2), (), now_s=1)
     assert not made.are_past(1), "a newcomer may replay it"
 
 
@@ -281,7 +283,7 @@ def test_whoever_is_alone_is_past_every_step() -> None:
 
 
 def a_light_mate(core: GroupCore, mate: PeerID, *, learner: bool = True) -> list[CommitCommand]:
-    return core.handle(MemberState(mate, True, True, 1, learner=learner), now_s=1)
+    return core.member_said(mate, ready=True, is_open=True, incarnation=1, learner=learner, now_s=1)
 
 
 def test_who_is_light_neither_leads_nor_is_a_holder_until_it_holds_the_state() -> None:
@@ -299,7 +301,7 @@ def test_who_is_light_neither_leads_nor_is_a_holder_until_it_holds_the_state() -
 def test_where_all_are_light_nobody_leads() -> None:
     ours = core(C, A, C)
     a_light_mate(ours, A)
-    ours.handle(ReadySet(True, learner=True), now_s=1)
+    ours.take_part(True, learner=True, now_s=1)
     assert (ours.leader, ours.is_leader, ours.holders) == (None, False, ())
 
 
@@ -329,7 +331,7 @@ def test_a_round_that_calls_somebody_light_who_holds_the_state_is_not_taken(name
     if named == C:
         a_light_mate(ours, C)
     else:
-        ours.handle(ReadySet(True, learner=True), now_s=1)
+        ours.take_part(True, learner=True, now_s=1)
     assert reduced(hears(ours, called)) == [called]
 
 
@@ -342,7 +344,7 @@ def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_roun
         if named == C:
             a_light_mate(ours, C, learner=learner)
         else:
-            ours.handle(ReadySet(True, learner=learner), now_s=1)
+            ours.take_part(True, learner=learner, now_s=1)
 
     def called(step: int) -> RoundStart:
         return msgspec.structs.replace(a_round(step, step, a=BOTH, b=b"", c=b""), learners=(named,))
@@ -359,7 +361,7 @@ def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_roun
 
 def test_a_light_member_says_no_digest_and_asks_for_what_its_mates_have_stepped_to() -> None:
     ours = core(B, A, B)
-    ours.handle(ReadySet(True, learner=True), now_s=1)
+    ours.take_part(True, learner=True, now_s=1)
     said = ours.handle(Stepped(2, None), now_s=2)
     assert not [command for command in said if isinstance(command, Tell) and isinstance(command.message, Digest)]
     ours.handle(DigestArrived(A, Digest(stage=1, version=3, digest="3")), now_s=3)
@@ -371,5 +373,5 @@ def test_a_light_member_owes_nobody_its_version_and_a_holder_does_not_leave_its_
     ours = core(B, A, B)
     ours.handle(Stepped(2, "2"), now_s=2)
     assert ours.owes, "nobody else is there yet"
-    ours.handle(ReadySet(True, learner=True), now_s=3)
+    ours.take_part(True, learner=True, now_s=3)
     assert not ours.owes

@@ -1,5 +1,5 @@
 from shoal.peer.replica.members import MembershipView
-from shoal.peer.replica.standstill import standstill
+from shoal.peer.replica.views import standstill
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 from shoal.protocol.plan import Member
@@ -9,8 +9,8 @@ ME, MATE = PeerID("me"), PeerID("mate")
 
 def members(*, mate_ready: bool = True) -> MembershipView:
     found = MembershipView(me=ME, ready=True)
-    found.plan([Member(ME, 1.0, 1.0), Member(MATE, 1.0, 1.0)], (), now_s=0.0)
-    found.state(MATE, ready=mate_ready, is_open=True)
+    found.set_planned([Member(ME, 1.0, 1.0), Member(MATE, 1.0, 1.0)], (), now_s=0.0)
+    found.announced(MATE, ready=mate_ready, is_open=True)
     return found
 
 
@@ -40,8 +40,8 @@ def test_a_mate_that_has_not_said_who_leads() -> None:
 
 def test_somebody_else_leads() -> None:
     found = MembershipView(me=ME, ready=True)
-    found.plan([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)], (), now_s=0.0)
-    found.state(MATE, ready=True, is_open=True)
+    found.set_planned([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)], (), now_s=0.0)
+    found.announced(MATE, ready=True, is_open=True)
     assert standstill(found, None, [2]) == "microbatches [2], from the leader, mate"
 
 

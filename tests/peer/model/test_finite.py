@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from shoal.peer.model.finite import finite, is_finite, zero_unless
+from shoal.peer.model.finite import finite, zero_unless
 
 
 def test_what_is_finite_is_so_even_if_its_sum_is_not() -> None:
     large = torch.full((4,), 3e38)
-    assert is_finite(large)
-    assert is_finite(torch.zeros(0))
+    assert finite(large)
+    assert finite(torch.zeros(0))
     for value in (torch.inf, -torch.inf, torch.nan):
-        assert not is_finite(torch.tensor([1.0, value, -torch.inf, 2.0]))
-        assert not is_finite(torch.tensor([value]))
+        assert not finite(torch.tensor([1.0, value, -torch.inf, 2.0]))
+        assert not finite(torch.tensor([value]))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -30,4 +30,4 @@ def test_on_a_device_nobody_looks() -> None:
     assert kept.device.type == "meta"
     assert zero_unless(kept, values) is values
     with pytest.raises(RuntimeError, match="meta"):
-        is_finite(values)
+        finite(values)

@@ -121,7 +121,7 @@ def test_for_the_current_step_and_older_ones_the_weights_are_the_current_tensor(
 ) -> None:
     runtime = make(name)
     assert used(runtime, step) is layer_of(runtime).param_N
-    assert runtime.weight_copies() == 1
+    assert runtime._weights.copies(runtime.state) == 1
 
 
 @EVERY
@@ -261,7 +261,7 @@ def play(
                 done[microbatch.step] = done.get(microbatch.step, 0) + 1
             case "commit":
                 runtime.step(runtime.gradient_sum(runtime.version)() + gradient(runtime, runtime.version))
-        most = max(most, runtime.weight_copies())
+        most = max(most, runtime._weights.copies(runtime.state))
         assert {leaf.untyped_storage().data_ptr() for leaf in held(runtime)} <= counted(runtime)
     return most
 
@@ -281,7 +281,9 @@ def test_at_most_s_max_and_two_copies_of_the_weights_are_alive(make: Make, name:
     for seed in range(4):
         runtime = make(name, s_max=s_max)
         assert play(runtime, random.Random(seed).choice, until=7) <= s_max + 2
-        assert runtime.weight_copies() == (2 if s_max == 0 else 1), "what is left when nothing is in flight"
+        assert runtime._weights.copies(runtime.state) == (2 if s_max == 0 else 1), (
+            "what is left when nothing is in flight"
+        )
 
 
 @pytest.mark.parametrize("s_max", [1, 2, 3])
@@ -290,7 +292,7 @@ def test_nor_more_of_a_strategy_that_makes_them_anew_within_a_step(make: Make, s
     for seed in range(8):
         runtime = make("eager", s_max=s_max)
         most.append(play(runtime, random.Random(seed).choice, until=7, microbatches=6))
-        assert runtime.weight_copies() == 1
+        assert runtime._weights.copies(runtime.state) == 1
     assert max(most) == s_max + 2
 
 
@@ -392,17 +394,17 @@ def test_where_there_is_no_room_a_step_keeps_what_it_has_or_takes_the_current_we
             forward(runtime, Microbatch(3, 1))  # holds one that saw the first
         forward(runtime, Microbatch(2, index))
         backward(runtime, Microbatch(2, index))
-    assert runtime.weight_copies() == 3
+    assert runtime._weights.copies(runtime.state) == 3
     fullest_N = used(runtime, 3)
     assert fullest_N.data_ptr() == held(runtime)[-1].untyped_storage().data_ptr(), (
         "that which saw more of those that are held"
     )
     runtime.step(gradient(runtime, 2))
-    assert runtime.weight_copies() == 3
+    assert runtime._weights.copies(runtime.state) == 3
     assert used(runtime, 4) is layer_of(runtime).param_N, "the first of a step finds no room"
     backward(runtime, Microbatch(3, 0))
     assert used(runtime, 4) is not layer_of(runtime).param_N
-    assert runtime.weight_copies() == 3
+    assert runtime._weights.copies(runtime.state) == 3
 
 
 def test_a_gradient_that_no_step_would_take_is_not_seen(make: Make) -> None:

@@ -367,12 +367,12 @@ def test_a_light_member_that_lags_is_closed_and_claims_nothing_until_it_does_not
     assert made.group.is_learner
     assert of(AnnouncePresence, feed(made, Lagging(True)))
     assert not made.is_open
-    assert made._queue._stopped
+    assert made._queue.is_stopped
     feed(made, Resumed(), DrainEnded())
     assert not made.is_open, "neither a pause that is over nor a plan opens it"
-    assert made._queue._stopped
+    assert made._queue.is_stopped
     (back,) = of(RejectMicrobatch, feed(made, Arrived(Microbatch(2, 0), None)))
     assert back == RejectMicrobatch(Microbatch(2, 0), None, False), "what is on its way goes back to the lead"
     assert of(AnnouncePresence, feed(made, Lagging(False)))
     assert made.is_open
-    assert not made._queue._stopped
+    assert not made._queue.is_stopped

@@ -10,32 +10,22 @@ from shoal.peer.replica.commands import (
     DropClaim,
     HandOut,
     Make,
+    MemberGranted,
     ReportValidation,
     SendClaim,
     TellValidation,
 )
 from shoal.peer.replica.events import (
-    Changed,
     ClaimArrived,
     ClaimFailed,
     GrantArrived,
     HaltAsked,
-    LossReported,
-    Made,
-    MemberGranted,
-    MemberLost,
-    MemberSaid,
-    PlanFollowed,
-    QueueResumed,
-    QueueStopped,
     RepairArrived,
     RepairAsked,
     RepairDeclined,
     RunAhead,
     TimerFired,
     ValidationArrived,
-    ValidationDone,
-    VersionReached,
     WorkReturned,
 )
 from shoal.peer.replica.flow import Control, Window
@@ -92,11 +82,43 @@ def queue(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
 
 
 def after(made, *events, now_s=0.0):
-    """The commands of the last event."""
+    """The commands of the last event, or call of the replica's core."""
     commands = []
     for event in events:
-        commands = made.handle(event, now_s=now_s)
+        commands = event(made, now_s) if callable(event) else made.handle(event, now_s=now_s)
     return commands
+
+
+def look_again(made, now_s):
+    return made.look_again(now_s)
+
+
+def said(source, step, indices, granted):
+    return lambda made, now_s: made.note(source, step, indices, granted, now_s=now_s)
+
+
+def lost(peer):
+    return lambda made, now_s: made.lost(peer, now_s=now_s)
+
+
+def reached(version):
+    return lambda made, now_s: made.reach(version, now_s=now_s)
+
+
+def again(step, indices):
+    return lambda made, now_s: made.run_again(step, indices, now_s=now_s)
+
+
+def validated(microbatch, loss):
+    return lambda made, now_s: made.validated(microbatch, loss)
+
+
+def follows(plan):
+    return lambda made, now_s: made.follow(plan, now_s=now_s)
+
+
+def stopped(is_stopped):
+    return lambda made, now_s: setattr(made, "is_stopped", is_stopped)
 
 
 def granted(commands):
@@ -120,32 +142,32 @@ def a_plan(*, with_next=True):
 
 def test_a_member_with_room_claims_what_fits_and_one_more():
     made = queue(Group(me=B, leader=A))
-    assert made.handle(Changed(), now_s=1.0) == []
+    assert made.look_again(1.0) == []
     assert made.next_timer_s() == 1.0, "at the end of this turn"
     assert made.handle(TimerFired(), now_s=1.0) == [SendClaim(A, 3)]
 
 
 def test_one_claim_is_under_way_at_a_time():
     made = queue(Group(me=B, leader=A))
-    assert after(made, Changed(), TimerFired()) == [SendClaim(A, 3)]
-    assert after(made, Changed(), TimerFired()) == []
+    assert after(made, look_again, TimerFired()) == [SendClaim(A, 3)]
+    assert after(made, look_again, TimerFired()) == []
 
 
 def test_who_is_not_ready_claims_nothing():
-    assert after(queue(Group(me=B, leader=A, ready=False)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=A, ready=False)), look_again, TimerFired()) == []
 
 
 def test_nobody_claims_where_nobody_leads():
-    assert after(queue(Group(me=B, leader=None)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=None)), look_again, TimerFired()) == []
 
 
 def test_a_full_pipeline_claims_nothing():
-    assert after(queue(Group(me=B, leader=A), Pipeline(room=-1)), Changed(), TimerFired()) == []
+    assert after(queue(Group(me=B, leader=A), Pipeline(room=-1)), look_again, TimerFired()) == []
 
 
 def test_what_is_granted_is_made_and_the_next_claim_follows():
     made = queue(Group(me=B, leader=A))
-    after(made, Changed(), TimerFired())
+    after(made, look_again, TimerFired())
     commands = made.handle(GrantArrived(A, ((0, 0), (0, 4)), 1, 1.5), now_s=0.1)
     assert commands == [RunAhead(1, 1.5), Make(Microbatch(0, 0), False), Make(Microbatch(0, 4), False)]
     assert made.handle(TimerFired(), now_s=0.1) == [SendClaim(A, 3)]
@@ -154,7 +176,7 @@ def test_what_is_granted_is_made_and_the_next_claim_follows():
 def test_what_a_member_was_granted_it_does_not_grant_when_it_leads_next():
     group = Group(me=B, leader=A)
     made = queue(group)
-    after(made, Changed(), TimerFired(), GrantArrived(A, ((0, 0), (0, 1)), -1, 1.0))
+    after(made, look_again, TimerFired(), GrantArrived(A, ((0, 0), (0, 1)), -1, 1.0))
     group.leader = B
     commands = after(made, ClaimArrived(C, 2, call=1), TimerFired())
     assert granted(commands) == {1: [2, 3]}
@@ -162,8 +184,8 @@ def test_what_a_member_was_granted_it_does_not_grant_when_it_leads_next():
 
 def test_a_claim_that_failed_is_made_again_a_little_later():
     made = queue(Group(me=B, leader=A))
-    after(made, Changed(), TimerFired(), ClaimFailed(A))
-    assert after(made, Changed(), TimerFired()) == []
+    after(made, look_again, TimerFired(), ClaimFailed(A))
+    assert after(made, look_again, TimerFired()) == []
     assert made.next_timer_s() == RETRY_S
     assert made.handle(TimerFired(), now_s=RETRY_S) == [SendClaim(A, 3)]
 
@@ -171,7 +193,7 @@ def test_a_claim_that_failed_is_made_again_a_little_later():
 @pytest.mark.parametrize("item", [(0, 9), (5, 0), (-1, 0), (0, -3)])
 def test_a_grant_of_what_the_run_has_not_is_the_fault_of_the_leader_and_claimed_again_later(item):
     made = queue(Group(me=B, leader=A))
-    after(made, Changed(), TimerFired())
+    after(made, look_again, TimerFired())
     with pytest.raises(RemoteError):
         made.handle(GrantArrived(A, (item,), -1, 1.0), now_s=0.0)
     assert made.handle(TimerFired(), now_s=RETRY_S) == [SendClaim(A, 3)]
@@ -180,7 +202,7 @@ def test_a_grant_of_what_the_run_has_not_is_the_fault_of_the_leader_and_claimed_
 @pytest.mark.parametrize("gain", [0.5, float("inf"), float("nan")])
 def test_no_leader_wants_less_in_flight_than_the_pipeline_holds(gain):
     made = queue(Group(me=B, leader=A))
-    after(made, Changed(), TimerFired())
+    after(made, look_again, TimerFired())
     with pytest.raises(RemoteError):
         made.handle(GrantArrived(A, (), 1, gain), now_s=0.0)
 
@@ -188,17 +210,17 @@ def test_no_leader_wants_less_in_flight_than_the_pipeline_holds(gain):
 def test_a_new_leader_ends_the_claim_to_the_old_one_and_its_choice():
     group = Group(me=B, leader=A)
     made = queue(group)
-    after(made, Changed(), TimerFired())
+    after(made, look_again, TimerFired())
     group.leader = C
-    assert after(made, Changed()) == [DropClaim(), RunAhead(-1, 1.0)]
+    assert after(made, look_again) == [DropClaim(), RunAhead(-1, 1.0)]
     assert after(made, TimerFired()) == [SendClaim(C, 3)]
     assert after(made, GrantArrived(A, ((0, 0),), -1, 1.0)) == [], "too late"
 
 
 def test_who_drains_claims_no_more_until_it_stays():
     made = queue(Group(me=B, leader=A))
-    assert after(made, QueueStopped(), Changed(), TimerFired()) == []
-    assert after(made, QueueResumed(), TimerFired()) == [SendClaim(A, 3)]
+    assert after(made, stopped(True), look_again, TimerFired()) == []
+    assert after(made, stopped(False), look_again, TimerFired()) == [SendClaim(A, 3)]
 
 
 # --- the leader ---
@@ -216,9 +238,9 @@ def test_who_has_had_its_share_gets_more_as_it_holds_less_than_its_share_of_what
     made = queue(M=9)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
     assert after(made, ClaimArrived(B, 9, call=2), TimerFired()) == []
-    assert after(made, MemberSaid(B, 0, bitmap_of(indices(0)), b"")) == []
+    after(made, said(B, 0, bitmap_of(indices(0)), b""))
     assert after(made, TimerFired()) == [], "it holds 2, as many as are its share of the 6 that are left"
-    after(made, MemberSaid(B, 0, bitmap_of(indices(0, 1)), b""))
+    after(made, said(B, 0, bitmap_of(indices(0, 1)), b""))
     assert granted(after(made, TimerFired())) == {2: [3]}
 
 
@@ -253,7 +275,7 @@ def test_before_anything_is_measured_all_of_a_step_is_granted_before_the_next():
 
 def test_what_a_member_had_of_another_leader_counts_as_its_share():
     made = queue(Group(leader=B), M=9)
-    after(made, MemberSaid(C, 0, bitmap_of(indices(0)), bitmap_of(indices(1, 2))))
+    after(made, said(C, 0, bitmap_of(indices(0)), bitmap_of(indices(1, 2))))
     made.group.leader = A
     assert granted(after(made, ClaimArrived(C, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
 
@@ -261,28 +283,28 @@ def test_what_a_member_had_of_another_leader_counts_as_its_share():
 def test_what_a_new_leader_was_granted_itself_counts_as_its_share():
     group = Group(leader=B)
     made = queue(group, M=9)
-    after(made, Changed(), TimerFired(), GrantArrived(B, ((0, 0), (0, 1), (0, 2)), -1, 1.0))
+    after(made, look_again, TimerFired(), GrantArrived(B, ((0, 0), (0, 1), (0, 2)), -1, 1.0))
     group.leader = A
     assert granted(after(made, ClaimArrived(A, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
 
 
 def test_what_died_with_a_member_it_has_not_had_when_it_comes_back():
     made = queue(M=9)
-    after(made, ClaimArrived(B, 9, call=1), TimerFired(), MemberLost(B))
+    after(made, ClaimArrived(B, 9, call=1), TimerFired(), lost(B))
     assert granted(after(made, ClaimArrived(B, 9, call=2), TimerFired())) == {2: [3, 4, 5]}
 
 
 def test_validation_is_no_part_of_a_share():
     made = queue(M=9, validation=6)
-    after(made, VersionReached(2))
+    after(made, reached(2))
     assert granted(after(made, ClaimArrived(B, 3, call=1), TimerFired())) == {1: [-1, -2, 0]}
-    after(made, MemberSaid(C, 2, bitmap_of(indices(1, 2, 3, 4, 5, 6)), b""))
+    after(made, said(C, 2, bitmap_of(indices(1, 2, 3, 4, 5, 6)), b""))
     assert granted(after(made, ClaimArrived(B, 9, call=2), TimerFired())) == {2: [-3, -4, 7, 8]}
 
 
 def test_each_validates_its_share():
     made = queue(M=1, validation=4)
-    after(made, VersionReached(4), ClaimArrived(B, 9, call=1), ClaimArrived(C, 9, call=2))
+    after(made, reached(4), ClaimArrived(B, 9, call=1), ClaimArrived(C, 9, call=2))
     assert granted(after(made, TimerFired())) == {1: [-1, -2], 2: [-3, -4]}
 
 
@@ -303,10 +325,10 @@ def test_who_has_become_slow_gets_no_more_of_a_step_than_it_makes_in_time():
     """B takes 3 s for one, the others 1 s: of the next step it gets its share, of this one no second microbatch."""
     made = queue(M=12, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 2, call=2), ClaimArrived(C, 1, call=3), TimerFired())
-    made.handle(Made(Microbatch(0, 0)), now_s=1.0)
-    made.handle(MemberSaid(C, 0, bitmap_of(indices(3)), b""), now_s=1.0)
-    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=3.0)
-    made.handle(MemberSaid(C, 0, bitmap_of(indices(3, 4, 5, 6, 7, 8, 9)), b""), now_s=3.0)
+    made.made(Microbatch(0, 0), now_s=1.0)
+    made.note(C, 0, bitmap_of(indices(3)), b"", now_s=1.0)
+    made.note(B, 0, bitmap_of(indices(1)), b"", now_s=3.0)
+    made.note(C, 0, bitmap_of(indices(3, 4, 5, 6, 7, 8, 9)), b"", now_s=3.0)
     after(made, ClaimArrived(B, 1, call=4), now_s=3.0)
     commands = made.handle(TimerFired(), now_s=3.0)
     assert [c.message.items for c in commands if isinstance(c, Answer)] == [((1, 0),)]
@@ -321,15 +343,15 @@ def test_only_the_leader_grants_and_only_to_members():
 
 def test_a_claim_stays_open_until_there_is_something_to_grant():
     made = queue(M=3)
-    after(made, MemberSaid(C, 0, bitmap_of(indices(0, 1, 2)), b""))
+    after(made, said(C, 0, bitmap_of(indices(0, 1, 2)), b""))
     assert after(made, ClaimArrived(B, 2, call=1), TimerFired()) == []
     assert made.open_claims == (B,)
-    assert granted(after(made, VersionReached(1), TimerFired())) == {1: [0]}
+    assert granted(after(made, reached(1), TimerFired())) == {1: [0]}
 
 
 def test_a_claim_that_cannot_be_served_is_answered_with_nothing_in_the_end():
     made = queue(M=3)
-    after(made, MemberSaid(C, 0, b"", bitmap_of(indices(0, 1, 2))))
+    after(made, said(C, 0, b"", bitmap_of(indices(0, 1, 2))))
     after(made, ClaimArrived(B, 2, call=1), TimerFired())
     assert made.next_timer_s() == PATIENCE_S
     assert made.handle(TimerFired(), now_s=PATIENCE_S) == [Answer(1, Grant(items=()))]
@@ -344,7 +366,7 @@ def test_a_second_claim_takes_the_place_of_the_first():
 def test_the_open_claim_of_a_lost_member_is_answered_with_nothing():
     made = queue()
     after(made, ClaimArrived(B, 2, call=1))
-    assert after(made, MemberLost(B)) == [Answer(1, Grant(items=()))]
+    assert after(made, lost(B)) == [Answer(1, Grant(items=()))]
     assert after(made, TimerFired()) == []
 
 
@@ -354,21 +376,21 @@ def test_who_leads_again_serves_no_claim_of_before():
     after(made, ClaimArrived(C, 2, call=1), TimerFired())
     assert granted(after(made, ClaimArrived(B, 2, call=2), TimerFired())) == {}, "C has all of the step"
     group.leader = B
-    assert after(made, Changed()) == [Answer(2, Grant(items=()))]
+    assert after(made, look_again) == [Answer(2, Grant(items=()))]
     group.leader = A
-    assert granted(after(made, VersionReached(1), TimerFired())) == {}, "B awaits no answer from us any more"
+    assert granted(after(made, reached(1), TimerFired())) == {}, "B awaits no answer from us any more"
 
 
 def test_a_new_leader_validates_what_died_with_the_leader_before_it():
     """Somebody leads who has led before, claimed of itself then, and has heard of no loss since."""
     group = Group()
     made = queue(group, M=1, validation=2)
-    after(made, VersionReached(3), ClaimArrived(B, 1, call=1), TimerFired())
-    after(made, Changed(), TimerFired(), ClaimArrived(A, 2, call=2), TimerFired())
+    after(made, reached(3), ClaimArrived(B, 1, call=1), TimerFired())
+    after(made, look_again, TimerFired(), ClaimArrived(A, 2, call=2), TimerFired())
     group.leader = B
-    after(made, Changed(), VersionReached(4))
+    after(made, look_again, reached(4))
     group.leader = A
-    after(made, MemberLost(B), TimerFired(), ClaimArrived(C, 2, call=3), ClaimArrived(A, 2, call=4))
+    after(made, lost(B), TimerFired(), ClaimArrived(C, 2, call=3), ClaimArrived(A, 2, call=4))
     commands = after(made, TimerFired())
     assert granted(commands) == {3: [-1], 4: [-2]}, "nothing of it went to the claim that nobody waits for"
 
@@ -382,8 +404,8 @@ def test_who_is_not_ready_waits_with_its_claim():
 def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
     made = queue(M=9, s_max=1)
     after(made, ClaimArrived(B, 1, call=1), ClaimArrived(C, 1, call=2), TimerFired())
-    made.handle(MemberSaid(B, 0, bitmap_of(indices(0)), b""), now_s=1.0)
-    made.handle(MemberSaid(C, 0, bitmap_of(indices(1)), b""), now_s=20.0)
+    made.note(B, 0, bitmap_of(indices(0)), b"", now_s=1.0)
+    made.note(C, 0, bitmap_of(indices(1)), b"", now_s=20.0)
     after(made, ClaimArrived(B, 1, call=3), ClaimArrived(C, 1, call=4), now_s=20.0)
     assert granted(made.handle(TimerFired(), now_s=20.0)) == {3: [2]}
     assert granted(made.handle(ClaimArrived(C, 1, call=5), now_s=500.0)) == {4: []}, "the older claim"
@@ -400,7 +422,7 @@ def test_what_a_pausing_member_returns_is_made_by_the_leader():
 
 
 def test_lost_contributions_are_divided_among_the_open_members():
-    commands = after(queue(M=6), LossReported(0, indices(0, 1, 2, 3, 4)))
+    commands = after(queue(M=6), again(0, indices(0, 1, 2, 3, 4)))
     assert [c for c in commands if isinstance(c, Make)] == [Make(Microbatch(0, 0), True), Make(Microbatch(0, 3), True)]
     assert [c for c in commands if isinstance(c, HandOut)] == [
         HandOut(B, (Microbatch(0, 1), Microbatch(0, 4))),
@@ -411,20 +433,20 @@ def test_lost_contributions_are_divided_among_the_open_members():
 
 def test_the_leader_makes_what_a_member_declines():
     made = queue(Group(open_members=(B,)))
-    after(made, LossReported(0, indices(0, 1)))
+    after(made, again(0, indices(0, 1)))
     assert after(made, RepairDeclined(B, (Microbatch(0, 1),))) == [Make(Microbatch(0, 1), True)]
 
 
 def test_what_runs_again_is_not_granted_too():
     made = queue(M=3)
-    after(made, LossReported(0, indices(0, 1)))
+    after(made, again(0, indices(0, 1)))
     assert granted(after(made, ClaimArrived(B, 2, call=1), TimerFired())) == {1: [2]}
 
 
 def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_itself():
     group = Group(open_members=(), lacking={(0, 1)})
     made = queue(group)
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     commands = after(made, RepairAsked(NEXT, 0, bitmap_of(indices(0, 1))))
     assert commands == [Make(Microbatch(0, 0), True)]
 
@@ -432,7 +454,7 @@ def test_a_later_stage_gets_again_what_is_back_at_stage_0_and_the_rest_comes_by_
 @pytest.mark.parametrize(("source", "step", "error"), [(STRANGER, 0, Refused), (NEXT, 4, RemoteError)])
 def test_only_a_holder_has_a_step_of_the_run_repaired(source, step, error):
     made = queue()
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     with pytest.raises(error):
         made.handle(RepairAsked(source, step, b"\x01"), now_s=0.0)
 
@@ -445,16 +467,16 @@ def test_a_member_takes_its_part_from_its_leader_alone():
             made.handle(RepairArrived(source, items), now_s=0.0)
     with pytest.raises(RemoteError):
         made.handle(RepairArrived(A, ((0, -1),)), now_s=0.0)
-    after(made, QueueStopped())
+    after(made, stopped(True))
     with pytest.raises(Refused):
         made.handle(RepairArrived(A, ((0, 3),)), now_s=0.0)
 
 
 def test_what_runs_again_by_one_members_word_has_a_share_and_more_if_the_run_stands_still():
     made = queue(M=4, s_max=0)
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     for version in range(1, 4):
-        after(made, VersionReached(version), now_s=10.0 * version)
+        after(made, reached(version), now_s=10.0 * version)
 
     def asked(at_s):
         try:
@@ -473,7 +495,7 @@ def test_what_runs_again_by_one_members_word_has_a_share_and_more_if_the_run_sta
 
 def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
     made = queue(M=6, s_max=1)
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     assert after(made, HaltAsked(NEXT, False, call=1)) == [Answer(1, Halted(version=0))]
     assert after(made, ClaimArrived(B, 2, call=2), TimerFired(), now_s=HALT_S - 1.0) == []
     assert made.halts == (NEXT,)
@@ -483,14 +505,14 @@ def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
 
 def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
     made = queue()
-    after(made, PlanFollowed(a_plan()), HaltAsked(NEXT, True, call=1))
-    after(made, PlanFollowed(a_plan(with_next=False)))
+    after(made, follows(a_plan()), HaltAsked(NEXT, True, call=1))
+    after(made, follows(a_plan(with_next=False)))
     assert made.halts == ()
 
 
 def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
     made = queue(M=6, s_max=1)
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     for at_s in range(int(HALTED_S_MAX)):
         after(made, HaltAsked(NEXT, True, call=at_s), TimerFired(), now_s=float(at_s))
         assert made.halts == (NEXT,)
@@ -500,17 +522,17 @@ def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
     for at_s in (HALTED_S_MAX, 600.0):
         with pytest.raises(Refused, match="once it has been away"):
             made.handle(HaltAsked(NEXT, True, call=99), now_s=at_s)
-    after(made, PlanFollowed(a_plan()), now_s=601.0)
+    after(made, follows(a_plan()), now_s=601.0)
     with pytest.raises(Refused):
         made.handle(HaltAsked(NEXT, True, call=99), now_s=602.0)
-    after(made, PlanFollowed(a_plan(with_next=False)), PlanFollowed(a_plan()), now_s=603.0)
+    after(made, follows(a_plan(with_next=False)), follows(a_plan()), now_s=603.0)
     after(made, HaltAsked(NEXT, True, call=99), now_s=604.0)
     assert made.halts == (NEXT,)
 
 
 def test_no_stranger_halts_the_run():
     made = queue()
-    after(made, PlanFollowed(a_plan()))
+    after(made, follows(a_plan()))
     with pytest.raises(Refused):
         made.handle(HaltAsked(STRANGER, True, call=1), now_s=0.0)
     assert made.halts == ()
@@ -521,7 +543,7 @@ def test_no_stranger_halts_the_run():
 
 def test_the_leader_reports_the_mean_once_all_losses_are_there():
     made = queue(validation=2)
-    assert after(made, ValidationDone(Microbatch(2, -1), 3.0)) == []
+    assert after(made, validated(Microbatch(2, -1), 3.0)) == []
     reports = after(made, ValidationArrived(B, 2, 1, 5.0))
     assert reports == [ReportValidation(ValidationReport(step=2, loss=4.0, microbatches=2))]
     assert after(made, ValidationArrived(B, 2, 1, 5.0)) == [], "it was said twice"
@@ -530,7 +552,7 @@ def test_the_leader_reports_the_mean_once_all_losses_are_there():
 def test_a_member_tells_the_leader_what_it_has_validated():
     made = queue(Group(me=B, leader=A))
     result = ValidationResult(step=2, index=1, loss=3.0)
-    assert after(made, ValidationDone(Microbatch(2, -2), 3.0)) == [TellValidation(A, result)]
+    assert after(made, validated(Microbatch(2, -2), 3.0)) == [TellValidation(A, result)]
 
 
 @pytest.mark.parametrize(
@@ -548,11 +570,11 @@ def test_a_loss_that_the_run_has_not_is_not_recorded(source, step, index, error)
 def test_who_waits_for_a_stage_that_is_still_fetching_its_state_is_not_slow():
     made = queue(M=9, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
-    made.handle(Made(Microbatch(0, 0)), now_s=100.0)  # now the last stage is there
-    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=101.0)
+    made.made(Microbatch(0, 0), now_s=100.0)  # now the last stage is there
+    made.note(B, 0, bitmap_of(indices(1)), b"", now_s=101.0)
     after(made, ClaimArrived(A, 1, call=4), TimerFired(), now_s=101.0)
-    made.handle(Made(Microbatch(0, 3)), now_s=103.0)  # two seconds, which all of them will take
-    made.handle(MemberSaid(C, 0, bitmap_of(indices(2)), b""), now_s=104.0)
+    made.made(Microbatch(0, 3), now_s=103.0)  # two seconds, which all of them will take
+    made.note(C, 0, bitmap_of(indices(2)), b"", now_s=104.0)
     after(made, *(ClaimArrived(peer, 1, call=5 + i) for i, peer in enumerate((A, B, C))), now_s=104.0)
     assert granted(made.handle(TimerFired(), now_s=104.0)) == {5: [4], 6: [5], 7: [6]}
 
@@ -560,12 +582,12 @@ def test_who_waits_for_a_stage_that_is_still_fetching_its_state_is_not_slow():
 def test_who_is_slow_once_the_others_are_at_work_is_known_for_it():
     made = queue(M=9, s_max=1)
     after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
-    made.handle(Made(Microbatch(0, 0)), now_s=100.0)
+    made.made(Microbatch(0, 0), now_s=100.0)
     for i, now_s in enumerate((102.0, 104.0, 106.0)):
         after(made, ClaimArrived(A, 1, call=4 + i), TimerFired(), now_s=now_s - 2.0)
-        made.handle(Made(Microbatch(0, 3 + i)), now_s=now_s)
-    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=250.0)
-    made.handle(MemberSaid(C, 0, bitmap_of(indices(2)), b""), now_s=103.0)
+        made.made(Microbatch(0, 3 + i), now_s=now_s)
+    made.note(B, 0, bitmap_of(indices(1)), b"", now_s=250.0)
+    made.note(C, 0, bitmap_of(indices(2)), b"", now_s=103.0)
     after(made, ClaimArrived(B, 1, call=8), ClaimArrived(C, 1, call=9), now_s=250.0)
     assert granted(made.handle(TimerFired(), now_s=250.0)) == {9: [6]}
 
@@ -573,5 +595,5 @@ def test_who_is_slow_once_the_others_are_at_work_is_known_for_it():
 def test_what_is_made_says_how_fast_its_maker_is():
     made = queue(M=9)
     after(made, ClaimArrived(A, 1, call=1), TimerFired())
-    made.handle(Made(Microbatch(0, 0)), now_s=2.0)
+    made.made(Microbatch(0, 0), now_s=2.0)
     assert made._pace._takes_s == {A: 2.0}
