@@ -51,7 +51,7 @@ def make_peer(ports: Ports, run: RunHere, claims: Claims, watcher: Watcher) -> R
     own = OwnWord(endpoint, plans, life, parts, links, claims, has_text=arithmetic.has_text)
     neighbours = Neighbours(endpoint, clock, plans, parts, own, silence_s=3.0 * spec.swarm.heartbeat_s)
     reports = Reports(endpoint, clock, plans, watcher)
-    layers = Layers(ports, spec, arithmetic, plans, life, parts, links, reports, failures, tasks)
+    layers = Layers(ports, spec, arithmetic, plans, life, parts, reports, failures, tasks)
     inference = InferenceService(spec, ports, plans, parts, failures)
     services = Services(
         ports=ports,

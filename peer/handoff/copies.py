@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 
 from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
@@ -11,7 +10,7 @@ from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import FIRST_STEP_S, StateServer
+from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.ports import Ports
@@ -25,7 +24,6 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
 WRITERS = 2
 """Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
 
@@ -83,7 +81,8 @@ class Copies:
         await self.save(group, state)
         if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
             return  # the next holders fetch it, wait for it, and have copies made of it too
-        if not await self._after_first_step(state.version):
+        await self._server.after_first_step(state.version)
+        if self._plans.begins_with(state.version) and self._life.is_ending:
             return
         # Each copy under way holds a state in memory, and a further one would slow it down.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
@@ -91,18 +90,6 @@ class Copies:
         if not under_way:
             await self._server.pin(state)
             self._given[group] += await self._offer(group, state, copies)
-
-    async def _after_first_step(self, version: int) -> bool:
-        """Wait for the first step of a layout, if it begins with `version`: the whole run waits for that step, and a
-        copy would share its lines with it. The disks of the previous holders have that version.
-
-        Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
-        """
-        for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
-            if not self._plans.begins_with(version) or self._life.is_ending:
-                break
-            await asyncio.sleep(_LOOK_S)
-        return not (self._plans.begins_with(version) and self._life.is_ending)
 
     async def save(self, group: int, state: StageState) -> bool:
         """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""

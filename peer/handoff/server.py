@@ -6,9 +6,8 @@ which it replays. A peer that keeps a copy does not replay: at a step a second t
 many times the state. An optimizer step destroys a state that is not pinned: a request that comes during a step waits
 for the next version.
 
-A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, at low priority: a chunk leaves
-when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole run waits for it,
-and it leaves at once. Copies leave after everything else.
+A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, behind everything else. Once the
+layout has ended the whole run waits for it, and it leaves as other state does. Copies leave after everything else.
 """
 
 import asyncio
@@ -25,9 +24,8 @@ from shoal.peer.disk.archive import Archive
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.gradient_log import GradientLog
-from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
+from shoal.peer.handoff.inbox import GRADIENT, RANGE_CHUNKS, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
-from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
@@ -57,11 +55,8 @@ _STEP_WAIT_S = 2.0
 """How long a request waits while its layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
 """How long a request waits for a range that is being fetched here; then the requester may ask another peer."""
-_YIELD_TIMES = 4.0
-"""A chunk fetched ahead waits for a quiet moment, at most this many times as long as the last one took to leave."""
-_YIELD_S_MIN = 0.05
 _LOOK_S = 0.005
-FIRST_STEP_S = 60.0
+_FIRST_STEP_S = 60.0
 """The longest time that copies wait for the first step of a layout."""
 _FIRST_STEP_LOOK_S = 0.25
 
@@ -105,7 +100,7 @@ class _Pin:
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.layers.values())
+        return sum(layer.num_bytes for layer in self.layers.values())
 
     def keep(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
         """Add layers. Return those without a known digest."""
@@ -123,10 +118,6 @@ class _Pin:
         for key in keys:
             self.layers.pop(key, None)
             self.digests.pop(key, None)
-
-
-def _num_bytes(layers: Iterable[LayerState]) -> int:
-    return sum(4 * tensor.numel() for layer in layers for tensor in layer.tensors)
 
 
 class StateServer:
@@ -152,7 +143,7 @@ class StateServer:
         self.gradient_log = GradientLog()
         self._vectors = vectors
         self._endpoint, self._compute = ports.endpoint, ports.compute
-        self._clock, self._meter = ports.clock, ports.meter
+        self._clock = ports.clock
         self._plans, self._life, self._parts = plans, life, parts
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
@@ -160,10 +151,6 @@ class StateServer:
         """Peer that fetches ahead -> (version, key, state) of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
         """(peer, version, layer) of the copies that peers keep."""
-        self._one_ahead = asyncio.Lock()
-        """Only one chunk at a time leaves for peers that fetch ahead."""
-        self._took_s = 0.0
-        """Seconds that the last of them took to leave."""
         self._relays: list[Relay] = []
         """Our fetches from which other peers may ask for arrived ranges."""
         self._inbox = inbox
@@ -263,7 +250,7 @@ class StateServer:
         """True if another peer may have us keep that version, too."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
-        num_bytes = _num_bytes(layers) + sum(pin.num_bytes for pin in others)
+        num_bytes = sum(layer.num_bytes for layer in layers) + sum(pin.num_bytes for pin in others)
         return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
 
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
@@ -412,40 +399,40 @@ class StateServer:
         return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        if not 0 <= message.tensor <= GRADIENT:
+            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
         if message.via is not None:
-            return await self._carry(source, message, message.via)
-        if message.tensor == GRADIENT:
-            return await self._give_gradient(source, message)
-        version, key, ahead = self._ahead.get(source, (-1, "", None))
-        if ahead is not None and (message.stored_era, message.version, message.layer) == (TRAINED, version, key):
-            if not 0 <= message.tensor < GRADIENT:
-                raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
-            await self._give_ahead(source, message, ahead.tensors[message.tensor])
-            return Done()
-        pin = self._pins.get((message.stored_era, message.version))
-        layer = pin.layers.get(message.layer) if pin else None
-        relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
-        if layer is None and relay is not None:
-            await self._give_fetched(source, message, relay)
-            return Done()
-        if pin is not None and source not in pin.left and source not in pin.served:
-            raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
-        if pin is None or layer is None or not 0 <= message.tensor < 3:
-            raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
-        values_N = layer.tensors[message.tensor]
-        starts = self._starts(source, message, values_N)
+            await self._carry(source, message, message.via)
+        elif message.tensor == GRADIENT:
+            await self._give_gradient(source, message)
+        elif (ahead := self._ahead_of(source, message)) is not None:
+            await self._send(source, message, ahead.tensors[message.tensor], priority=self._ahead_priority)
+        else:
+            pin = self._pins.get((message.stored_era, message.version))
+            layer = pin.layers.get(message.layer) if pin else None
+            relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
+            if layer is None and relay is not None:
+                await self._give_fetched(source, message, relay)
+            elif pin is not None and source not in pin.left and source not in pin.served:
+                raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
+            elif pin is None or layer is None:
+                raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
+            else:
+                await self._give_pinned(source, message, pin, layer.tensors[message.tensor])
+        return Done()
+
+    async def _give_pinned(self, source: PeerID, message: StateChunkRequest, pin: _Pin, values_N: Tensor) -> None:
         before_N = self._before(message)
         pin.asked_for(self._clock.now_s())
         while (leaving := self._leaving.get((source, message))) is not None:
             if await asyncio.shield(leaving):
-                return Done()
+                return
         leaving = self._leaving[source, message] = asyncio.get_running_loop().create_future()
         is_sent = False
         pin.num_sending += 1
         try:
-            for start in starts:
-                priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
-                await self._send_chunk(source, message, values_N, start, priority, before_N=before_N)
+            priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
+            await self._send(source, message, values_N, priority=priority, before_N=before_N)
             is_sent = True
         finally:
             del self._leaving[source, message]
@@ -457,7 +444,6 @@ class StateServer:
             pin.left[source] = left
         else:
             pin.served.add(source)
-        return Done()
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
         """Return the tensor to base the difference on; None: none is wanted. Raises: Refused: it is not here."""
@@ -468,7 +454,7 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, f"has not kept version {message.base} of {message.layer}")
         return pin.layers[message.layer].param_N
 
-    async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> Done:
+    async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
         """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
@@ -476,7 +462,7 @@ class StateServer:
             raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
-        if not is_range or not 0 <= message.tensor < GRADIENT:
+        if not is_range or message.tensor == GRADIENT:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
         request = msgspec.structs.replace(message, via=None, base=-1)
         if (via, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
@@ -486,34 +472,22 @@ class StateServer:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
             await self._endpoint.ask(via, wanted, StateOffer)
             into_N = self._vectors.empty(length)
-            await fetch_range(
-                via,
-                request,
-                into_N,
-                inbox=self._inbox,
-                vectors=self._vectors,
-                first=message.start,
-            )
-            for start in range(message.start, message.stop, self._vectors.chunk):
-                await self._send_chunk(source, message, into_N, start, Priority.STATE, first=message.start)
+            await self._inbox.fetch(via, request, into_N, first=message.start)
+            await self._send(source, message, into_N, first=message.start)
         except (Unreachable, RemoteError) as error:
             raise Refused(me, "cannot get that range") from error
         finally:
             self._carried.discard((via, request))
-        return Done()
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
         """Send a range that we are fetching ourselves, once it is here."""
-        if not 0 <= message.tensor < GRADIENT:
-            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
         relay.until_s = self._clock.now_s() + PINNED_S
         values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
         if values_N is None:
             raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
-        for start in self._starts(source, message, values_N):
-            await self._send_chunk(source, message, values_N, start, Priority.STATE)
+        await self._send(source, message, values_N)
 
-    async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
+    async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
         """Send the reduced gradient with which a layer stepped to a version, once it has."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
@@ -524,55 +498,40 @@ class StateServer:
         )
         if gradient_N is None:
             raise Refused(me, f"has no gradient of {message.layer} to version {message.version}")
-        await self._give_ahead(source, message, gradient_N)
-        return Done()
+        await self._send(source, message, gradient_N, priority=self._ahead_priority)
 
-    async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
-        """Send a range: during training only while nothing else is being sent, or after too long a wait."""
-        for start in self._starts(source, message, values_N):
-            if not self.gradient_log.is_wanted:
-                await self._send_chunk(source, message, values_N, start, Priority.STATE)
-                continue
-            async with self._one_ahead:
-                for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
-                    if self._meter.is_quiet:
-                        break
-                    await asyncio.sleep(_LOOK_S)
-                began_s = self._clock.now_s()
-                await self._send_chunk(source, message, values_N, start, Priority.BULK)
-                self._took_s = self._clock.now_s() - began_s
+    def _ahead_of(self, source: PeerID, message: StateChunkRequest) -> LayerState | None:
+        """Return the layer that `source` fetches ahead, if it asks for that."""
+        version, key, layer = self._ahead.get(source, (-1, "", None))
+        return layer if (message.stored_era, message.version, message.layer) == (TRAINED, version, key) else None
 
-    def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
-        """Return where a range's chunks begin. Raises: RemoteError: no such range, or too long."""
-        chunk = self._vectors.chunk
-        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
-            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
-        return range(message.start, message.stop, chunk)
+    @property
+    def _ahead_priority(self) -> Priority:
+        """During training what is fetched ahead leaves behind everything else; then the whole run waits for it."""
+        return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
-    async def _send_chunk(
+    async def _send(
         self,
         source: PeerID,
         message: StateChunkRequest,
         values_N: Tensor,
-        start: int,
-        priority: Priority,
         *,
+        priority: Priority = Priority.STATE,
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> None:
-        """Send a chunk, in parts at the lowest priority.
+        """Send a range, chunk by chunk; in parts at the lowest priority.
 
         Args:
             values_N: the tensor, from element `first` on.
-            before_N: the same tensor at the version to which the difference is sent; None: send the chunk itself.
-        Raises: Refused: the requester is unreachable.
+            before_N: the same tensor at the version to which the difference is sent; None: send the numbers themselves.
+        Raises: RemoteError: no such range, or too long. Refused: the requester is unreachable.
         """
-        stop = min(start + self._vectors.chunk, message.stop)
-        part = self._vectors.background_chunk if priority is Priority.BULK else self._vectors.chunk
-        make = self._payload_of
-        if message.tensor == GRADIENT or message.stored_era == WEIGHTS:
-            make = self._gradient_payload_of if message.tensor == GRADIENT else self._vectors.rounded_payload
-        for at in range(start, stop, part):
+        vectors, end = self._vectors, first + values_N.numel()
+        if not first <= message.start < message.stop <= min(end, message.start + RANGE_CHUNKS * vectors.chunk):
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {end}")
+        part = vectors.background_chunk if priority is Priority.BULK else vectors.chunk
+        for at in range(message.start, message.stop, part):
             meta = StateChunk(
                 stored_era=message.stored_era,
                 version=message.version,
@@ -582,33 +541,33 @@ class StateServer:
                 base=message.base if before_N is not None else -1,
             )
             if self._is_copy(source, message):
-                await self._give_way(message.version)
-            part_C = values_N[at - first : min(at + part, stop) - first]
-            work = functools.partial(make, part_C)
-            if before_N is not None:
-                before_C = before_N[at : at + part_C.numel()]
-                work = functools.partial(self._vectors.difference_payload, before_C, part_C)
-            payload = await self._compute.run_on_host(work)
+                await self.after_first_step(message.version)
+            part_C = values_N[at - first : min(at + part, message.stop) - first]
+            before_C = before_N[at : at + part_C.numel()] if before_N is not None else None
+            payload = await self._compute.run_on_host(functools.partial(self._payload, message, part_C, before_C))
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:
                 raise Refused(self._endpoint.peer_id, "cannot reach the requester") from error
 
+    def _payload(self, message: StateChunkRequest, part_C: Tensor, before_C: Tensor | None) -> Payload:
+        vectors = self._vectors
+        if before_C is not None:
+            return vectors.difference_payload(before_C, part_C)
+        if message.tensor == GRADIENT:
+            return vectors.mean_payload(vectors.on_host(part_C))
+        return vectors.rounded_payload(part_C) if message.stored_era == WEIGHTS else self._payload_of(part_C)
+
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
-    async def _give_way(self, version: int) -> None:
-        """Wait, before a copy of `version` is sent, for the first step of the layout, at most a minute.
-
-        Before that step members fetch their layers, and the copy would take a part of our uplink from them.
-        """
-        for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
+    async def after_first_step(self, version: int) -> None:
+        """Wait, before a copy of `version` is made or sent on, for the first step of the layout, at most a minute: the
+        whole run waits for that step, and its members fetch their layers over the same lines."""
+        for _ in range(math.ceil(_FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._plans.begins_with(version) or self._life.is_ending:
                 break
             await asyncio.sleep(_FIRST_STEP_LOOK_S)
-
-    def _gradient_payload_of(self, values_C: Tensor) -> Payload:
-        return self._vectors.mean_payload(self._vectors.on_host(values_C))
 
     def _payload_of(self, values_C: Tensor) -> Payload:
         return self._vectors.payload_of(self._vectors.on_host(values_C))

@@ -32,8 +32,8 @@ from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.membership.joining import Joining
 from shoal.peer.membership.learner import Learner
-from shoal.peer.model.layout import state_layout, tied_spans
-from shoal.peer.model.state import StageState, moment2_numel
+from shoal.peer.model.layout import tied_spans
+from shoal.peer.model.state import StageState, state_bytes
 from shoal.peer.replica.commands import (
     Accuse,
     AnnouncePresence,
@@ -275,8 +275,7 @@ class GroupMembership(ABC):
     @property
     def state_bytes(self) -> int:
         """Size of our state, the same at every version."""
-        spec = self._s.spec
-        return 4 * sum(2 * state_layout(spec, key).numel + moment2_numel(spec, key) for key in self.keys)
+        return state_bytes(self._s.spec, self.keys)
 
     @property
     def is_stepping(self) -> bool:

@@ -12,7 +12,7 @@ from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
-from shoal.peer.handoff.initial import begins_with_weights, first_state, foreign_layers, layers_of
+from shoal.peer.handoff.initial import begins_with_weights, first_state, initial_digests, layers_of
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.membership.learner import Learner
@@ -93,36 +93,21 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_initial_weights(self) -> None:
+        """Fetch the weights that the run's spec names. Only the host has them; the offers show which peer that is."""
         runtime = self._runtime
+        wanted, digests = layers_of(runtime.keys), initial_digests(runtime.spec)
         while True:
-            layers = await self._initial_layers()
-            if layers is None:
+            try:
+                fetch = self._fetcher(wanted).fetch(self._to_ask(), version=0, stored_era=INITIAL, expected=digests)
+                layers = (await fetch).layers
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no initial weights: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
             timed = await self._compute.run("step", begin, flop=runtime.step_flop)
             await self._take_over(timed.value)
             return
-
-    async def _initial_layers(self) -> Mapping[str, LayerState] | None:
-        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
-        an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
-        peers = self._to_ask()
-        wanted = layers_of(self._runtime.keys)
-        for holders in (peers, *([peer] for peer in peers)):
-            try:
-                layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no initial weights: %s", error)
-                if holders is peers:
-                    return None
-                continue
-            check = functools.partial(foreign_layers, self._runtime.spec, layers)
-            foreign = (await self._compute.run("step", check, flop=0.0)).value
-            if not foreign:
-                return layers
-            logger.warning("these are not the weights that the run begins with: %s", ", ".join(foreign))
-        return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch

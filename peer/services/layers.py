@@ -14,7 +14,6 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights
 from shoal.peer.handoff.retained_layers import RetainedLayers
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.links.probing import LinkProbing
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.parts import Part, Parts
@@ -36,7 +35,6 @@ class Layers:
         plans: Plans,
         life: Life,
         parts: Parts,
-        links: LinkProbing,
         reports: Reports,
         failures: Failures,
         tasks: Tasks,
@@ -66,9 +64,7 @@ class Layers:
             inbox=self.inbox,
             vectors=vectors,
         )
-        self.ahead = FetchingAhead(
-            ports, inbox=self.inbox, arithmetic=arithmetic, spec=spec, links=links, failures=failures
-        )
+        self.ahead = FetchingAhead(ports, inbox=self.inbox, arithmetic=arithmetic, spec=spec, failures=failures)
         self.base = (
             BaseLayers(spec, ports, inbox=self.inbox, arithmetic=arithmetic, server=self.server)
             if spec.adapter is not None

@@ -13,8 +13,7 @@ from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
-from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
-from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
+from shoal.peer.handoff.inbox import RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
