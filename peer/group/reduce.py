@@ -127,12 +127,6 @@ class Reduction:
         self._sum_N = sum_N if self._missing else None
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
-    def scatter(self) -> Iterator[Outgoing]:
-        """Yield our contribution to each other part, from the next rank on, so that not all send to the first at
-        once."""
-        for step in range(1, len(self._peers)):
-            yield from self.scatter_to(self._peers[(self._rank + step) % len(self._peers)])
-
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
         """Yield our contribution to one member's part; nothing before our sum is made."""
         if self._me not in self._contributors or self._sum_N is None:

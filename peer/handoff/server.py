@@ -254,50 +254,45 @@ class StateServer:
         return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
 
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
-        me = self._endpoint.peer_id
+        me, era, version = self._endpoint.peer_id, message.stored_era, message.version
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
-        if message.stored_era in (TRAINED, WEIGHTS):
+        if era in (TRAINED, WEIGHTS):
             await self._step_over(message.layers)
         self._forget_old()
-        wanted = set(message.layers)
         if message.ahead:
             return self._offer_ahead(source, message)
-        if message.stored_era == WEIGHTS:
-            return await self._offer_weights(source, message)
-        if message.stored_era == INITIAL:
-            bare = await self._begun_with(message.layers)
-            return await self._offer(source, (INITIAL, 0), bare, wanted)
-        if message.stored_era != TRAINED:
+        if era == INITIAL:
+            return await self._offer(source, message, (INITIAL, 0), await self._begun_with(message.layers))
+        if era not in (TRAINED, WEIGHTS):
             layers = await self._stored(message)
             if not layers:
                 raise Refused(me, "has no such snapshot")
-            if not self._has_room((message.stored_era, message.version), layers.values()):
+            if not self._has_room((era, version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
-            return await self._offer(source, (message.stored_era, message.version), layers, wanted)
+            return await self._offer(source, message, (era, version), layers)
         if message.to_compare:
             return await self._to_compare(source, message)
-        if message.version < 0:
+        if version < 0 and era == TRAINED:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
-        pinned = self._pins.get((TRAINED, message.version))
-        if pinned is not None and wanted <= pinned.digests.keys():
-            return await self._offer(source, (TRAINED, message.version), {}, wanted)
+        pinned = self._pins.get((era, version))
+        if pinned is not None and pinned.digests.keys() >= set(message.layers):
+            return await self._offer(source, message, (era, version), {})
         state, given = self._parts.state_of(message.layers), None
-        if state is not None:
-            given = await self._parts.witnessed(source, message.layers, message.version)
-        if given is not None:
-            key = (TRAINED, given.state.version)
-            layers = {name: given.state.layers[name] for name in message.layers}
-            if key in self._pins or self._has_room(key, layers.values()):
-                return await self._offer(source, key, layers, wanted, given)
-            return await self._offer_pinned(source, message.version, wanted, signed=True)
         if state is None:
             raise Refused(me, "does not hold that state")
-        if message.version not in (-1, state.version):
-            raise Refused(me, f"is at version {state.version}, not {message.version}")
-        if not self._has_room((TRAINED, state.version), state.layers.values()):
-            return await self._offer_pinned(source, message.version, wanted, signed=False)
-        return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
+        if era == TRAINED:
+            given = await self._parts.witnessed(source, message.layers, version)
+        if given is not None:
+            state = given.state
+        elif version not in (-1, state.version):
+            raise Refused(me, f"is at version {state.version}, not {version}")
+        key, layers = (era, state.version), {name: state.layers[name] for name in message.layers}
+        if era == WEIGHTS:
+            layers = await self._rounded(key, layers)
+        elif not self._has_room(key, layers.values()) and not (given is not None and key in self._pins):
+            return await self._offer_pinned(source, message, signed=given is not None)
+        return await self._offer(source, message, key, layers, given)
 
     async def _stored(self, message: StateRequest) -> dict[str, LayerState]:
         """Return those of the layers that we have kept of an earlier layout, or that are in a snapshot here."""
@@ -324,37 +319,24 @@ class StateServer:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
+    async def _offer_pinned(self, source: PeerID, message: StateRequest, *, signed: bool) -> StateOffer:
         """Offer the newest version that is pinned anyway, since there is no room for another. Raises: Refused."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
-        versions = [at for (_, at), pin in kept if wanted <= pin.digests.keys()]
-        if version >= 0 or not versions:
+        versions = [at for (_, at), pin in kept if pin.digests.keys() >= set(message.layers)]
+        if message.version >= 0 or not versions:
             raise Refused(self._endpoint.peer_id, "is giving other versions to others; ask again")
-        return await self._offer(source, (TRAINED, max(versions)), {}, wanted)
+        return await self._offer(source, message, (TRAINED, max(versions)), {})
 
-    async def _offer_weights(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer trained parameters in bf16. The two newest versions are kept: each is a sixth of the state, and a
-        learner that misses one asks for the next."""
-        state, me = self._parts.state_of(message.layers), self._endpoint.peer_id
-        pin = self._pins.get((WEIGHTS, message.version))
-        if pin is not None and pin.digests.keys() >= set(message.layers):
-            return await self._offer(source, (WEIGHTS, message.version), {}, set(message.layers))
-        if state is None:
-            raise Refused(me, "does not hold that state")
-        if message.version not in (-1, state.version):
-            raise Refused(me, f"is at version {state.version}, not {message.version}")
-        key, vectors = (WEIGHTS, state.version), self._vectors
+    async def _rounded(self, key: _Key, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
+        """Return those of the trained layers that are not pinned yet, in bf16. The two newest versions stay pinned:
+        each is a sixth of the state, and a learner that misses one asks for the next."""
         for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
             del self._pins[superseded]
-        pin = self._pins.get(key)
-        missing = [name for name in message.layers if pin is None or name not in pin.layers]
-        layers = await self._compute.run_on_host(
-            lambda: {name: bare_layer(vectors.rounded(state.layers[name].param_N), vectors) for name in missing}
+        pin, vectors = self._pins.get(key), self._vectors
+        missing = {name: layer for name, layer in layers.items() if pin is None or name not in pin.layers}
+        return await self._compute.run_on_host(
+            lambda: {name: bare_layer(vectors.rounded(layer.param_N), vectors) for name, layer in missing.items()}
         )
-        offer = await self._offer(source, key, layers, set(message.layers))
-        before = self._pins.get((WEIGHTS, message.base))
-        has_base = before is not None and before.layers.keys() >= set(message.layers)
-        return msgspec.structs.replace(offer, base=message.base) if has_base else offer
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -372,18 +354,22 @@ class StateServer:
     async def _offer(
         self,
         source: PeerID,
+        message: StateRequest,
         key: _Key,
         layers: Mapping[str, LayerState],
-        wanted: set[str],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
+        """Offer the requested layers of version `key`. Args: layers: those that may not be pinned yet."""
+        wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
             pin.signatures = witnessed.signatures
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
-        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures)
+        before = self._pins.get((WEIGHTS, message.base)) if key[0] == WEIGHTS else None
+        base = message.base if before is not None and before.layers.keys() >= wanted else -1
+        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
         """Offer the one layer that `source` fetches ahead next. It replaces the one before."""

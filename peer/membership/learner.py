@@ -373,11 +373,9 @@ class Learner:
         begun = self._unfinished.get(key)
         if begun is not None:
             try:
-                await self._fetch_layer(key, begun)
+                return await self._fetch_layer(key, begun)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("no more of version %d of layer %s: %s", begun.version, key, error)
-            else:
-                return
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
