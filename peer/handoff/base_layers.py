@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.fetcher import StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import ChunkInbox, ranges
@@ -29,7 +30,7 @@ from shoal.peer.handoff.server import INITIAL, StateServer
 from shoal.peer.model.frozen import adapter_of, base_numel
 from shoal.peer.presence.ports import Ports
 from shoal.protocol.durable import replace_file
-from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import RunSpec
@@ -95,10 +96,8 @@ class BaseLayers:
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
         """Get layers that will be needed, one by one, during training. Skip those that no peer gives."""
         for key in keys:
-            try:
+            with Tolerating(logger.info, f"no base of {key} yet"):
                 await self.get([key], holders)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no base of %s yet: %s", key, error)
 
     # --- here ---
 

@@ -5,6 +5,7 @@ import logging
 
 from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.disk.attesting import Attesting
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.base_layers import BaseLayers
@@ -125,11 +126,8 @@ class Copies:
         for copy in copies:
             # Each writer begins elsewhere, so that one peer gets both copies only if there is no other.
             for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
-                try:
+                with Tolerating(logger.debug, "no copy there"):
                     await self._endpoint.ask(peer, message, Done)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("no copy there: %s", error)
-                else:
                     taken.append((peer, state.version))
                     if not is_awaited:
                         self._server.gives_copy(peer, state.version, state.layers)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.inbox import RANGE_CHUNKS, RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import begun_numel
@@ -264,12 +265,10 @@ class StateFetcher:
         request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era, base=base)
 
         async def ask(peer: PeerID) -> StateOffer | None:
-            try:
+            with Tolerating(logger.debug, "no state"):
                 offer = await self._endpoint.ask(peer, request, StateOffer)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("no state: %s", error)
-                return None
-            return offer if version < 0 or offer.version == version else None
+                return offer if version < 0 or offer.version == version else None
+            return None
 
         answers = await asyncio.gather(*(ask(peer) for peer in holders))
         for peer, answer in zip(holders, answers, strict=True):

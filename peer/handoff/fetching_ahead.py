@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.peer.base.failures import Failures
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
 from shoal.peer.model.layout import state_layout
@@ -297,13 +298,12 @@ class FetchingAhead:
             if (version - ready.has[here[0]].version) * self._gradients_bytes(here[:1]) > self._state_bytes(here[0]):
                 del ready.has[here[0]]  # the whole layer is smaller than all that it lacks
                 continue
-            try:
+            with Tolerating(logger.info, "the last steps of layers fetched ahead"):
                 await self._replay(ready, source, here[0])
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("the last steps of layers fetched ahead: %s", error)
-                source.turn += 1
-                tries += 1
-                await asyncio.sleep(_RETRY_S)
+                continue
+            source.turn += 1
+            tries += 1
+            await asyncio.sleep(_RETRY_S)
 
     def _state_bytes(self, *keys: str) -> int:
         return state_bytes(self._spec, keys)

@@ -23,11 +23,10 @@ from shoal.peer.base.plans import Plans
 from shoal.peer.disk.archive import Archive
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
-from shoal.peer.handoff.gradient_log import GradientLog
 from shoal.peer.handoff.inbox import GRADIENT, RANGE_CHUNKS, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import GradientLog, RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.parts import Parts

@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.parts import Part
 from shoal.peer.services.services import Services
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import SAVES_OF_ONE_MAX
 from shoal.protocol.messages import Halt, Halted, Save, Saved
@@ -143,12 +144,8 @@ class Departure:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
         plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
-            try:
-                reply = await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("no halt: %s", error)
-            else:
-                return reply.version
+            with Tolerating(logger.debug, "no halt"):
+                return (await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)).version
         return None
 
     # --- save ---
@@ -196,18 +193,16 @@ class Departure:
     async def _ask_others_to_save(self, version: int, until_s: float) -> None:
         plan = self._plans.newest
         others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
-        await asyncio.gather(*(self._ask_to_save(peer, version, until_s) for peer in others))
 
-    async def _ask_to_save(self, peer: PeerID, version: int, until_s: float) -> None:
-        while (left_s := until_s - self._clock.now_s()) > 0.0:
-            try:
-                timeout_s = min(left_s, _ANSWER_S + 1.0)
-                reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("%s does not save: %s", peer[-8:], error)  # it may have saved and gone
-                return
-            if reply.version >= version:
-                return
+        async def ask_to_save(peer: PeerID) -> None:
+            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # it may have saved and gone
+                saved = 0
+                while saved < version and (left_s := until_s - self._clock.now_s()) > 0.0:
+                    timeout_s = min(left_s, _ANSWER_S + 1.0)
+                    reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
+                    saved = reply.version
+
+        await asyncio.gather(*map(ask_to_save, others))
 
     async def _on_save(self, source: PeerID, message: Save) -> Saved:
         me, plan = self._endpoint.peer_id, self._plans.newest

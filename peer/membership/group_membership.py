@@ -19,14 +19,12 @@ from torch import Tensor
 
 from shoal.peer.base.outbox import Outbox
 from shoal.peer.base.tasks import Tasks
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import LayerRuntime
-from shoal.peer.group.absent_learners import AbsentLight
 from shoal.peer.group.catching_up import CatchingUp
-from shoal.peer.group.early import Piece
 from shoal.peer.group.pieces import Pieces
-from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import MeanPiece, Reduction
-from shoal.peer.group.reductions import EarlyPieces, Reductions
+from shoal.peer.group.reductions import PRESS_S, AbsentLight, EarlyPieces, Piece, Pressing, Reductions
 from shoal.peer.group.telling import Telling
 from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
@@ -72,7 +70,7 @@ from shoal.peer.replica.events import (
 from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
 from shoal.peer.services.services import Services
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Digest,
@@ -436,15 +434,12 @@ class GroupMembership(ABC):
     async def _bring_base(self) -> None:
         base, held = self._s.layers.base, self._held
         while base is not None:
-            members = self.core.plan.members
-            try:
-                stored = await base.get(held.keys, members, group_peers=self.core.group.group_peers)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("group %d does not have its base yet: %s", self.group_id, error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
-            return
+            with Tolerating(logger.info, f"group {self.group_id} does not have its base yet"):
+                group_peers = self.core.group.group_peers
+                stored = await base.get(held.keys, self.core.plan.members, group_peers=group_peers)
+                await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
+                return
+            await asyncio.sleep(_RETRY_S)
 
     async def _take_over(self, state: StageState) -> None:
         self._load(state)
@@ -692,10 +687,7 @@ class GroupMembership(ABC):
     async def _ask_repair(self, message: Repair) -> None:
         for _ in range(10):
             for peer in self.core.plan.stages[0].peers:
-                try:
-                    await self._s.endpoint.ask(peer, message, Done)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("no repair: %s", error)
-                else:
+                with Tolerating(logger.debug, "no repair"):
+                    await self._endpoint.ask(peer, message, Done)
                     return
             await asyncio.sleep(_RETRY_S)

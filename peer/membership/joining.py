@@ -8,6 +8,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
@@ -97,17 +98,14 @@ class Joining:
         runtime = self._runtime
         wanted, digests = layers_of(runtime.keys), initial_digests(runtime.spec)
         while True:
-            try:
+            with Tolerating(logger.info, "no initial weights"):
                 fetch = self._fetcher(wanted).fetch(self._to_ask(), version=0, stored_era=INITIAL, expected=digests)
                 layers = (await fetch).layers
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no initial weights: %s", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
-            timed = await self._compute.run("step", begin, flop=runtime.step_flop)
-            await self._take_over(timed.value)
-            return
+                break
+            await asyncio.sleep(_RETRY_S)
+        begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
+        timed = await self._compute.run("step", begin, flop=runtime.step_flop)
+        await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
@@ -144,11 +142,9 @@ class Joining:
     async def _follow_who_began(self) -> None:
         """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
         Whatever we do not get now comes by our group's rounds."""
-        try:
+        with Tolerating(logger.info, "cannot replay yet the steps of members that began before us"):
             while self._group.holders and not await self._is_current():
                 pass
-        except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot replay yet the steps of members that began before us: %s", error)
 
     async def _with_group_peers(
         self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
@@ -179,7 +175,7 @@ class Joining:
         """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
         group, keys = self._group, self._runtime.keys
         while True:
-            try:
+            with Tolerating(logger.info, "no state yet"):
                 learner = self._light if self._runtime.state is None else None  # else we lack steps alone
                 if learner is not None and await learner.begin():
                     await self._take_over(await learner.run())
@@ -192,11 +188,8 @@ class Joining:
                     await self._take_over(state)
                 while not await self._is_current():
                     pass
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no state yet: %s", error)
-                await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
-                continue
-            return
+                return
+            await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
 
     async def _is_current(self) -> bool:
         """Replay one commit of the group; True if there is none left."""

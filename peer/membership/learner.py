@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.peer.base.shortage import is_out_of_memory
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import LayerRuntime
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.reductions import Reductions
@@ -327,10 +328,8 @@ class Learner:
         if mean_N is not None or whole_bytes > self._state_bytes(due):
             return mean_N
         for holder in self._group.holders:
-            try:
+            with Tolerating(logger.info, f"no gradient of step {step}"):
                 await self._catching_up.fetch(holder, step)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no gradient of step %d: %s", step, error)
             if (mean_N := self._reductions.means.get(step)) is not None:
                 return mean_N
         return None
@@ -361,21 +360,18 @@ class Learner:
             if missing is None:
                 await asyncio.sleep(_RETRY_S)  # a layer may still be dropped
                 continue
-            try:
+            with Tolerating(logger.info, f"layer {missing} of the state does not come yet"):
                 await self._acquire(missing)
                 self._news.set()
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("layer %s of the state does not come yet: %s", missing, error)
-                await asyncio.sleep(_RETRY_S)
+                continue
+            await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
         """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
-            try:
+            with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
                 return await self._fetch_layer(key, begun)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no more of version %d of layer %s: %s", begun.version, key, error)
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
@@ -426,13 +422,10 @@ class Learner:
         """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
-            try:
+            with Tolerating(logger.info, "nothing to compare the state with yet"):
                 offer = await self._endpoint.ask(holder, StateRequest(layers=keys, to_compare=True), StateOffer)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("nothing to compare the state with yet: %s", error)
-                continue
-            if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
-                return dict(offer.digests)
+                if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
+                    return dict(offer.digests)
         return None
 
     def _has(self, key: str, version: int) -> bool:

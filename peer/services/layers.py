@@ -12,7 +12,7 @@ from shoal.peer.handoff.copies import Copies
 from shoal.peer.handoff.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import RetainedLayers
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.life import Life

@@ -9,7 +9,7 @@ import torch
 
 from cuts import scatter
 from shoal.peer.encoding.vectors import VECTORS
-from shoal.peer.group.early import ROUNDS_MAX, Early
+from shoal.peer.group.reductions import ROUNDS_MAX, Early
 from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import GradientCounted, GroupPlanned, ReadySet
