@@ -7,26 +7,7 @@ from shoal.peer.base.outbox import Outbox
 from shoal.peer.membership.group_membership import MemberSeat
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import (
-    Answer,
-    Command,
-    DropClaim,
-    HandOut,
-    ReportValidation,
-    SendClaim,
-    TellValidation,
-)
-from shoal.peer.replica.events import (
-    ClaimArrived,
-    ClaimFailed,
-    Event,
-    GrantArrived,
-    HaltAsked,
-    RepairArrived,
-    RepairAsked,
-    RepairDeclined,
-    ValidationArrived,
-)
+from shoal.peer.replica import commands, events
 from shoal.peer.replica.microbatch_queue import PATIENCE_S
 from shoal.peer.replica.open_calls import OpenCalls
 from shoal.peer.services.services import Services
@@ -79,7 +60,9 @@ class FirstReplica(Replica):
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
         self._refuse_if_closed()
-        return await self._calls.answered(Grant, lambda call: self.handle(ClaimArrived(source, message.count, call)))
+        return await self._calls.answered(
+            Grant, lambda call: self.handle(events.ClaimArrived(source, message.count, call))
+        )
 
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
@@ -87,7 +70,7 @@ class FirstReplica(Replica):
             if source in self._staying and source in self.audience:  # else it has not told us since
                 raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
-                Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
+                Halted, lambda call: self.handle(events.HaltAsked(source, message.at_once, call))
             )
         except Refused as refused:
             self._say_refused(source, "the run to stand still", refused.reason)
@@ -95,7 +78,7 @@ class FirstReplica(Replica):
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
         try:
-            self.handle(RepairAsked(source, message.step, message.indices))
+            self.handle(events.RepairAsked(source, message.step, message.indices))
         except Refused as refused:
             self._say_refused(source, "for microbatches to run again", refused.reason)
             raise
@@ -107,11 +90,11 @@ class FirstReplica(Replica):
             logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
-        self.handle(RepairArrived(source, message.items))
+        self.handle(events.RepairArrived(source, message.items))
         return Done()
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
-        self.handle(ValidationArrived(source, message.step, message.index, message.loss))
+        self.handle(events.ValidationArrived(source, message.step, message.index, message.loss))
         return Done()
 
     def _refuse_if_closed(self) -> None:
@@ -120,25 +103,25 @@ class FirstReplica(Replica):
 
     # --- our own calls ---
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: commands.Command) -> events.Event | None:
         match command:
-            case Answer():
+            case commands.Answer():
                 self._calls.answer(command)
-            case SendClaim(leader, count):
+            case commands.SendClaim(leader, count):
                 # A claim stays open for seconds; `DropClaim` ends it earlier.
                 ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
                 self._claim = asyncio.ensure_future(ask)
                 self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
-            case DropClaim():
+            case commands.DropClaim():
                 if self._claim is not None:
                     self._claim.cancel()
-            case HandOut(member, microbatches):
+            case commands.HandOut(member, microbatches):
                 step, indices = microbatches[0].step, [m.index for m in microbatches]
                 logger.info("microbatches %s of step %d run again at %s", indices, step, member[-8:])
                 self._tasks.spawn(self._hand_out(member, microbatches), f"step {step} again at {member}")
-            case TellValidation(leader, result):
+            case commands.TellValidation(leader, result):
                 self._results.post(leader, (result.step, result.index), result)
-            case ReportValidation(report):
+            case commands.ReportValidation(report):
                 self._s.reports.validated(report)
             case _:
                 return super()._perform(command)
@@ -149,10 +132,10 @@ class FirstReplica(Replica):
             await asyncio.wait({claim})
             if not claim.cancelled():
                 grant = claim.result()
-                self.handle(GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
+                self.handle(events.GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
         except (Unreachable, Refused, RemoteError) as error:
             logger.debug("no grant: %s", error)
-            self.handle(ClaimFailed(leader))
+            self.handle(events.ClaimFailed(leader))
         finally:
             claim.cancel()
 
@@ -161,4 +144,4 @@ class FirstReplica(Replica):
             await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
         except (Unreachable, Refused, RemoteError) as error:
             logger.info("%s declines repairs, which run here: %s", member[-8:], error)
-            self.handle(RepairDeclined(member, again))
+            self.handle(events.RepairDeclined(member, again))
