@@ -167,10 +167,9 @@ class BaseLayers:
 
     async def _fetch(self, key: str, holders: Sequence[PeerID], group_peers: Collection[PeerID]) -> Tensor:
         """Fetch a layer, and keep it."""
-        vectors = self._arithmetic.vectors
-        fetcher = StateFetcher(self._spec, (key,), self._inbox, device=vectors.host, vectors=vectors)
+        fetcher = StateFetcher(self._spec, (key,), self._inbox)
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
-        relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
+        relay = Relay(INITIAL, 0, group_peers, vectors=self._inbox.vectors)
         if group_peers:
             self._server.pass_on(relay)
         with relay:

@@ -7,7 +7,6 @@ from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.disk.attesting import Attesting
-from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -49,9 +48,7 @@ class Copies:
         life: Life,
         tasks: Tasks,
         base: BaseLayers | None = None,
-        vectors: Vectors = VECTORS,
     ) -> None:
-        self._vectors = vectors
         self._base = base
         self._archive = attesting.archive
         self._attesting = attesting
@@ -158,8 +155,7 @@ class Copies:
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
         era, began_s = self._endpoint.era, self._clock.now_s()
-        vectors = self._vectors
-        fetcher = StateFetcher(self._spec, message.layers, self._inbox, device=vectors.host, vectors=vectors)
+        fetcher = StateFetcher(self._spec, message.layers, self._inbox)
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shoal.peer.base.tolerating import Tolerating
-from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.inbox import RANGE_CHUNKS, RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import begun_numel
 from shoal.peer.handoff.relay import Relay, owner_of
@@ -83,17 +82,17 @@ class StateFetcher:
         keys: tuple[str, ...],
         inbox: ChunkInbox,
         *,
-        device: torch.device,
-        vectors: Vectors = VECTORS,
+        device: torch.device | None = None,
         patience_s: float = RANGE_TIMEOUT_S,
     ) -> None:
-        """Args: patience_s: how long a range may take from one holder."""
+        """Args: device: where the state is to be; None: on the host. patience_s: how long a range may take from one
+        holder."""
         self._patience_s = patience_s
-        self._vectors = vectors
         self._spec = spec
         self._keys = keys
         self._inbox, self._endpoint, self._compute = inbox, inbox.endpoint, inbox.compute
-        self._device = device
+        self._vectors = inbox.vectors
+        self._device = device or inbox.vectors.host
         self._sources: dict[str, list[PeerID]] = {}
         self._digests: dict[str, str] = {}
         self._version = -1
@@ -103,7 +102,7 @@ class StateFetcher:
         """Holders that can send the difference to `_base`."""
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        self._relay = Relay(TRAINED, -1, vectors=vectors)
+        self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
         """The relay's mates that are reachable."""
         self._carriers: list[PeerID] = []

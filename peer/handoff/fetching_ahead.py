@@ -22,7 +22,7 @@ from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
 from shoal.peer.model.layout import state_layout
-from shoal.peer.model.state import LayerState, state_bytes, state_numels
+from shoal.peer.model.state import LayerAt, LayerState, state_bytes, state_numels
 from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -65,11 +65,11 @@ class _Source:
     def peer(self) -> PeerID:
         return self.peers[self.turn % len(self.peers)]
 
-    def here(self, has: Mapping[str, "_Replayed"]) -> list[str]:
+    def here(self, has: Mapping[str, LayerAt]) -> list[str]:
         """Return its layers that are here, the one furthest behind first."""
         return sorted((key for key in self.keys if key in has), key=lambda key: has[key].version)
 
-    def coming(self, has: Mapping[str, "_Replayed"]) -> tuple[str, ...]:
+    def coming(self, has: Mapping[str, LayerAt]) -> tuple[str, ...]:
         """Return its layers that are to be fetched while the layout lasts."""
         return () if self.is_full else tuple(key for key in self.keys if key not in has)
 
@@ -83,17 +83,11 @@ class _Source:
 
 
 @dataclass(slots=True)
-class _Replayed:
-    version: int
-    layer: LayerState
-
-
-@dataclass(slots=True)
 class _Preparing:
     era: int
     next_layout: tuple[Stage, ...]
     sources: dict[int, _Source] = field(default_factory=dict)
-    has: dict[str, _Replayed] = field(default_factory=dict)
+    has: dict[str, LayerAt] = field(default_factory=dict)
 
 
 class FetchingAhead:
@@ -254,7 +248,7 @@ class FetchingAhead:
                 await self._inbox.fetch_tensor(source.peer, request, tensor, came)
         finally:
             source.came_bytes = 0
-        ready.has[key] = _Replayed(version, vectors.layer_state(*tensors))
+        ready.has[key] = LayerAt(version, vectors.layer_state(*tensors))
         return version
 
     async def _replay(self, ready: _Preparing, source: _Source, key: str) -> None:
@@ -271,7 +265,7 @@ class FetchingAhead:
             lambda: self._arithmetic.step_layer(key, at.layer, gradient_N, at.version),
             flop=20.0 * gradient_N.numel(),  # as `Shard` counts
         )
-        ready.has[key] = _Replayed(at.version + 1, stepped.value)
+        ready.has[key] = LayerAt(at.version + 1, stepped.value)
         source.num_replayed += 1
         source.was_in_vain = False
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from shoal.peer.base.plans import Plans
 from shoal.peer.disk.archive import Archive
-from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.inbox import GRADIENT, RANGE_CHUNKS, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
@@ -137,10 +136,9 @@ class StateServer:
         archive: Archive,
         retained: RetainedLayers,
         inbox: ChunkInbox,
-        vectors: Vectors = VECTORS,
     ) -> None:
         self.gradient_log = GradientLog()
-        self._vectors = vectors
+        self._vectors = inbox.vectors
         self._endpoint, self._compute = ports.endpoint, ports.compute
         self._clock = ports.clock
         self._plans, self._life, self._parts = plans, life, parts

@@ -14,7 +14,7 @@ Uncommitted work is done again. Each part has a time limit, and so has the whole
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from shoal.peer.base.tolerating import Tolerating
@@ -113,11 +113,16 @@ class Departure:
         """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
         good-bye would mean to it that they are lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
-        while self._clock.now_s() < until_s:
-            plan = self._plans.newest
-            if plan is None or not plan.groups_of(self._endpoint.peer_id):
-                return
+        me, plans = self._endpoint.peer_id, self._plans
+        await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
+
+    async def _until(self, is_so: Callable[[], bool], until_s: float) -> bool:
+        """Wait until `is_so`, or until `until_s`. Returns: True if it is so."""
+        while not is_so():
+            if self._clock.now_s() >= until_s:
+                return False
             await asyncio.sleep(_POLL_S)
+        return True
 
     # --- halt ---
 
@@ -183,12 +188,8 @@ class Departure:
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
         """Wait for the state after the step that is being made; None: that does not end in time."""
-        until_s = max(self._clock.now_s() + _SAVE_S, until_s)
-        while True:
-            state = membership.state
-            if state is not None or self._clock.now_s() >= until_s:
-                return state
-            await asyncio.sleep(_POLL_S)
+        await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
+        return membership.state
 
     async def _ask_others_to_save(self, version: int, until_s: float) -> None:
         plan = self._plans.newest

@@ -216,12 +216,6 @@ class Joining:
 
     def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
         runtime = self._runtime
-        fetcher = StateFetcher(
-            runtime.spec,
-            keys or runtime.keys,
-            self._layers.inbox,
-            device=runtime.device,
-            vectors=runtime.vectors,
-        )
+        fetcher = StateFetcher(runtime.spec, keys or runtime.keys, self._layers.inbox, device=runtime.device)
         self._progress = fetcher.progress
         return fetcher

@@ -19,7 +19,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS
 from shoal.peer.model.layout import state_layout
-from shoal.peer.model.state import LayerState, RoundedWeights, StageState, state_bytes
+from shoal.peer.model.state import LayerAt, RoundedWeights, StageState, state_bytes
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -56,13 +55,6 @@ _PATIENCE_S = 300.0
 _LOOK_S = 0.1
 
 _NEVER = 2**62
-
-
-@dataclass(slots=True)
-class _Gathered:
-    version: int
-    layer: LayerState
-    """Held on the host."""
 
 
 class Learner:
@@ -93,10 +85,11 @@ class Learner:
         self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
         self._arithmetic = services.arithmetic
         self._take, self._join = take, join
-        self._partial = services.layers.partial
+        self._archive = services.layers.archive
         self._era = -1
         self._weights: RoundedWeights | None = None
-        self._gathered: dict[str, _Gathered] = {}
+        self._gathered: dict[str, LayerAt] = {}
+        """Held on the host."""
         self._fetching: StateFetcher | None = None
         self._unfinished: dict[str, Unfinished] = {}
         """The part of that layer that a failed fetch has brought."""
@@ -188,9 +181,9 @@ class Learner:
     async def run(self) -> StageState:
         """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
         self._era = self._endpoint.era
-        for key, (version, layer) in (await self._partial.take(self._era, self._runtime.keys)).items():
-            logger.info("layer %s of version %d is here from an earlier process", key, version)
-            self._gathered[key] = _Gathered(version, layer)
+        for key, at in (await self._archive.take_partial(self._era, self._runtime.keys)).items():
+            logger.info("layer %s of version %d is here from an earlier process", key, at.version)
+            self._gathered[key] = at
             self._news.set()  # it lacks the steps since
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
         try:
@@ -206,7 +199,7 @@ class Learner:
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
             logger.info("keeping %d layers for the next process", len(timed.value))
-            await self._partial.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
+            await self._archive.keep_partial(self._era, timed.value)
 
     async def _next(self) -> None:
         await self._news.wait()
@@ -308,7 +301,7 @@ class Learner:
             while left:  # one by one, so that each old state is freed as the new one comes
                 at = self._gathered[left[0]]
                 after = self._arithmetic.step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
-                self._gathered[left[0]] = _Gathered(at.version + 1, after)
+                self._gathered[left[0]] = LayerAt(at.version + 1, after)
                 del left[0]
 
         flop = self._runtime.step_flop * sum(self._sizes[key] for key in due) / self._runtime.num_parameters
@@ -387,7 +380,7 @@ class Learner:
             else:
                 fetch = fetcher.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
             state = await fetch
-            self._gathered[key] = _Gathered(state.version, state.layers[key])
+            self._gathered[key] = LayerAt(state.version, state.layers[key])
             self._unfinished = {}
         except (Unreachable, Refused, RemoteError):
             self._unfinished = fetcher.unfinished() or self._unfinished
@@ -436,12 +429,4 @@ class Learner:
 
     def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
         """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
-        runtime = self._runtime
-        return StateFetcher(
-            runtime.spec,
-            keys,
-            self._inbox,
-            device=runtime.vectors.host,
-            vectors=runtime.vectors,
-            patience_s=_PATIENCE_S,
-        )
+        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S)

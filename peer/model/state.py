@@ -88,6 +88,13 @@ class StageState:
         return hasher.hexdigest()
 
 
+class LayerAt(NamedTuple):
+    """One layer at a version."""
+
+    version: int
+    layer: LayerState
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeights:
     """A learner's weights: those of a stage at one version, without moments."""

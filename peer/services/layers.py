@@ -6,7 +6,6 @@ from shoal.peer.base.tasks import Tasks
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.disk.archive import Archive
 from shoal.peer.disk.attesting import Attesting
-from shoal.peer.disk.partial_checkpoint import PartialCheckpoint
 from shoal.peer.handoff.base_layers import BaseLayers
 from shoal.peer.handoff.copies import Copies
 from shoal.peer.handoff.fetching_ahead import FetchingAhead
@@ -50,8 +49,6 @@ class Layers:
         self.attesting = Attesting(
             self.archive, endpoint=endpoint, compute=ports.compute, model=spec.model, reports=reports
         )
-        self.partial = PartialCheckpoint(disk, run=endpoint.run, spec=spec, run_blocking=ports.run_blocking)
-        """The incomplete state of a light member that has ended."""
         self.retained = RetainedLayers()
         self.inbox = ChunkInbox(endpoint, compute=ports.compute, vectors=vectors)
         self.server = StateServer(
@@ -62,7 +59,6 @@ class Layers:
             archive=self.archive,
             retained=self.retained,
             inbox=self.inbox,
-            vectors=vectors,
         )
         self.ahead = FetchingAhead(ports, inbox=self.inbox, arithmetic=arithmetic, spec=spec, failures=failures)
         self.base = (
@@ -82,7 +78,6 @@ class Layers:
             life=life,
             tasks=tasks,
             base=self.base,
-            vectors=vectors,
         )
 
     def begin_with(self, weights: InitialWeights | None) -> None:

@@ -51,13 +51,7 @@ class Holder:
         return self.peer.peer_id
 
     def fetcher(self, spec: RunSpec, keys: tuple[str, ...], *, patience_s: float = RANGE_TIMEOUT_S) -> StateFetcher:
-        return StateFetcher(
-            spec,
-            keys,
-            self.inbox,
-            device=CPU,
-            patience_s=patience_s,
-        )
+        return StateFetcher(spec, keys, self.inbox, patience_s=patience_s)
 
 
 def holder(world: World, name: str) -> Holder:
