@@ -170,7 +170,7 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
     """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version).
-    Snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`). Raises:
+    Snapshots with different layers may share a version. Older eras stay for a return to them (`PastEras`). Raises:
     OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     old = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.base.tolerating import Tolerating
-from shoal.peer.handoff.inbox import RANGE_CHUNKS, RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
+from shoal.peer.handoff.inbox import RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import begun_numel
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
@@ -28,8 +28,6 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_LESS = 0.7
-"""If a direct range slows down to this fraction beside carried ones, all paths share one line: carrying stops."""
 _REFUSED_S = 1.0
 """A mate that refuses a range does not have it yet; a carrier fetches for itself now. Then it is asked again."""
 _OTHERS_S_FIRST = 2.0
@@ -84,9 +82,14 @@ class StateFetcher:
         *,
         device: torch.device | None = None,
         patience_s: float = RANGE_TIMEOUT_S,
+        may_ask: asyncio.Event | None = None,
     ) -> None:
-        """Args: device: where the state is to be; None: on the host. patience_s: how long a range may take from one
-        holder."""
+        """
+        Args:
+            device: where the state is to be; None: on the host.
+            patience_s: how long a range may take from one holder.
+            may_ask: cleared while something else needs our line. Requests in flight continue.
+        """
         self._patience_s = patience_s
         self._spec = spec
         self._keys = keys
@@ -100,16 +103,12 @@ class StateFetcher:
         self._base: RoundedWeights | None = None
         self._with_base: set[PeerID] = set()
         """Holders that can send the difference to `_base`."""
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
+        self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
         """The relay's mates that are reachable."""
         self._carriers: list[PeerID] = []
         """Peers that may still be asked to get ranges of a single holder for us."""
-        self._alone: dict[PeerID, float] = {}
-        """Holder -> bytes/s of the fastest direct range before anything was carried."""
-        self._is_carried = False
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
@@ -176,18 +175,12 @@ class StateFetcher:
                     self._came(key, index, start, stop)
         while missing:
             await self._fetch_layers(missing)
-            missing = await self._differing({key: self._layer(key) for key in missing})
+            come = {key: self._vectors.layer_state(*self._relay.tensors[key]) for key in missing}
+            missing = await self._differing(come)
             for key in missing:
                 self._again(key)
         layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
         return StageState(version=self._version, layers=layers)
-
-    def hold_up(self) -> None:
-        """Pause until `go_on`: something else needs our line. Requests in flight continue."""
-        self._goes_on.clear()
-
-    def go_on(self) -> None:
-        self._goes_on.set()
 
     def unfinished(self) -> dict[str, Unfinished]:
         """Return what has arrived of each begun layer, for another fetch of the same version after this one failed."""
@@ -310,8 +303,8 @@ class StateFetcher:
         async def work(peer: PeerID) -> None:
             may_renew = True
             while True:
-                if not self._goes_on.is_set():
-                    await self._held_up(peer)
+                if self._may_ask is not None and not self._may_ask.is_set():
+                    await self._held_up(peer, self._may_ask)
                     continue
                 wanted = self._next_own(peer, todo)
                 if wanted is None:
@@ -333,7 +326,6 @@ class StateFetcher:
                     await get(peer, wanted)
                     took_s = loop.time() - began_s
                     self._took_s[peer] = max(took_s, self._took_s.get(peer, 0.0))
-                    self._compare(peer, wanted, took_s)
                     may_renew = True
                 except (Unreachable, Refused, RemoteError) as error:
                     if wanted in left:
@@ -355,7 +347,6 @@ class StateFetcher:
                 is_refused = False
                 try:
                     await get(peer, wanted, self._sources[wanted.key][0] if carries else None)
-                    self._is_carried |= carries
                 except Refused:
                     is_refused = True
                 except (Unreachable, RemoteError) as error:
@@ -389,11 +380,11 @@ class StateFetcher:
             if isinstance(error, Exception):
                 raise error
 
-    async def _held_up(self, peer: PeerID) -> None:
+    async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
         """Wait until the fetch may go on, or until the holder's pin needs a request."""
         try:
             async with asyncio.timeout(10.0):  # ask the holder to keep its pin, which lapses unasked
-                await self._goes_on.wait()
+                await may_ask.wait()
         except TimeoutError:
             await self._ask_all([peer], self._version)
 
@@ -434,8 +425,6 @@ class StateFetcher:
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
         """Return the last range that only one other peer has; we get the first ones ourselves."""
-        if carrier not in self._carriers:
-            return None
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -451,16 +440,6 @@ class StateFetcher:
     def _came(self, key: str, tensor: int, start: int, stop: int) -> None:
         self.progress.done += stop - start
         self._relay.came(key, tensor, start)
-
-    def _compare(self, holder: PeerID, came: _Range, took_s: float) -> None:
-        """Compare a direct range's rate with earlier ones. Stop using carriers if they only slow down our own path."""
-        if came.stop - came.start < RANGE_CHUNKS * self._vectors.chunk or took_s <= 0.0:
-            return
-        rate = 4.0 * (came.stop - came.start) / took_s
-        if not self._is_carried:
-            self._alone[holder] = max(rate, self._alone.get(holder, 0.0))
-        elif rate < _LESS * self._alone.get(holder, 0.0):
-            self._carriers = []
 
     def _again(self, key: str) -> None:
         """Begin a layer anew that did not match its digest. Raises: RemoteError: its only holder has sent all of it."""
@@ -511,9 +490,6 @@ class StateFetcher:
         return await self._compute.run_on_host(
             lambda: [key for key, layer in layers.items() if layer.secure_digest() != self._digests[key]]
         )
-
-    def _layer(self, key: str) -> LayerState:
-        return self._vectors.layer_state(*self._relay.tensors[key])
 
     def _on_device(self, key: str) -> LayerState:
         return self._vectors.layer_state(*(tensor.to(self._device) for tensor in self._relay.tensors[key]))

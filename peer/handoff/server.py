@@ -96,22 +96,6 @@ class _Pin:
         """True if nobody wants it any more, or it has been kept for too long."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers.values())
-
-    def keep(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Add layers. Return those without a known digest."""
-        for key, layer in layers.items():
-            self.layers.setdefault(key, layer)
-        return {key: self.layers[key] for key in layers if key not in self.digests}
-
-    def prove(self, proofs: Mapping[str, str]) -> None:
-        """Record digests. Layers may have been forgotten meanwhile."""
-        for key, proof in proofs.items():
-            if key in self.layers:
-                self.digests.setdefault(key, proof)
-
     def forget(self, keys: Collection[str]) -> None:
         for key in keys:
             self.layers.pop(key, None)
@@ -233,21 +217,26 @@ class StateServer:
         if asked_by is not None:
             pin.is_asked_for = True
             pin.is_replayed |= asked_by in self._newcomers
-        unproved = pin.keep(layers)
+        for name, layer in layers.items():
+            pin.layers.setdefault(name, layer)
+        unproved = {name: pin.layers[name] for name in layers if name not in pin.digests}
         if unproved and proofs is None:
             proofs = await self._compute.run_on_host(
                 lambda: {k: layer.secure_digest() for k, layer in unproved.items()}
             )
             pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lasts unasked
             pin.asked_for(self._clock.now_s())
-        pin.prove(proofs or {})
+        for name, proof in (proofs or {}).items():
+            if name in pin.layers:  # it may have been forgotten meanwhile
+                pin.digests.setdefault(name, proof)
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
         """True if another peer may have us keep that version, too."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
-        num_bytes = sum(layer.num_bytes for layer in layers) + sum(pin.num_bytes for pin in others)
+        kept = (layer for pin in others for layer in pin.layers.values())
+        num_bytes = sum(layer.num_bytes for layer in (*layers, *kept))
         return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
 
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:

@@ -2,7 +2,7 @@
 
 A commit takes this way through the file: `Tell` (`Progress` to the group) -> `_on_round_start` -> `Reduce` -> `_reduce`
 -> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). Subclasses produce the
-gradients and make the step: `replica_driver.py` for a stage, `expert_holding.py` for an expert.
+gradients and make the step: `replica_driver.py` for a stage, `expert_seats.py` for an expert.
 
 The file is long because all that a member does with endpoint, compute and timer is here.
 """

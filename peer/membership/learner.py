@@ -94,8 +94,9 @@ class Learner:
         self._unfinished: dict[str, Unfinished] = {}
         """The part of that layer that a failed fetch has brought."""
         self._progress: FetchProgress | None = None
-        self._is_following = False
-        """Weights are downloading; the state download is paused."""
+        self._may_gather = asyncio.Event()
+        self._may_gather.set()
+        """Cleared while weights are downloading, and the state download is paused."""
         self._is_behind = False
         self._news = asyncio.Event()
         self._takes_part = asyncio.Event()
@@ -216,18 +217,14 @@ class Learner:
 
     async def _follow(self) -> None:
         """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
-        self._is_following = True
-        if self._fetching is not None:
-            self._fetching.hold_up()
+        self._may_gather.clear()
         try:
             while True:
                 if await self._is_fetched():
                     return
                 await asyncio.sleep(_RETRY_MATES_S)
         finally:
-            self._is_following = False
-            if self._fetching is not None:
-                self._fetching.go_on()
+            self._may_gather.set()
 
     async def _is_fetched(self) -> bool:
         runtime, group = self._runtime, self._group
@@ -369,11 +366,9 @@ class Learner:
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
         """Args: begun: the part that has come before. Raises: see `StateFetcher.fetch`."""
-        group, fetcher = self._group, self._fetcher((key,))
-        is_over = self._is_behind or self._is_following  # then the holders are past our version
+        group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather)
+        is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
         self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
-        if self._is_following:
-            fetcher.hold_up()
         try:
             if begun is not None:
                 fetch = fetcher.fetch(group.holders, version=begun.version, begun={key: begun})
@@ -427,6 +422,6 @@ class Learner:
     def _state_bytes(self, keys: Iterable[str]) -> int:
         return state_bytes(self._runtime.spec, keys)
 
-    def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
+    def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
         """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
-        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S)
+        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)

@@ -50,8 +50,15 @@ class Holder:
     def name(self) -> PeerID:
         return self.peer.peer_id
 
-    def fetcher(self, spec: RunSpec, keys: tuple[str, ...], *, patience_s: float = RANGE_TIMEOUT_S) -> StateFetcher:
-        return StateFetcher(spec, keys, self.inbox, patience_s=patience_s)
+    def fetcher(
+        self,
+        spec: RunSpec,
+        keys: tuple[str, ...],
+        *,
+        patience_s: float = RANGE_TIMEOUT_S,
+        may_ask: asyncio.Event | None = None,
+    ) -> StateFetcher:
+        return StateFetcher(spec, keys, self.inbox, patience_s=patience_s, may_ask=may_ask)
 
 
 def holder(world: World, name: str) -> Holder:
@@ -587,8 +594,8 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
     async def scene(holders: list[Holder]) -> None:
         newcomer, b, c, _ = holders
         b.trained = state
-        fetcher = newcomer.fetcher(tiny_spec, keys)
-        fetcher.hold_up()
+        may_ask = asyncio.Event()
+        fetcher = newcomer.fetcher(tiny_spec, keys, may_ask=may_ask)
         fetching = asyncio.create_task(fetcher.fetch([b.name], version=VERSION))
         await asyncio.sleep(10 * PINNED_S)
         assert fetcher.progress.done == 0
@@ -596,7 +603,7 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
         b.trained = None  # what it has pinned is all that it has of that version
         with pytest.raises(Refused):  # and this looks what is over
             await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
-        fetcher.go_on()
+        may_ask.set()
         assert (await fetching).digest() == state.digest()
 
     play(scene)
