@@ -257,9 +257,7 @@ class StateServer:
             if not self._has_room((era, version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
             return await self._offer(source, message, (era, version), layers)
-        if message.to_compare:
-            return await self._to_compare(source, message)
-        if version < 0 and era == TRAINED:
+        if version < 0 and era == TRAINED and not message.to_compare:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
         pinned = self._pins.get((era, version))
         if pinned is not None and pinned.digests.keys() >= set(message.layers):
@@ -269,6 +267,11 @@ class StateServer:
             raise Refused(me, "does not hold that state")
         if era == TRAINED:
             given = await self._parts.witnessed(source, message.layers, version)
+        if message.to_compare:
+            if given is None:
+                raise Refused(me, "offers nothing to compare: the sender is no newcomer to that state")
+            said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
+            return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
         if given is not None:
             state = given.state
         elif version not in (-1, state.version):
@@ -287,16 +290,6 @@ class StateServer:
         found = {key: kept[key] for key in message.layers if key in kept}
         missing = tuple(key for key in message.layers if key not in found)
         return found | (await self._archive.read(era, version, missing) if missing else {})
-
-    async def _to_compare(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Return what most holders have signed, for a newcomer that already has the state. Nothing is pinned."""
-        state, given = self._parts.state_of(message.layers), None
-        if state is not None:
-            given = await self._parts.witnessed(source, message.layers, -1)
-        if given is None:
-            raise Refused(self._endpoint.peer_id, "does not hold that state, or the sender is no newcomer to it")
-        said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
-        return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
 
     async def _step_over(self, keys: Collection[str]) -> None:
         """Wait for a step of these layers to end, but not for a long one."""

@@ -1,7 +1,9 @@
 """The driver of a replica of stage 0: also makes and answers the supply's calls (`microbatch_queue.py`)."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from shoal.peer.base.outbox import Outbox
 from shoal.peer.membership.group_membership import MemberSeat
@@ -66,28 +68,28 @@ class FirstReplica(Replica):
 
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
-        try:
+        with self._saying(source, "the run to stand still"):
             if source in self._staying and source in self.audience:  # else it has not told us since
                 raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
                 Halted, lambda call: self.handle(events.HaltAsked(source, message.at_once, call))
             )
-        except Refused as refused:
-            self._say_refused(source, "the run to stand still", refused.reason)
-            raise
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        try:
+        with self._saying(source, "for microbatches to run again"):
             self.handle(events.RepairAsked(source, message.step, message.indices))
-        except Refused as refused:
-            self._say_refused(source, "for microbatches to run again", refused.reason)
-            raise
-        return Done()
+            return Done()
 
-    def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        if (source, reason) not in self._refused and self.core.group.is_leader:
-            self._refused.add((source, reason))
-            logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
+    @contextlib.contextmanager
+    def _saying(self, source: PeerID, what: str) -> Iterator[None]:
+        """Log once, if we lead, that we refuse what `source` asks."""
+        try:
+            yield
+        except Refused as refused:
+            if (source, refused.reason) not in self._refused and self.core.group.is_leader:
+                self._refused.add((source, refused.reason))
+                logger.warning("%s asks %s; refused: %s", source[-8:], what, refused.reason)
+            raise
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
         self.handle(events.RepairArrived(source, message.items))

@@ -6,7 +6,7 @@ While the group's state comes slowly, the replica may be a light member (`learne
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import LayerRuntime
@@ -22,7 +22,7 @@ from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
 from shoal.protocol.certificate import layers_at
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
@@ -114,30 +114,22 @@ class Joining:
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
-        fetched: Mapping[str, LayerState] = {}
         ahead = await self._layers.ahead.ended(plan.restore_era, version, self._to_ask()) if missing else {}
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
         wait_s = 0.1  # the holders of our layers may hear of the layout later than we
         while True:
-            holders = self._to_ask()
-            try:
-                if missing:
-                    fetched = await self._with_group_peers(missing, holders, plan, known)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
-                newest = self._core.plan
-                if newest.era == plan.era and not newest.not_started:
-                    await self._from_group_peers()
-                    return
-                await asyncio.sleep(wait_s)
-                wait_s = min(2.0 * wait_s, _RETRY_S)
-                continue
-            layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
-            await self._take_over(StageState(version=version, layers=layers))
-            await self._follow_who_began()
-            return
+            with Tolerating(logger.warning, f"cannot begin at version {version} yet"):
+                fetched = await self._with_group_peers(missing, plan, known) if missing else {}
+                layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
+                await self._take_over(StageState(version=version, layers=layers))
+                return await self._follow_who_began()
+            newest = self._core.plan
+            if newest.era == plan.era and not newest.not_started:
+                return await self._from_group_peers()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2.0 * wait_s, _RETRY_S)
 
     async def _follow_who_began(self) -> None:
         """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
@@ -147,10 +139,10 @@ class Joining:
                 pass
 
     async def _with_group_peers(
-        self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
+        self, missing: tuple[str, ...], plan: Plan, known: Mapping[str, LayerState]
     ) -> Mapping[str, LayerState]:
         """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
-        version, era = plan.restore_version, plan.restore_era
+        version, era, holders = plan.restore_version, plan.restore_era, self._to_ask()
         relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
         self._layers.server.pass_on(relay)
         with relay:

@@ -45,7 +45,6 @@ from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
 from shoal.protocol.messages import Activation, Gradient, PresenceUpdate
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 logger = logging.getLogger(__name__)
@@ -420,11 +419,11 @@ class Replica(GroupMembership):
 
 def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
     """Make the core of a replica of `stage`."""
-    spec, traffic = services.spec, services.run.traffic
+    spec, training, traffic = services.spec, services.spec.training, services.run.traffic
     pipeline = Schedule(
         stage=stage,
         num_stages=len(plan.stages),
-        s_max=spec.training.s_max,
+        s_max=training.s_max,
         synchronous_steps=spec.synchronous_steps,
         version=0,
         router=traffic.router(),
@@ -432,14 +431,7 @@ def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int
         control=traffic.control(spec) if stage == 0 else None,
     )
     group = make_commit(services, stage, incarnation=incarnation, has_loss=pipeline.is_last)
-    queue = MicrobatchQueue(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
-    return ReplicaCore(group, pipeline, queue, plan)
-
-
-def work_queue_of(spec: RunSpec) -> WorkQueue:
-    """Make the book of grants of a run."""
-    training = spec.training
-    return WorkQueue(
+    book = WorkQueue(
         steps=training.steps,
         microbatches=training.microbatches_per_step,
         s_max=training.s_max,
@@ -447,3 +439,5 @@ def work_queue_of(spec: RunSpec) -> WorkQueue:
         validation_interval=training.validation_interval_steps,
         validation_microbatches=training.validation_microbatches,
     )
+    queue = MicrobatchQueue(book=book, group=group, demand=pipeline) if stage == 0 else None
+    return ReplicaCore(group, pipeline, queue, plan)
