@@ -32,10 +32,6 @@ remain. Once the coordinator has seen all layers of a step on two disks each, ea
 ABANDONED_SNAPSHOTS: Final = 10
 """A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
 versions, so no roll-back needs one that is so old."""
-KEPT_S: Final = 7 * 24 * 3600.0
-"""Time for an owner to notice."""
-ERAS_KEPT: Final = 2
-"""Older eras with snapshots here at the same time: with the current one three times the room of one."""
 _COMPLAIN_S = 60.0
 
 
@@ -225,8 +221,6 @@ class Archive:
     async def thin(self, safe: tuple[int, int]) -> None:
         """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
         to."""
-        if not self.keeps:
-            return
 
         def thin() -> None:
             self._remove(safe)
@@ -397,6 +391,12 @@ def _name(keys: Iterable[str]) -> str:
     """Return the folder of a group of layers that one stage holds, whichever peer trains it."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
+
+
+KEPT_S: Final = 7 * 24 * 3600.0
+"""Time for an owner to notice."""
+ERAS_KEPT: Final = 2
+"""Older eras with snapshots here at the same time: with the current one three times the room of one."""
 
 
 class PastEras:

@@ -21,21 +21,7 @@ from shoal.protocol.messages import GatherPart, ReducePart, RoundStart
 from shoal.protocol.ports import Payload
 from shoal.protocol.wire_format import tensor_bytes
 
-ROUNDS_MAX: Final = 4
-"""Per sender: attempts at the step that is due, all but one superseded, and one at the next step."""
-
 Piece = ReducePart | GatherPart
-
-PRESS_S = 5.0
-"""A round without progress for this long has lost something, or its pieces wait behind activations."""
-BELIEVED_S = 120.0
-"""A member whose pieces have not left yet is believed for this long after the last piece from any member: it may
-lie."""
-
-AWAY_S: Final = 600.0
-"""A learner must be back within this time: weights loaded, and its layers at the group's version."""
-STEPS_MAX: Final = 4
-"""Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
 EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
@@ -143,6 +129,10 @@ class Reductions:
         self._made_by = {step: start for step, start in self._made_by.items() if step >= keep_from}
 
 
+ROUNDS_MAX: Final = 4
+"""Per sender: attempts at the step that is due, all but one superseded, and one at the next step."""
+
+
 @dataclass(slots=True)
 class Early:
     """Pieces of rounds that we have not heard of yet, by sender and round. Pure.
@@ -196,6 +186,13 @@ class Early:
         self._kept = {mate: rounds for mate, rounds in kept.items() if rounds}
 
 
+PRESS_S = 5.0
+"""A round without progress for this long has lost something, or its pieces wait behind activations."""
+BELIEVED_S = 120.0
+"""A member whose pieces have not left yet is believed for this long after the last piece from any member: it may
+lie."""
+
+
 @dataclass(slots=True)
 class Pressing:
     """Decides when to send again what may have been lost in a round that does not end, one round after the other.
@@ -232,6 +229,12 @@ class Pressing:
     def was_in_vain(self, reduction: Reduction) -> bool:
         """True if nothing has arrived since the round was last found standing still."""
         return self._pressed == (reduction, reduction.num_taken)
+
+
+AWAY_S: Final = 600.0
+"""A learner must be back within this time: weights loaded, and its layers at the group's version."""
+STEPS_MAX: Final = 4
+"""Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
 
 
 class AbsentLight:

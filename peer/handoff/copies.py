@@ -94,9 +94,8 @@ class Copies:
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
-            if self._archive.has(state.layers, era=era, version=state.version):
-                return True
-            return await self._archive.write(state, era=era)
+            is_there = self._archive.has(state.layers, era=era, version=state.version)
+            return is_there or await self._archive.write(state, era=era)
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
         """Have others keep `state` before we go. Returns: the peers that have got it by `until_s`."""

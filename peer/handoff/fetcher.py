@@ -256,17 +256,19 @@ class StateFetcher:
         base = self._base.version if self._base is not None else -1
         request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era, base=base)
 
-        async def ask(peer: PeerID) -> StateOffer | None:
+        offers: dict[PeerID, StateOffer] = {}
+
+        async def ask(peer: PeerID) -> None:
+            self._with_base.discard(peer)
             with Tolerating(logger.debug, "no state"):
                 offer = await self._endpoint.ask(peer, request, StateOffer)
-                return offer if version < 0 or offer.version == version else None
-            return None
+                if version < 0 or offer.version == version:
+                    offers[peer] = offer
+                    if offer.base == base >= 0:
+                        self._with_base.add(peer)
 
-        answers = await asyncio.gather(*(ask(peer) for peer in holders))
-        for peer, answer in zip(holders, answers, strict=True):
-            has_base = self._base is not None and answer is not None and answer.base == self._base.version
-            (self._with_base.add if has_base else self._with_base.discard)(peer)
-        return {peer: answer for peer, answer in zip(holders, answers, strict=True) if answer is not None}
+        await asyncio.gather(*(ask(peer) for peer in holders))
+        return {peer: offers[peer] for peer in holders if peer in offers}
 
     # --- the bytes ---
 

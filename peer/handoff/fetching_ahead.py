@@ -94,13 +94,7 @@ class FetchingAhead:
     """Fetches ahead for one peer."""
 
     def __init__(
-        self,
-        ports: Ports,
-        *,
-        inbox: ChunkInbox,
-        arithmetic: Arithmetic,
-        spec: RunSpec,
-        failures: Failures,
+        self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures
     ) -> None:
         self._endpoint, self._compute, self._clock = ports.endpoint, ports.compute, ports.clock
         self._inbox, self._arithmetic, self._spec = inbox, arithmetic, spec
@@ -115,7 +109,7 @@ class FetchingAhead:
             return 0
         left_bytes = 0
         for source in ready.sources.values():
-            left_bytes += self._state_bytes(*source.coming(ready.has)) - source.came_bytes
+            left_bytes += state_bytes(self._spec, source.coming(ready.has)) - source.came_bytes
             for key in source.here(ready.has):  # the last step is always under way
                 left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
         return left_bytes
@@ -153,9 +147,10 @@ class FetchingAhead:
             return ready
         now = plan.stage_of(me)
         has = set(stage_layer_keys(model, *plan.stages[now].layers)) if now is not None else set[str]()
-        wanted = [key for key in stage_layer_keys(model, *place.layers) if key not in has and self._state_bytes(key)]
+        missing = [key for key in stage_layer_keys(model, *place.layers) if key not in has]
+        wanted = [key for key in missing if state_bytes(self._spec, [key])]
         room = self._arithmetic.free_host_bytes()
-        if _ROOM_TIMES * self._state_bytes(*wanted) > room:
+        if _ROOM_TIMES * state_bytes(self._spec, wanted) > room:
             logger.info("no room to fetch ahead: %d layers, %.1f GB free", len(wanted), room / 1e9)
             return ready
         for index, stage in enumerate(plan.stages):
@@ -289,7 +284,8 @@ class FetchingAhead:
             here = source.here(ready.has)
             if not here or ready.has[here[0]].version >= version:
                 return
-            if (version - ready.has[here[0]].version) * self._gradients_bytes(here[:1]) > self._state_bytes(here[0]):
+            num_steps = version - ready.has[here[0]].version
+            if num_steps * self._gradients_bytes(here[:1]) > state_bytes(self._spec, here[:1]):
                 del ready.has[here[0]]  # the whole layer is smaller than all that it lacks
                 continue
             with Tolerating(logger.info, "the last steps of layers fetched ahead"):
@@ -298,9 +294,6 @@ class FetchingAhead:
             source.turn += 1
             tries += 1
             await asyncio.sleep(_RETRY_S)
-
-    def _state_bytes(self, *keys: str) -> int:
-        return state_bytes(self._spec, keys)
 
     def _gradients_bytes(self, keys: Iterable[str]) -> int:
         numel = sum(state_layout(self._spec, key).numel for key in keys)

@@ -25,30 +25,27 @@ class GradientLog:
     """
 
     def __init__(self) -> None:
-        self._is_wanted, self._era = False, -1
+        self.is_wanted = False
+        """True if the layout is to end, so that peers may ask."""
+        self._era = -1
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
         """Replaying peer -> the oldest version that it has yet to step to, as far as it has asked."""
         self._noted = asyncio.Event()
 
-    @property
-    def is_wanted(self) -> bool:
-        """True if the layout is to end, so that peers may ask."""
-        return self._is_wanted
-
     def follow(self, plan: Plan) -> None:
         """Take a plan. Gradients are kept while its layout is to end, and until the next one is under way."""
-        self._is_wanted = bool(plan.next_layout)
+        self.is_wanted = bool(plan.next_layout)
         is_last = plan.not_started and plan.restore_era == self._era
-        if (self._is_wanted and plan.era == self._era) or is_last:
+        if (self.is_wanted and plan.era == self._era) or is_last:
             return
         self._era = plan.era
         self._steps, self._wanted_from = {}, {}
 
     def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
         """Record with which parts of the reduced gradient these layers have stepped to `version`."""
-        if not self._is_wanted or era != self._era:
+        if not self.is_wanted or era != self._era:
             return
         self._steps.setdefault(version, {}).update(gradients)
         keep_from = min((version, *self._wanted_from.values()))
@@ -73,7 +70,7 @@ class GradientLog:
         `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
-                while era == self._era and self._is_wanted and not self._has(version, key) and self._is_ahead(version):
+                while era == self._era and self.is_wanted and not self._has(version, key) and self._is_ahead(version):
                     await self._noted.wait()
         except TimeoutError:
             return None

@@ -521,7 +521,9 @@ class StateServer:
             return vectors.difference_payload(before_C, part_C)
         if message.tensor == GRADIENT:
             return vectors.mean_payload(vectors.on_host(part_C))
-        return vectors.rounded_payload(part_C) if message.stored_era == WEIGHTS else self._payload_of(part_C)
+        if message.stored_era == WEIGHTS:
+            return vectors.rounded_payload(part_C)
+        return vectors.payload_of(vectors.on_host(part_C))
 
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
@@ -533,6 +535,3 @@ class StateServer:
             if not self._plans.begins_with(version) or self._life.is_ending:
                 break
             await asyncio.sleep(_FIRST_STEP_LOOK_S)
-
-    def _payload_of(self, values_C: Tensor) -> Payload:
-        return self._vectors.payload_of(self._vectors.on_host(values_C))

@@ -5,6 +5,7 @@ A drain blocks nothing, unlike a replica's: it takes a microbatch or two, and ot
 """
 
 import asyncio
+import functools
 import logging
 from typing import Final
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.compute.expert_work import ExpertWork
-from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, Renew, make_commit
 from shoal.peer.model.state import StageState
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import Contributed
@@ -30,13 +31,13 @@ DRAIN_S: Final = 30.0
 class ExpertMembership(GroupMembership):
     """Our membership in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
 
-    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, group_id: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
         self.stage = unit.stage
         self.layers = plan.stages[unit.stage].layers
         self.work = ExpertWork(services.arithmetic.expert(*self.layers, unit.expert), unit.stage, upwards=self)
         group = make_commit(services, group_id, incarnation=incarnation, has_loss=False)
-        super().__init__(services, seat, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
+        super().__init__(services, renew, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
         """True if the group still stands for the same expert and layers in `plan`."""
@@ -232,7 +233,8 @@ class ExpertSeats:
             if group >= len(plan.stages) and group not in self._memberships and not self._s.life.is_leaving:
                 self._num_begun += 1
                 incarnation = self._s.endpoint.incarnation + self._num_begun
-                membership = ExpertMembership(self._s, self, plan, group, incarnation=incarnation)
+                renew = functools.partial(self.renew, group)
+                membership = ExpertMembership(self._s, renew, plan, group, incarnation=incarnation)
                 self._memberships[group] = membership
                 membership.start()
                 for peer, presence in self._s.neighbours.words():

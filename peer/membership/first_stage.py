@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from shoal.peer.base.outbox import Outbox
-from shoal.peer.membership.group_membership import MemberSeat
+from shoal.peer.membership.group_membership import Renew
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica import commands, events
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 class FirstReplica(Replica):
     """Our replica of stage 0 under `plan`."""
 
-    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        super().__init__(services, seat, plan, stage, incarnation=incarnation)
+        super().__init__(services, renew, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None

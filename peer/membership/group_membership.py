@@ -13,7 +13,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
@@ -76,12 +76,8 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
     )
 
 
-class MemberSeat(Protocol):
-    """What has begun the membership, and ends it: `StageSeat` or `ExpertSeats`."""
-
-    def renew(self, group: int) -> None:
-        """Begin our membership in `group` anew: its state differs from the group's."""
-        ...
+Renew = Callable[[], None]
+"""Begins our membership anew, since its state differs from the group's."""
 
 
 class GroupMembership(ABC):
@@ -89,11 +85,11 @@ class GroupMembership(ABC):
     only caller of its core (`handle`). It carries out the core's commands."""
 
     def __init__(
-        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
+        self, services: Services, renew: Renew, core: MemberCore, runtime: LayerRuntime, *, incarnation: int
     ) -> None:
         endpoint = services.endpoint
         self._s = services
-        self._seat = seat
+        self._renew = renew
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
@@ -423,7 +419,7 @@ class GroupMembership(ABC):
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
-            self._seat.renew(self.group_id)
+            self._renew()
 
     # --- a commit: say what is there, sum, reduce, step ---
 

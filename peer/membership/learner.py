@@ -18,7 +18,7 @@ nothing wrong, and the state that it ends with has their signatures.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -116,7 +116,7 @@ class Learner:
         """Progress of the first weights, then of the state. None: neither is being fetched."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
-            here_bytes = self._state_bytes(self._gathered)
+            here_bytes = state_bytes(self._runtime.spec, self._gathered)
             self._progress.done = here_bytes // 4 + coming
         return self._progress
 
@@ -145,7 +145,7 @@ class Learner:
         """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
         Raises: Unreachable, Refused, RemoteError: the weights do not come."""
         group, keys = self._group, self._runtime.keys
-        if self._state_bytes(keys) < _SMALL_BYTES:
+        if state_bytes(self._runtime.spec, keys) < _SMALL_BYTES:
             return False
         fetcher = self._fetcher(keys)
         self._progress = fetcher.progress
@@ -160,7 +160,7 @@ class Learner:
             self._progress = None
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-        self._progress = FetchProgress(total=self._state_bytes(keys) // 4, what="state while training")
+        self._progress = FetchProgress(total=state_bytes(self._runtime.spec, keys) // 4, what="state while training")
         await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
         self._join()
         return True
@@ -174,7 +174,7 @@ class Learner:
                 since_s = loop.time()
             if since_s is not None and progress.done and (fetching.done() or loop.time() >= since_s + _SEEN_S):
                 weights_s = (loop.time() - since_s) * progress.total / progress.done
-                state_s = weights_s * self._state_bytes(self._runtime.keys) / (2.0 * progress.total)
+                state_s = weights_s * state_bytes(self._runtime.spec, self._runtime.keys) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
                 return state_s < LIGHT_STATE_S
         return False  # awaiting the failed fetch raises its error
@@ -315,7 +315,7 @@ class Learner:
         """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
-        if mean_N is not None or whole_bytes > self._state_bytes(due):
+        if mean_N is not None or whole_bytes > state_bytes(self._runtime.spec, due):
             return mean_N
         for holder in self._group.holders:
             with Tolerating(logger.info, f"no gradient of step {step}"):
@@ -418,9 +418,6 @@ class Learner:
 
     def _has(self, key: str, version: int) -> bool:
         return key in self._gathered and self._gathered[key].version == version
-
-    def _state_bytes(self, keys: Iterable[str]) -> int:
-        return state_bytes(self._runtime.spec, keys)
 
     def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
         """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""

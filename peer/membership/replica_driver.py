@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.membership.activation_store import ActivationStore
-from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, Renew, make_commit
 from shoal.peer.membership.handing_back import HandingBack
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import RoundedWeights, StageState
@@ -60,14 +60,14 @@ class Replica(GroupMembership):
 
     core: ReplicaCore
 
-    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
         self.experts_placed = bool(plan.experts)
         arithmetic = services.arithmetic
         self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
         core = replica_core(services, plan, stage, incarnation=incarnation)
-        super().__init__(services, seat, core, self.runtime, incarnation=incarnation)
+        super().__init__(services, renew, core, self.runtime, incarnation=incarnation)
         self.experts = ExpertDispatch(services, plan, stage, incarnation=incarnation) if plan.experts else None
         self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()

@@ -277,9 +277,9 @@ def test_what_a_liar_has_sent_is_not_gone_on_with(tiny_spec: RunSpec, keys: tupl
     async def scene(holders: list[Holder]) -> None:
         newcomer, b, *_ = holders
         b.trained = state
-        payload_of = b.server._vectors.payload_of
+        payload = b.server._payload
         fetcher = newcomer.fetcher(tiny_spec, keys[1:2])
-        b.server._payload_of = lambda values_C: payload_of(values_C + 1.0)
+        b.server._payload = lambda message, part_C, before_C: payload(message, part_C + 1.0, before_C)
         with pytest.raises(RemoteError, match="contradicts"):
             await fetcher.fetch([b.name], version=VERSION)
         assert fetcher.unfinished() == {}
