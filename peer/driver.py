@@ -64,9 +64,7 @@ class PeerDriver:
         own = OwnWord(endpoint, self._plans, life, parts, self._links, self._claims, has_text=arithmetic.has_text)
         self._neighbours = Neighbours(endpoint, clock, self._plans, parts, own, silence_s=3.0 * spec.swarm.heartbeat_s)
         self.reports = Reports(endpoint, clock, self._plans, watcher or Watcher())
-        self._layers = Layers(
-            ports, spec, arithmetic, self._plans, life, parts, self._links, self.reports, failures, tasks
-        )
+        self._layers = Layers(ports, spec, arithmetic, self._plans, life, parts, self.reports, failures, tasks)
         self.server = self._layers.server
         self.inference = InferenceService(spec, ports, self._plans, parts, failures)
         self.services = services = Services(

@@ -239,7 +239,7 @@ def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...],
 def put_back(assignment: Assignment, home: Assignment, stayers: Sequence[int] | Ints, seed: int) -> None:
     """Send random leavers back home until each stage has `stayers` of its holders again. Changes `assignment`."""
     rng = Random(seed)
-    for k in np.flatnonzero(stayers):
+    for k in np.flatnonzero(stayers).tolist():
         leavers = np.flatnonzero((home == k) & (assignment != k)).tolist()
         lacking = int(stayers[k]) - (int((home == k).sum()) - len(leavers))
         if lacking > 0:

@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Final
 
 from shoal.peer.disk import snapshot
-from shoal.peer.disk.past_eras import ERAS_KEPT, PastEras
-from shoal.peer.model.state import LayerState, StageState
+from shoal.peer.model.state import LayerAt, LayerState, StageState
 from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Holding
@@ -26,6 +25,7 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"
+PARTIAL_FOLDER: Final = "light"
 KEPT: Final = 2
 """Newest versions kept of each layer group and era: stages write at slightly different times, so a whole step must
 remain. Once the coordinator has seen all layers of a step on two disks each, earlier ones go (`Archive.thin`)."""
@@ -50,6 +50,7 @@ class Archive:
         self._disk = disk
         self._run = run
         self._folder = PurePosixPath(run) / FOLDER
+        self._partial = PurePosixPath(run) / PARTIAL_FOLDER
         self._path = PurePosixPath(run) / "era"
         self._past = PastEras(PurePosixPath(run) / "past-eras")
         self._spec = spec
@@ -131,10 +132,8 @@ class Archive:
     async def open(self) -> None:
         """Read what an earlier process of this peer has left on the disk."""
         if self.keeps:
-            await self._run_blocking(self._look)
-            await self._run_blocking(self._check)
-            await self._run_blocking(self._recall_past)
-            await self._run_blocking(self._recall_era)
+            for read in (self._look, self._check, self._recall_past, self._recall_era):
+                await self._run_blocking(read)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
         """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process, and
@@ -222,8 +221,6 @@ class Archive:
     async def thin(self, safe: tuple[int, int]) -> None:
         """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
         to."""
-        if not self.keeps:
-            return
 
         def thin() -> None:
             self._remove(safe)
@@ -251,6 +248,60 @@ class Archive:
                 self._damaged.add(stored.path)
                 self._stored.pop(stored.path, None)  # it may have been pruned meanwhile
         return found
+
+    # --- the incomplete state of a learner (`membership/learner.py`), for this peer's next process ---
+
+    # It is of use as long as some peer has the reduced gradients of the steps since. It lies beside the snapshots, in
+    # their format, is read once, and is not offered to others.
+
+    async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
+        """Replace the kept layers by these, float32 on the host. If that fails, they will be fetched again."""
+
+        def write() -> None:
+            snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
+            for version in sorted({at.version for at in layers.values()}):
+                snapshot.write_snapshot(
+                    self._here,
+                    self._partial,
+                    run=self._run,
+                    version=version,
+                    layers={key: at.layer for key, at in layers.items() if at.version == version},
+                    spec=self._spec,
+                    era=era,
+                    keep=2**31,  # all versions stay: layers may be a step apart
+                )
+
+        await self._with_partial(write, "keep layers, which will be fetched again")
+
+    async def take_partial(self, era: int, keys: Collection[str]) -> dict[str, LayerAt]:
+        """Read and remove the layers that an earlier process has left. Return the undamaged ones of this era in
+        `keys`, on the host."""
+        taken: dict[str, LayerAt] = {}
+
+        def take() -> None:
+            for stored in snapshot.list_snapshots(self._here, self._partial, self._run):
+                for key in stored.keys if stored.era == era else ():
+                    if key not in keys:
+                        continue
+                    try:
+                        layer = snapshot.read_layers(self._here, stored.path, [key])[key]
+                    except snapshot.DamagedSnapshot as damage:
+                        logger.warning("%s: layer %s will be fetched again", damage, key)
+                    else:
+                        taken[key] = LayerAt(stored.version, layer)
+            snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
+
+        await self._with_partial(take, "read the layers that an earlier process has left")
+        return taken
+
+    async def _with_partial(self, work: Callable[[], None], what: str) -> None:
+        if self.keeps:
+            try:
+                await self._run_blocking(work)
+            except (LocalError, OSError) as error:
+                logger.warning("cannot %s: %s", what, error)
+
+    # --- inside ---
 
     @property
     def _ages(self) -> list[tuple[int, int]]:
@@ -340,3 +391,53 @@ def _name(keys: Iterable[str]) -> str:
     """Return the folder of a group of layers that one stage holds, whichever peer trains it."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
+
+
+KEPT_S: Final = 7 * 24 * 3600.0
+"""Time for an owner to notice."""
+ERAS_KEPT: Final = 2
+"""Older eras with snapshots here at the same time: with the current one three times the room of one."""
+
+
+class PastEras:
+    """Chooses the past eras of which one peer still keeps snapshots, so that the run can return to them.
+
+    A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on
+    enough disks, and for a week, for `shoal recover --era`. Of too many older eras those that had come least far go
+    first. Args: path: the file that remembers when eras ended.
+    """
+
+    def __init__(self, path: PurePosixPath) -> None:
+        self._path = path
+        self._ended_s: dict[int, float] = {}
+        """Era -> wall-clock time when a snapshot of a later era was first written here."""
+
+    def recall(self, disk: Disk) -> None:
+        """Read the ends of eras from the file. Raises: OSError."""
+        try:
+            lines = disk.read(self._path).decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            era, _, ended_s = line.partition(" ")
+            try:
+                self._ended_s[int(era)] = float(ended_s)
+            except ValueError:
+                continue  # torn: that era's week begins when it is seen again
+
+    def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
+        """Note that all but the last of the eras in `ages` have ended; ages: (era, version). Raises: OSError."""
+        eras = {era for era, _ in ages}
+        ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
+        if not ended:
+            return
+        self._ended_s = dict(sorted((self._ended_s | ended).items())[-64:])
+        text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
+        replace_file(disk, self._path, text.encode())
+
+    def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
+        """Return the older eras in `ages` that keep their snapshots."""
+        versions = dict(sorted(ages))  # the last version of each era
+        current = max(versions, default=0)
+        young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]
+        return frozenset(sorted(young, key=lambda era: (versions[era], era), reverse=True)[:ERAS_KEPT])

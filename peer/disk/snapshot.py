@@ -70,13 +70,6 @@ class StoredSnapshot:
         return (self.era, self.version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot(StoredSnapshot):
-    """A snapshot that `read_snapshot` has verified."""
-
-    layers: Mapping[str, LayerState]
-
-
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int
     run: str
@@ -177,7 +170,7 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
     """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version).
-    Snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`). Raises:
+    Snapshots with different layers may share a version. Older eras stay for a return to them (`PastEras`). Raises:
     OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     old = []
@@ -270,26 +263,12 @@ def _check(disk: Disk, path: PurePosixPath) -> None:
         _read_checked(disk, path, manifest, name)
 
 
-def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
-    """Read the snapshot in the folder `path`, and check every byte of it against its digests.
-
-    Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says.
-    """
-    found = _read_manifest(disk, path)
-    return Snapshot(
-        path=path,
-        run=found.run,
-        era=found.era,
-        version=found.version,
-        keys=found.layers,
-        spec=found.spec,
-        layers={key: _read_layer(disk, path, found, key) for key in found.layers},
-    )
-
-
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
-    """Read and check only some layers of the snapshot in the folder `path`, in the order asked.
-    Raises: DamagedSnapshot: see `read_snapshot`. LocalError: the snapshot does not hold one of them."""
+    """Read layers of the snapshot in the folder `path`, in the order asked, and check every byte of them.
+
+    Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says. LocalError: the
+        snapshot does not hold one of the layers.
+    """
     manifest = _read_manifest(disk, path)
     layers = {}
     for key in keys:

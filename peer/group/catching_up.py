@@ -149,7 +149,7 @@ class CatchingUp:
         return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
-        """Raises: Unreachable: no piece has arrived for `_FETCH_TIMEOUT_S`, or the member is lost."""
+        """Raises: Unreachable: no piece has arrived for a minute, or the member is lost."""
         while not fetch.is_whole:
             before = fetch.num_taken
             try:

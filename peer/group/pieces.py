@@ -1,10 +1,11 @@
 """Send pieces of gradients to other members, behind pipeline traffic and before copies of state."""
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from torch import Tensor
@@ -30,8 +31,7 @@ class Pieces:
 
     def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock, compute: Compute) -> None:
         self._endpoint = endpoint
-        self._encoder = Encoder(vectors, compute)
-        self._vectors = vectors
+        self._vectors, self._compute = vectors, compute
         self._tasks = tasks
         self._clock = clock
         self._unsent: Counter[tuple[PeerID, int]] = Counter()  # target, step
@@ -61,7 +61,7 @@ class Pieces:
         by_target: dict[PeerID, list[Outgoing]] = {}
         for piece in outgoing:
             by_target.setdefault(piece.target, []).append(piece)
-        encoded = _Encoded(self._encoder, itertools.chain.from_iterable(by_target.values()))
+        encoded = _Encoded(self._piece, itertools.chain.from_iterable(by_target.values()))
         for target, pieces in by_target.items():
             self._unsent[target, start.step] += len(pieces)
             self._tasks.spawn(self._send(target, pieces, encoded, start, kind), f"{kind.__name__} of {start.step}")
@@ -109,40 +109,31 @@ class Pieces:
             meta = ReducedChunk(stage=stage, step=step, start=piece.start, size=piece.size, form=piece.form)
             payload = piece.payload
             if payload is None:
-                payload = await self._encoder.mean(mean_N[piece.start : piece.start + piece.size])
+                mean_C = mean_N[piece.start : piece.start + piece.size]
+                payload = await self._encoded(functools.partial(self._vectors.mean_payload, mean_C))
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
                 logger.warning("catch-up: %s", error)
                 return
 
+    async def _piece(self, piece: Outgoing) -> Payload:
+        return await self._encoded(lambda: self._vectors.piece_payload(piece.values_C, piece.form, piece.key))
+
+    async def _encoded(self, encode: Callable[[], Payload]) -> Payload:
+        """Encode numbers. A narrow format takes computation, which stays off the event loop."""
+        return await self._compute.run_on_host(encode) if self._vectors.narrows else encode()
+
     def _cut(self, numel: int) -> list[MeanPiece]:
         chunk, form = self._vectors.chunk, self._vectors.mean_form
         return [MeanPiece(start, min(chunk, numel - start), form) for start in range(0, numel, chunk)]
 
 
-class Encoder:
-    """Encode gradients. A narrow format takes computation, which stays off the event loop."""
-
-    def __init__(self, vectors: Vectors, compute: Compute) -> None:
-        self._vectors = vectors
-        self._compute = compute
-
-    async def piece(self, piece: Outgoing) -> Payload:
-        return await self._made(lambda: self._vectors.piece_payload(piece.values_C, piece.form, piece.key))
-
-    async def mean(self, mean_C: Tensor) -> Payload:
-        return await self._made(lambda: self._vectors.mean_payload(mean_C))
-
-    async def _made(self, make: Callable[[], Payload]) -> Payload:
-        return await self._compute.run_on_host(make) if self._vectors.narrows else make()
-
-
 class _Encoded:
     """Encoded pieces, each encoded once for all its targets and dropped after the last use."""
 
-    def __init__(self, encoder: Encoder, pieces: Iterable[Outgoing]) -> None:
-        self._encoder = encoder
+    def __init__(self, encode: Callable[[Outgoing], Awaitable[Payload]], pieces: Iterable[Outgoing]) -> None:
+        self._encode = encode
         self._uses = Counter(piece.start for piece in pieces)
         self._payloads: dict[int, Payload] = {}
         self._making = asyncio.Lock()
@@ -150,7 +141,7 @@ class _Encoded:
     async def of(self, piece: Outgoing) -> Payload:
         async with self._making:
             if piece.start not in self._payloads:
-                self._payloads[piece.start] = await self._encoder.piece(piece)
+                self._payloads[piece.start] = await self._encode(piece)
         return self._payloads[piece.start]
 
     def done_with(self, piece: Outgoing) -> None:

@@ -109,7 +109,8 @@ class Reduction:
     def pieces(self) -> tuple[MeanPiece, ...]:
         """The complete mean as it travelled; empty in fp32 and bf16, where the mean itself can be encoded again."""
         form, rounded = self.start.form, sorted(self._rounded.items())
-        return tuple(MeanPiece(start, self._size_of(start), form, payload) for start, payload in rounded)
+        sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
+        return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)
 
     @property
     def others(self) -> list[PeerID]:
@@ -126,12 +127,6 @@ class Reduction:
         """Take our own gradient sum, float32 [N] on the host. Return the chunks that can be added up now."""
         self._sum_N = sum_N if self._missing else None
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
-
-    def scatter(self) -> Iterator[Outgoing]:
-        """Yield our contribution to each other part, from the next rank on, so that not all send to the first at
-        once."""
-        for step in range(1, len(self._peers)):
-            yield from self.scatter_to(self._peers[(self._rank + step) % len(self._peers)])
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
         """Yield our contribution to one member's part; nothing before our sum is made."""
@@ -263,9 +258,6 @@ class Reduction:
 
     def _end(self, rank: int, start: int) -> int:
         return min(start + self._vectors.chunk, self._bounds[rank + 1])
-
-    def _size_of(self, start: int) -> int:
-        return self._end(self._owner(start), start) - start
 
     def _owner(self, start: int) -> int:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))

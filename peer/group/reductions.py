@@ -1,23 +1,27 @@
-"""One member's rounds in progress, their early pieces, and the reduced gradients that they ended in.
+"""One member's rounds in progress, their early pieces, what to send again of a round that does not end, and the reduced
+gradients that rounds ended in.
 
 This module says what is to be done; `peer/membership/group_membership.py` does it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
-from shoal.peer.group.early import Early, Piece
 from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.views import GroupView
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
-from shoal.protocol.messages import RoundStart
+from shoal.protocol.messages import GatherPart, ReducePart, RoundStart
 from shoal.protocol.ports import Payload
 from shoal.protocol.wire_format import tensor_bytes
 
+Piece = ReducePart | GatherPart
 EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
@@ -123,3 +127,136 @@ class Reductions:
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
         self.pieces = {step: pieces for step, pieces in self.pieces.items() if step >= keep_from}
         self._made_by = {step: start for step, start in self._made_by.items() if step >= keep_from}
+
+
+ROUNDS_MAX: Final = 4
+"""Per sender: attempts at the step that is due, all but one superseded, and one at the next step."""
+
+
+@dataclass(slots=True)
+class Early:
+    """Pieces of rounds that we have not heard of yet, by sender and round. Pure.
+
+    Another member may hear of a round before we do. A member can make up rounds, so only the latest few of each member
+    are kept. A dropped piece costs an honest member seconds: its round stands still, and it sends again (`Pressing`).
+    Step numbers have no bound: a member with a slow device falls behind the rounds that it takes part in.
+
+    Args: pieces_max: number that one member sends another in a round, at most.
+    """
+
+    piece_bytes_max: int
+    pieces_max: int
+    _kept: dict[PeerID, dict[tuple[int, int], dict[tuple[type, int], tuple[Piece, Payload]]]] = field(
+        default_factory=dict
+    )
+    """Sender -> (step, attempt) -> (kind, first element) -> the piece."""
+
+    def __len__(self) -> int:
+        return sum(len(pieces) for rounds in self._kept.values() for pieces in rounds.values())
+
+    def keep(self, mate: PeerID, piece: Piece, payload: Payload) -> None:
+        """Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has."""
+        if len(payload) > self.piece_bytes_max:
+            raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
+        rounds = self._kept.setdefault(mate, {})
+        pieces = rounds.setdefault((piece.step, piece.attempt), {})
+        pieces[type(piece), piece.start] = piece, payload  # it may have been sent again
+        if len(pieces) > self.pieces_max:
+            del rounds[piece.step, piece.attempt]
+            raise RemoteError(mate, f"sent more pieces of round {piece.step} than a round has")
+        if len(rounds) > ROUNDS_MAX:
+            del rounds[min(rounds)]
+
+    def take(self, step: int, attempt: int) -> list[tuple[PeerID, Piece, Payload]]:
+        """Remove and return the pieces of a round that begins here. Earlier attempts at its step are dropped."""
+        came = []
+        for mate, rounds in self._kept.items():
+            came += [(mate, *piece) for piece in rounds.get((step, attempt), {}).values()]
+            for key in [key for key in rounds if key[0] == step and key[1] <= attempt]:
+                del rounds[key]
+        return came
+
+    def forget_before(self, version: int, *, group_peers: Container[PeerID]) -> None:
+        """Drop pieces of steps before `version` and of peers that are no longer in `group_peers`."""
+        kept = {
+            mate: {key: pieces for key, pieces in rounds.items() if key[0] >= version}
+            for mate, rounds in self._kept.items()
+            if mate in group_peers
+        }
+        self._kept = {mate: rounds for mate, rounds in kept.items() if rounds}
+
+
+PRESS_S = 5.0
+"""A round without progress for this long has lost something, or its pieces wait behind activations."""
+BELIEVED_S = 120.0
+"""A member whose pieces have not left yet is believed for this long after the last piece from any member: it may
+lie."""
+
+
+@dataclass(slots=True)
+class Pressing:
+    """Decides when to send again what may have been lost in a round that does not end, one round after the other.
+    Pure."""
+
+    _looked_at: tuple[Reduction | None, int] = (None, 0)
+    _moved_s: float = 0.0
+    _again_s: dict[PeerID, float] = field(default_factory=dict)
+    _pressed: tuple[Reduction | None, int] = (None, 0)
+
+    def stands_still(self, reduction: Reduction | None, now_s: float) -> bool:
+        """True if nothing new has arrived for `PRESS_S`, though something is missing."""
+        now = reduction, reduction.num_taken if reduction is not None else 0
+        if now != self._looked_at:
+            if now[0] is not self._looked_at[0]:
+                self._again_s = {}
+            self._looked_at, self._moved_s = now, now_s
+        if reduction is None or reduction.is_complete or now_s < self._moved_s + PRESS_S:
+            return False
+        self._pressed = now
+        return True
+
+    def is_due(self, peer: PeerID, now_s: float, *, took_s: float) -> bool:
+        """True if our part should be sent to `peer` again. Args: took_s: time for a piece to leave."""
+        if now_s < self._again_s.get(peer, self._moved_s) + max(PRESS_S, 2.0 * took_s):
+            return False
+        self._again_s[peer] = now_s
+        return True
+
+    def believes(self, now_s: float) -> bool:
+        """True if we still wait for members that say that their pieces have not left yet."""
+        return now_s < self._moved_s + BELIEVED_S
+
+    def was_in_vain(self, reduction: Reduction) -> bool:
+        """True if nothing has arrived since the round was last found standing still."""
+        return self._pressed == (reduction, reduction.num_taken)
+
+
+AWAY_S: Final = 600.0
+"""A learner must be back within this time: weights loaded, and its layers at the group's version."""
+STEPS_MAX: Final = 4
+"""Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
+
+
+class AbsentLight:
+    """Decides how long reduced gradients are kept for absent learners, of which one member knows. Pure.
+
+    A learner that comes back still has the layers that it had finished, at the version at which it went. With the
+    reduced gradients of the steps since then it need not fetch those layers again.
+    """
+
+    def __init__(self) -> None:
+        self._light: set[PeerID] = set()
+        self._gone: dict[PeerID, tuple[int, float]] = {}
+        """Learner -> (first step that it may lack, when it was missed)."""
+
+    def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
+        """Return the first step that an absent or just returned learner may still ask for. Args: ready: the other
+        members that take part, `whole` ones and learners; version: just reached."""
+        learners = set(ready).difference(whole)
+        for peer in self._light - learners:
+            # The learner may have been a step behind, and it lacks the step that has just been made.
+            self._gone[peer] = version - 2, now_s
+        self._light = learners
+        self._gone = {peer: at for peer, at in self._gone.items() if now_s < at[1] + AWAY_S and peer not in whole}
+        wanted_from = min((step for step, _ in self._gone.values()), default=2**62)
+        return max(wanted_from, version - STEPS_MAX)

@@ -33,6 +33,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.peer.base.tasks import Tasks
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.encoding.vectors import REDUCED_MAX, Vectors
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.replica.views import GroupView
@@ -212,13 +213,10 @@ class TiedGradient:
         """Tell `mate` that the round has ended, until it answers, is gone, or the group has made the step."""
         word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
         while self._is_open(start.step) and not self._core.is_gone(mate):
-            try:
+            with Tolerating(logger.debug, f"the end of step {start.step}'s round is not acknowledged"):
                 await self._endpoint.ask(mate, word, Done, timeout_s=_ANSWER_S)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("the end of step %d's round is not acknowledged: %s", start.step, error)
-                await asyncio.sleep(_AGAIN_S)
-            else:
                 return
+            await asyncio.sleep(_AGAIN_S)
 
     # --- both ends ---
 
@@ -325,10 +323,8 @@ class TiedGradient:
             for number in range(len(peers)):
                 if not self._is_open(step):
                     return None
-                try:
+                with Tolerating(logger.debug, f"no gradient of the other end for step {step}"):
                     return await self._fetch(peers[(tried + number) % len(peers)], stage, step)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("no gradient of the other end for step %d: %s", step, error)
             await asyncio.sleep(_AGAIN_S)
         return None
 

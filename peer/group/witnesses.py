@@ -108,7 +108,7 @@ class Witnesses:
         signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
         self._kept[state.version] = Witnessed(state, proofs), root
         self._attestations.heard(core.me, state.version, root, signature)
-        num_bytes = sum(4 * tensor.numel() for layer in state.layers.values() for tensor in layer.tensors)
+        num_bytes = sum(layer.num_bytes for layer in state.layers.values())
         room = max(2, min(WITNESSED_VERSIONS_MAX, PINNED_BYTES_MAX // max(1, num_bytes)))
         for old in sorted(self._kept)[:-room]:
             del self._kept[old]

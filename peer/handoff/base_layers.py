@@ -12,7 +12,6 @@ Without digests the run's seed makes the base, and nothing travels.
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -21,17 +20,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import Arithmetic
-from shoal.peer.handoff.fetcher import StateFetcher
-from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.initial import InitialWeights, bare_layer
+from shoal.peer.handoff.fetcher import StateFetcher, Unfinished
+from shoal.peer.handoff.inbox import ChunkInbox, ranges
+from shoal.peer.handoff.initial import InitialWeights, bare_layer, initial_digests
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL, StateServer
 from shoal.peer.model.frozen import adapter_of, base_numel
-from shoal.peer.model.state import LayerState
 from shoal.peer.presence.ports import Ports
 from shoal.protocol.durable import replace_file
-from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import RunSpec
@@ -66,6 +65,7 @@ class BaseLayers:
         self._disk, self._run_blocking = ports.disk, ports.run_blocking
         self._inbox, self._arithmetic, self._server = inbox, arithmetic, server
         self._folder = PurePosixPath(ports.endpoint.run) / FOLDER
+        self._digests = initial_digests(spec) if spec.initial.digests else {}
         self._in_memory: dict[str, Tensor] = {}
         self._not_in_folder: set[str] = set()
         """Layers that the model's folder lacks or has with other bytes."""
@@ -81,7 +81,7 @@ class BaseLayers:
     ) -> Mapping[str, Tensor]:
         """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
 
-        Args: holders: peers to ask. mates: others that need the same layers now; each gets a part, and passes it on.
+        Args: holders: peers to ask. group_peers: others that need the same layers now; each passes on what it gets.
         Raises: Unreachable, Refused, RemoteError: no peer has given some of them.
         """
         found = dict(await self.read(keys))
@@ -90,16 +90,14 @@ class BaseLayers:
                 found |= await self.read([key for key in keys if key not in found])
                 for key in keys:
                     if key not in found:
-                        found |= await self._fetch((key,), holders, group_peers)
+                        found[key] = await self._fetch(key, holders, group_peers)
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
         """Get layers that will be needed, one by one, during training. Skip those that no peer gives."""
         for key in keys:
-            try:
+            with Tolerating(logger.info, f"no base of {key} yet"):
                 await self.get([key], holders)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no base of %s yet: %s", key, error)
 
     # --- here ---
 
@@ -167,47 +165,38 @@ class BaseLayers:
 
     # --- from others ---
 
-    async def _fetch(
-        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
-    ) -> Mapping[str, Tensor]:
-        """Fetch, compare and keep. If the layers differ from the spec, ask each holder alone."""
+    async def _fetch(self, key: str, holders: Sequence[PeerID], group_peers: Collection[PeerID]) -> Tensor:
+        """Fetch a layer, and keep it."""
+        fetcher = StateFetcher(self._spec, (key,), self._inbox)
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
-        foreign: tuple[str, ...] = ()
-        for asked in (others, *([peer] for peer in others)):
-            try:
-                found = await self._fetch_from(keys, asked, group_peers if asked is others else ())
-            except (Unreachable, Refused, RemoteError):
-                if asked is others:
-                    raise
-                continue
-            foreign = await self._compute.run_on_host(functools.partial(self._foreign, found))
-            if not foreign:
-                stored = {key: layer.param_N for key, layer in found.items()}
-                for key, values in stored.items():
-                    await self._keep(key, values)
-                return stored
-            logger.warning("these are not the layers of the run's base: %s", ", ".join(foreign))
-        raise Unreachable(self._endpoint.peer_id, f"no peer has the run's own base of {', '.join(foreign)}")
-
-    async def _fetch_from(
-        self, keys: tuple[str, ...], holders: Sequence[PeerID], group_peers: Collection[PeerID]
-    ) -> Mapping[str, LayerState]:
-        vectors = self._arithmetic.vectors
-        fetcher = StateFetcher(self._spec, keys, self._inbox, device=vectors.host, vectors=vectors)
-        begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
-        relay = Relay(INITIAL, 0, group_peers, vectors=vectors)
+        relay = Relay(INITIAL, 0, group_peers, vectors=self._inbox.vectors)
         if group_peers:
             self._server.pass_on(relay)
         with relay:
             state = await fetcher.fetch(
-                holders,
+                others,
                 version=0,
                 stored_era=INITIAL,
-                begins={HEAD: begins[EMBED]} if begins else None,
+                expected=self._digests,
+                begun=await self._begun_by_embedding() if key == HEAD and self._spec.model.tied else None,
                 relay=relay,
-                carriers=holders[1:],
+                carriers=others[1:],
             )
-        return state.layers
+        stored = state.layers[key].param_N
+        await self._keep(key, stored)
+        return stored
+
+    async def _begun_by_embedding(self) -> dict[str, Unfinished]:
+        """Return the part of a tied model's head that is here: the embedding, in whole ranges."""
+        embedding, vectors = (await self.read([EMBED])).get(EMBED), self._arithmetic.vectors
+        if embedding is None:
+            return {}
+        head_N = vectors.empty(base_numel(self._spec, HEAD))
+        here = [(start, stop) for start, stop in ranges(head_N.numel(), vectors) if stop <= embedding.numel()]
+        for start, stop in here:
+            head_N[start:stop] = embedding[start:stop]
+        tensors = head_N, vectors.empty(0), vectors.empty(0)
+        return {HEAD: Unfinished(0, self._digests[HEAD], tensors, {(0, start) for start, _ in here})}
 
     async def _keep(self, key: str, stored: Tensor) -> None:
         disk = self._disk
@@ -225,8 +214,4 @@ class BaseLayers:
 
     async def _is_foreign(self, key: str, stored: Tensor) -> bool:
         layer = bare_layer(stored, self._arithmetic.vectors)
-        return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
-
-    def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
-        digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
-        return tuple(key for key, layer in layers.items() if layer.secure_digest() != digests[key])
+        return await self._compute.run_on_host(lambda: layer.secure_digest() != self._digests[key])

@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-import math
 
 from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.disk.attesting import Attesting
-from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.handoff.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import FIRST_STEP_S, StateServer
+from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.ports import Ports
@@ -25,7 +24,6 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
 WRITERS = 2
 """Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
 
@@ -50,9 +48,7 @@ class Copies:
         life: Life,
         tasks: Tasks,
         base: BaseLayers | None = None,
-        vectors: Vectors = VECTORS,
     ) -> None:
-        self._vectors = vectors
         self._base = base
         self._archive = attesting.archive
         self._attesting = attesting
@@ -83,7 +79,8 @@ class Copies:
         await self.save(group, state)
         if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
             return  # the next holders fetch it, wait for it, and have copies made of it too
-        if not await self._after_first_step(state.version):
+        await self._server.after_first_step(state.version)
+        if self._plans.begins_with(state.version) and self._life.is_ending:
             return
         # Each copy under way holds a state in memory, and a further one would slow it down.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
@@ -92,26 +89,13 @@ class Copies:
             await self._server.pin(state)
             self._given[group] += await self._offer(group, state, copies)
 
-    async def _after_first_step(self, version: int) -> bool:
-        """Wait for the first step of a layout, if it begins with `version`: the whole run waits for that step, and a
-        copy would share its lines with it. The disks of the previous holders have that version.
-
-        Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
-        """
-        for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
-            if not self._plans.begins_with(version) or self._life.is_ending:
-                break
-            await asyncio.sleep(_LOOK_S)
-        return not (self._plans.begins_with(version) and self._life.is_ending)
-
     async def save(self, group: int, state: StageState) -> bool:
         """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
-            if self._archive.has(state.layers, era=era, version=state.version):
-                return True
-            return await self._archive.write(state, era=era)
+            is_there = self._archive.has(state.layers, era=era, version=state.version)
+            return is_there or await self._archive.write(state, era=era)
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
         """Have others keep `state` before we go. Returns: the peers that have got it by `until_s`."""
@@ -138,11 +122,8 @@ class Copies:
         for copy in copies:
             # Each writer begins elsewhere, so that one peer gets both copies only if there is no other.
             for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
-                try:
+                with Tolerating(logger.debug, "no copy there"):
                     await self._endpoint.ask(peer, message, Done)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("no copy there: %s", error)
-                else:
                     taken.append((peer, state.version))
                     if not is_awaited:
                         self._server.gives_copy(peer, state.version, state.layers)
@@ -173,8 +154,7 @@ class Copies:
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
         era, began_s = self._endpoint.era, self._clock.now_s()
-        vectors = self._vectors
-        fetcher = StateFetcher(self._spec, message.layers, self._inbox, device=vectors.host, vectors=vectors)
+        fetcher = StateFetcher(self._spec, message.layers, self._inbox)
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)

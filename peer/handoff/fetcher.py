@@ -6,23 +6,20 @@ share what has arrived (`relay.py`).
 """
 
 import asyncio
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.peer.encoding.vectors import VECTORS, Vectors
-from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.base.tolerating import Tolerating
+from shoal.peer.handoff.inbox import RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import begun_numel
-from shoal.peer.handoff.ranges import RANGE_CHUNKS, RANGE_TIMEOUT_S, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
-from shoal.peer.model.layout import state_layout
-from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.model.state import LayerState, RoundedWeights, StageState, state_numels
 from shoal.peer.replica.attestations import is_majority
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -31,17 +28,12 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_LESS = 0.7
-"""If a direct range slows down to this fraction beside carried ones, all paths share one line: carrying stops."""
-
-
-_OTHERS_TIMES_MAX = 8
-"""A holder is not asked for ranges of mates and carriers until it could have sent one range to each fetching peer:
-(number of such peers + 1), at most this number, times our slowest range. Asked sooner, it would send the same bytes
-twice, and where a layer is a few ranges everybody waits for its uplink."""
-_OTHERS_S_MIN = 0.5
+_REFUSED_S = 1.0
+"""A mate that refuses a range does not have it yet; a carrier fetches for itself now. Then it is asked again."""
 _OTHERS_S_FIRST = 2.0
-"""The same before anything has come from that holder."""
+"""No holder is asked for the ranges of mates and carriers until it could have sent one to each fetching peer; until its
+first range has come, that is taken to be this long. Asked sooner, it would send the same bytes twice, and where a layer
+is a few ranges everybody waits for its uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +44,20 @@ class _Range:
     tensor: int
     start: int
     stop: int
-    owner: PeerID | None = None
-    """The mate that gets this range from a holder; None: we do."""
+    owner: PeerID
+    """The fetching peer that gets this range from a holder."""
 
 
 @dataclass(slots=True)
 class Unfinished:
-    """What a failed fetch has received of a layer, for a fetch of the same layer at the same version under the same
-    digest. It is not checked against the digest: the fetch that completes the layer does that."""
+    """What is here of a layer, for a fetch of the layer at that version under that digest. It is not checked against
+    the digest: the fetch that completes the layer does that."""
 
     version: int
     digest: str
-    """The layer's, as most holders named it."""
     tensors: tuple[Tensor, Tensor, Tensor]
     """Parameters and moments at full length; filled where a range is `here`."""
-    here: set[tuple[int, int]] = field(default_factory=set)
+    here: set[tuple[int, int]]
     """(Tensor, first element) of the ranges that have arrived."""
 
 
@@ -89,52 +80,39 @@ class StateFetcher:
         keys: tuple[str, ...],
         inbox: ChunkInbox,
         *,
-        device: torch.device,
-        vectors: Vectors = VECTORS,
+        device: torch.device | None = None,
         patience_s: float = RANGE_TIMEOUT_S,
+        may_ask: asyncio.Event | None = None,
     ) -> None:
-        """Args: patience_s: how long a range may take from one holder."""
+        """
+        Args:
+            device: where the state is to be; None: on the host.
+            patience_s: how long a range may take from one holder.
+            may_ask: cleared while something else needs our line. Requests in flight continue.
+        """
         self._patience_s = patience_s
-        self._vectors = vectors
         self._spec = spec
         self._keys = keys
         self._inbox, self._endpoint, self._compute = inbox, inbox.endpoint, inbox.compute
-        self._device = device
-        self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._vectors = inbox.vectors
+        self._device = device or inbox.vectors.host
         self._sources: dict[str, list[PeerID]] = {}
         self._digests: dict[str, str] = {}
-        self._expected: Mapping[str, str] = {}
         self._version = -1
         self._stored_era = TRAINED
-        self._is_witnessed: Callable[[StateOffer], bool] | None = None
-        self._voters: Sequence[PeerID] | None = None
-        self._at_least = 0
         self._base: RoundedWeights | None = None
         self._with_base: set[PeerID] = set()
         """Holders that can send the difference to `_base`."""
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
-        self._relay: Relay | None = None
+        self._may_ask = may_ask
+        self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
         """The relay's mates that are reachable."""
         self._carriers: list[PeerID] = []
         """Peers that may still be asked to get ranges of a single holder for us."""
-        self._alone: dict[PeerID, float] = {}
-        """Holder -> bytes/s of the fastest direct range before anything was carried."""
-        self._is_carried = False
-        self._asked: dict[PeerID, int] = {}
-        """Mate -> `_num_asked` when it was last asked; the least recently asked mate is next."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
-        self._num_asked = 0
-        self._known: dict[str, int] = {}
-        """Layer -> length of the parameter prefix that is already local."""
-        self._begun: dict[str, Unfinished] = {}
-        """Layers with ranges from an earlier fetch."""
-        self._here: dict[str, set[tuple[int, int]]] = {}
-        """Layer -> (tensor, first element) of the ranges that are here."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if mates have given us a part of it; False: mates may give none any more."""
+        """Layer -> True if some of it is not from its holders by our own requests; False: none may be any more."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -149,7 +127,6 @@ class StateFetcher:
         base: RoundedWeights | None = None,
         known: Mapping[str, LayerState] | None = None,
         expected: Mapping[str, str] | None = None,
-        begins: Mapping[str, Tensor] | None = None,
         begun: Mapping[str, Unfinished] | None = None,
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
@@ -166,133 +143,111 @@ class StateFetcher:
             base: with `WEIGHTS`: weights that we have; holders that have them, too, send the difference.
             known: layers that the caller believes it has at that version; those that differ from the holders' digests
                 are fetched.
-            expected: layer -> the digest that the plan certifies.
-            begins: layer -> believed parameter prefix, float32; only the rest is fetched, unless the layer's digest
-                disagrees.
-            begun: with `version`: layers that an earlier fetch has begun. They are completed under that fetch's digests
-                or not at all.
+            expected: layer -> the digest that the run's spec or the plan certifies.
+            begun: with `version`: layers of which a part is here. They are completed under their digests or not at all.
             relay: shares arrived ranges with mates that fetch the same layers, and names those mates.
             carriers: peers that are asked to get ranges of a single holder for us, over paths of their own.
         Raises: Unreachable: a layer has no holder, or lost all of them. RemoteError: a layer's only holder sent
-            something
-            else than its digest.
+            something else than its digest.
         """
-        self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
-        self._voters, self._at_least, self._base = voters, at_least, base
-        self._expected = expected or {}
-        self._relay, self._group_peers = relay, set(relay.group_peers) if relay is not None else set()
-        self._begun = dict(begun or {})
+        self._version, self._stored_era, self._base = version, stored_era, base
+        if relay is not None:
+            self._relay, self._group_peers = relay, set(relay.group_peers)
+        begun = begun or {}
         self._carriers = [peer for peer in carriers if peer not in self._group_peers][:32]
-        digests = self._digests = self._choose(await self._offers(holders))
+        only = dict(expected or {}) | {key: at.digest for key, at in begun.items()}
+        digests = self._digests = self._choose(await self._offers(holders, is_witnessed, voters, at_least), only)
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
-        has = dict(known or {})
-        wrong = await self._compute.run_on_host(
-            lambda: [key for key in has if has[key].secure_digest() != digests.get(key)]
-        )
-        for key in wrong:
+        has = {key: layer for key, layer in (known or {}).items() if key in digests}
+        for key in await self._differing(has):
             logger.warning("layer %s is not what its holders have: fetching it", key)
             del has[key]
         missing = [key for key in self._keys if key not in has]
         for key in missing:
-            param, moment1, moment2 = self._sizes(key)
-            empty = self._vectors.empty
-            of_params = self._vectors.empty_rounded if stored_era == WEIGHTS else empty
-            at = self._begun.get(key)
-            self._tensors[key] = (of_params(param), empty(moment1), empty(moment2)) if at is None else at.tensors
-            self._begin(key)
+            self._relay.begin(key, begun[key].tensors if key in begun else self._empty(key))
         for key, layer in has.items():
-            self._tensors[key] = layer.tensors
-            self._begin(key, whole=True)
-        self.progress.total = sum(tensor.numel() for key in missing for tensor in self._tensors[key])
-        for key in missing:
-            if key in (begins or {}):
-                self._fill(key, (begins or {})[key])
-            if key in self._begun:
-                self._take_up(key, self._begun[key])
+            self._relay.begin(key, layer.tensors, whole=True)
+        self.progress.total = sum(tensor.numel() for key in missing for tensor in self._relay.tensors[key])
+        for key, at in begun.items():
+            self._passed[key] = True
+            for index, start, stop in self._relay.ranges_of(key):
+                if (index, start) in at.here:
+                    self._came(key, index, start, stop)
         while missing:
             await self._fetch_layers(missing)
-            missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
+            come = {key: self._vectors.layer_state(*self._relay.tensors[key]) for key in missing}
+            missing = await self._differing(come)
             for key in missing:
-                culprit = self._sources[key][0]
-                is_begun = self._begun.pop(key, None) is not None
-                is_passed = self._passed.get(key, False) or self._known.pop(key, 0) > 0 or is_begun
-                if len(self._sources[key]) == 1 and not is_passed:
-                    self._here[key] = set()
-                    raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
-                # With several sources the culprit is unknown: fetch again without one, then without the next.
-                logger.warning("layer %s did not match its digest: fetching it again", key)
-                self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
-                if not is_passed:
-                    self._sources[key].remove(culprit)
-                self._passed[key] = False
-                self._begin(key)
+                self._again(key)
         layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
         return StageState(version=self._version, layers=layers)
-
-    def hold_up(self) -> None:
-        """Pause until `go_on`: something else needs our line. Requests in flight continue."""
-        self._goes_on.clear()
-
-    def go_on(self) -> None:
-        self._goes_on.set()
 
     def unfinished(self) -> dict[str, Unfinished]:
         """Return what has arrived of each begun layer, for another fetch of the same version after this one failed."""
         return {
-            key: Unfinished(self._version, self._digests[key], self._tensors[key], here)
-            for key, here in self._here.items()
+            key: Unfinished(self._version, self._digests[key], self._relay.tensors[key], here)
+            for key, here in self._relay.here.items()
             if here
         }
 
     # --- holders ---
 
-    async def _offers(self, holders: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
+    async def _offers(
+        self,
+        holders: Sequence[PeerID],
+        is_witnessed: Callable[[StateOffer], bool] | None,
+        voters: Sequence[PeerID] | None,
+        at_least: int,
+    ) -> dict[PeerID, StateOffer]:
         """Return the offers of one version, which becomes ours."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
-        sound = first if self._is_witnessed is None else self._witnessed(first)
-        if self._voters is not None:
-            sound = self._of_most(first, self._voters)
+        sound = first
+        if voters is not None:
+            sound = self._of_most(first, voters, at_least)
+        elif is_witnessed is not None:
+            sound = {peer: offer for peer, offer in first.items() if is_witnessed(offer)}
+            if not sound:
+                me = self._endpoint.peer_id
+                raise Unreachable(me, "nobody offers a state that most of its holders have signed")
         self._version = max(offer.version for offer in sound.values())
         same = {peer: offer for peer, offer in sound.items() if offer.version == self._version}
         others = [peer for peer in holders if peer not in same]
         same |= await self._ask_all(others, self._version)
-        if self._is_witnessed is None and self._voters is None:
+        if is_witnessed is None and voters is None:
             return same
         # A holder asked for the version by number need not prove its signatures: equal digests are enough.
         digests = dict(next(iter(same.values())).digests)
         return {peer: offer for peer, offer in same.items() if dict(offer.digests) == digests}
 
-    def _witnessed(self, offers: dict[PeerID, StateOffer]) -> dict[PeerID, StateOffer]:
-        assert self._is_witnessed is not None
-        sound = {peer: offer for peer, offer in offers.items() if self._is_witnessed(offer)}
-        if not sound:
-            raise Unreachable(self._endpoint.peer_id, "nobody offers a state that most of its holders have signed")
-        return sound
-
-    def _of_most(self, offers: dict[PeerID, StateOffer], voters: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
+    def _of_most(
+        self, offers: dict[PeerID, StateOffer], voters: Sequence[PeerID], at_least: int
+    ) -> dict[PeerID, StateOffer]:
         """Return the offers that more than half of the voters agree on."""
         said = {peer: (offer.version, tuple(sorted(offer.digests))) for peer, offer in offers.items()}
         votes = Counter(said[peer] for peer in voters if peer in said)
-        named = [word for word, num in votes.items() if is_majority(num, voters) and word[0] >= self._at_least]
+        named = [word for word, num in votes.items() if is_majority(num, voters) and word[0] >= at_least]
         if not named:
             raise Unreachable(self._endpoint.peer_id, "most holders do not offer the same version yet")
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
-    def _choose(self, offers: dict[PeerID, StateOffer]) -> dict[str, str]:
-        """Return each layer's most frequent digest. The holders that name it become the layer's sources."""
+    def _choose(self, offers: dict[PeerID, StateOffer], only: Mapping[str, str]) -> dict[str, str]:
+        """Return each layer's most frequent digest. The holders that name it become the layer's sources.
+        Args: only: layer -> the one digest that may be chosen."""
         digests: dict[str, str] = {}
+        said = {peer: dict(offer.digests) for peer, offer in offers.items()}
         for key in self._keys:
-            named = {peer: dict(offer.digests).get(key) for peer, offer in offers.items()}
-            if key in self._begun:
-                before = self._begun[key].digest
-                named = {peer: digest if digest == before else None for peer, digest in named.items()}
-            if key in self._expected:
-                named = {peer: digest if digest == self._expected[key] else None for peer, digest in named.items()}
-            votes = Counter(digest for digest in named.values() if digest is not None)
-            if not votes:
+            named = {peer: of_peer[key] for peer, of_peer in said.items() if key in of_peer}
+            if key in only:
+                others = [peer[-8:] for peer, digest in named.items() if digest != only[key]]
+                if others and self._stored_era == INITIAL:
+                    what = "not the weights that the run begins with"
+                    logger.warning("%s of %s: %s", ", ".join(others), key, what)
+                named = {peer: digest for peer, digest in named.items() if digest == only[key]}
+            if not named:
                 raise Unreachable(self._endpoint.peer_id, f"nobody offers the state of {key}")
+            votes = Counter(named.values())
             digests[key] = max(votes, key=lambda digest: votes[digest])
             self._sources[key] = [peer for peer, digest in named.items() if digest == digests[key]]
         return digests
@@ -301,19 +256,19 @@ class StateFetcher:
         base = self._base.version if self._base is not None else -1
         request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era, base=base)
 
-        async def ask(peer: PeerID) -> StateOffer | None:
-            try:
-                offer = await self._endpoint.ask(peer, request, StateOffer)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("no state: %s", error)
-                return None
-            return offer if version < 0 or offer.version == version else None
+        offers: dict[PeerID, StateOffer] = {}
 
-        answers = await asyncio.gather(*(ask(peer) for peer in holders))
-        for peer, answer in zip(holders, answers, strict=True):
-            has_base = self._base is not None and answer is not None and answer.base == self._base.version
-            (self._with_base.add if has_base else self._with_base.discard)(peer)
-        return {peer: answer for peer, answer in zip(holders, answers, strict=True) if answer is not None}
+        async def ask(peer: PeerID) -> None:
+            self._with_base.discard(peer)
+            with Tolerating(logger.debug, "no state"):
+                offer = await self._endpoint.ask(peer, request, StateOffer)
+                if version < 0 or offer.version == version:
+                    offers[peer] = offer
+                    if offer.base == base >= 0:
+                        self._with_base.add(peer)
+
+        await asyncio.gather(*(ask(peer) for peer in holders))
+        return {peer: offers[peer] for peer in holders if peer in offers}
 
     # --- the bytes ---
 
@@ -343,19 +298,21 @@ class StateFetcher:
             await self._fetch_range(peer, wanted, via=via)
             if wanted in left:
                 del left[wanted]
-                self._came(wanted)
+                self._came(wanted.key, wanted.tensor, wanted.start, wanted.stop)
             if not left:
                 nothing_left.set()
 
         async def work(peer: PeerID) -> None:
             may_renew = True
             while True:
-                if not self._goes_on.is_set():
-                    await self._held_up(peer)
+                if self._may_ask is not None and not self._may_ask.is_set():
+                    await self._held_up(peer, self._may_ask)
                     continue
                 wanted = self._next_own(peer, todo)
                 if wanted is None:
-                    wanted = self._last_of_group_peers(peer, todo) or self._next_lent(peer, lent)
+                    # The range that mates will reach last, or that helpers were asked for the longest time ago.
+                    others = (*reversed(todo), *lent)
+                    wanted = next((each for each in others if peer in self._sources[each.key]), None)
                     if wanted is None:
                         return
                     if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
@@ -371,7 +328,6 @@ class StateFetcher:
                     await get(peer, wanted)
                     took_s = loop.time() - began_s
                     self._took_s[peer] = max(took_s, self._took_s.get(peer, 0.0))
-                    self._compare(peer, wanted, took_s)
                     may_renew = True
                 except (Unreachable, Refused, RemoteError) as error:
                     if wanted in left:
@@ -383,47 +339,35 @@ class StateFetcher:
                 finally:
                     under_way[peer] -= 1
 
-        async def borrow(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> bool:
-            """Return False if the request was refused."""
-            todo.remove(wanted)
-            lent[wanted] = None
-            try:
-                await get(peer, wanted, via)
-            except Refused:
-                return False
-            finally:
-                if wanted in lent:
-                    del lent[wanted]
-                    if wanted in left:
-                        todo.append(wanted)
-            return True
-
-        async def ask_group_peers() -> None:
-            while (wanted := self._next_of_group_peers(todo)) is not None:
-                assert wanted.owner is not None
+        async def help_out(peer: PeerID, *, carries: bool) -> None:
+            """Have a mate bring the ranges that it owns, or a carrier those of a single holder."""
+            next_wanted = self._next_alone if carries else self._next_of_group_peer
+            while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
+                todo.remove(wanted)
+                lent[wanted] = None
+                is_refused = False
                 try:
-                    if not await borrow(wanted.owner, wanted):
-                        await asyncio.sleep(0.5)  # it does not have a range for us yet
+                    await get(peer, wanted, self._sources[wanted.key][0] if carries else None)
+                except Refused:
+                    is_refused = True
                 except (Unreachable, RemoteError) as error:
-                    logger.info("a group peer does not share its ranges: %s", error)
-                    self._group_peers.discard(wanted.owner)
-
-        async def ask_carrier(peer: PeerID) -> None:
-            while peer in self._carriers and (wanted := self._next_alone(peer, todo)) is not None:
-                try:
-                    if await borrow(peer, wanted, self._sources[wanted.key][0]):
-                        self._is_carried = True
-                    else:
-                        await asyncio.sleep(2.0)  # it fetches for itself now
-                except (Unreachable, RemoteError) as error:
-                    logger.info("a peer carries nothing: %s", error)
+                    logger.info("a peer passes no ranges on: %s", error)
+                    self._group_peers.discard(peer)
                     return
+                finally:
+                    if wanted in lent:
+                        del lent[wanted]
+                        if wanted in left:
+                            todo.append(wanted)
+                if is_refused:
+                    await asyncio.sleep(_REFUSED_S)
 
         peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
         working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(2)]
-        helping = [asyncio.create_task(ask_group_peers()) for _ in range(8 if self._group_peers else 0)]
-        helping += [asyncio.create_task(ask_carrier(peer)) for peer in self._carriers]
+        helpers = [(peer, False) for peer in sorted(self._group_peers) for _ in range(2)]
+        helpers += [(peer, True) for peer in self._carriers]
+        helping = [asyncio.create_task(help_out(peer, carries=carries)) for peer, carries in helpers]
         worked = asyncio.gather(*working)
         here = asyncio.create_task(nothing_left.wait())
         try:
@@ -438,11 +382,11 @@ class StateFetcher:
             if isinstance(error, Exception):
                 raise error
 
-    async def _held_up(self, peer: PeerID) -> None:
+    async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
         """Wait until the fetch may go on, or until the holder's pin needs a request."""
         try:
             async with asyncio.timeout(10.0):  # ask the holder to keep its pin, which lapses unasked
-                await self._goes_on.wait()
+                await may_ask.wait()
         except TimeoutError:
             await self._ask_all([peer], self._version)
 
@@ -460,98 +404,58 @@ class StateFetcher:
                 sources.remove(peer)
 
     def _ranges_of(self, key: str) -> list[_Range]:
-        me = self._endpoint.peer_id
+        """Return the ranges of a layer that are not here."""
         group_peers = self._group_peers.difference(self._sources[key]) if self._passed.get(key, True) else ()
-        fetching = sorted({me, *group_peers})
+        fetching = sorted({self._endpoint.peer_id, *group_peers})
+        numbers = Counter[int]()
         found = []
-        for index, tensor in enumerate(self._tensors[key]):
-            for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
-                if (index, start) in self._here[key] or (index == 0 and stop <= self._known.get(key, 0)):
-                    continue
-                owner = owner_of(key, index, number, fetching)
-                found.append(_Range(key, index, start, stop, owner if owner != me else None))
+        for index, start, stop in self._relay.ranges_of(key):
+            owner = owner_of(key, index, numbers[index], fetching)
+            numbers[index] += 1
+            if (index, start) not in self._relay.here[key]:
+                found.append(_Range(key, index, start, stop, owner))
         return found
 
-    def _fill(self, key: str, begin_N: Tensor) -> None:
-        """Take over a layer's parameter prefix, in complete ranges."""
-        into_N = self._tensors[key][0]
-        for start, stop in ranges(into_N.numel(), self._vectors):
-            if stop <= begin_N.numel():
-                into_N[start:stop] = begin_N[start:stop]
-                self._known[key] = stop
-                self._came(_Range(key, 0, start, stop))
-
-    def _take_up(self, key: str, at: Unfinished) -> None:
-        for index, tensor in enumerate(self._tensors[key]):
-            for start, stop in ranges(tensor.numel(), self._vectors):
-                if (index, start) in at.here:
-                    self._came(_Range(key, index, start, stop))
-
     def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
+        me = self._endpoint.peer_id
+        return next((each for each in todo if each.owner == me and holder in self._sources[each.key]), None)
 
-    def _last_of_group_peers(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the holder's range that mates will reach last. Call it when all of ours have been asked for."""
-        return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
-
-    def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
-        took_s, times = self._took_s.get(holder), min(2 + len(self._group_peers), _OTHERS_TIMES_MAX)
-        return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
-
-    def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
-        """Return the holder's range that mates or carriers were asked for the longest time ago."""
-        return next((wanted for wanted in lent if holder in self._sources[wanted.key]), None)
-
-    def _came(self, wanted: _Range) -> None:
-        self.progress.done += wanted.stop - wanted.start
-        self._here[wanted.key].add((wanted.tensor, wanted.start))
-        if self._relay is not None:
-            self._relay.came(wanted.key, wanted.tensor, wanted.start)
-
-    def _next_of_group_peers(self, todo: Sequence[_Range]) -> _Range | None:
-        """Return a range of the mate that was asked the longest time ago."""
-        firsts: dict[PeerID, _Range] = {}
-        for wanted in todo:
-            if wanted.owner in self._group_peers:
-                firsts.setdefault(wanted.owner, wanted)
-        owner = min(firsts, key=lambda mate: (self._asked.get(mate, 0), mate), default=None)
-        if owner is None:
+    def _next_of_group_peer(self, group_peer: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        if group_peer not in self._group_peers:
             return None
-        self._num_asked += 1
-        self._asked[owner] = self._num_asked
-        return firsts[owner]
+        return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
         """Return the last range that only one other peer has; we get the first ones ourselves."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
-            if len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id):
+            is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
+            if is_alone and self._passed.get(wanted.key, True):
                 return wanted
         return None
 
-    def _compare(self, holder: PeerID, came: _Range, took_s: float) -> None:
-        """Compare a direct range's rate with earlier ones. Stop using carriers if they only slow down our own path."""
-        if came.stop - came.start < RANGE_CHUNKS * self._vectors.chunk or took_s <= 0.0:
-            return
-        rate = 4.0 * (came.stop - came.start) / took_s
-        if not self._is_carried:
-            self._alone[holder] = max(rate, self._alone.get(holder, 0.0))
-        elif rate < _LESS * self._alone.get(holder, 0.0):
-            self._carriers = []
+    def _leaves_to_others_s(self, holder: PeerID) -> float:
+        """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
+        took_s = self._took_s.get(holder)
+        return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
-    def _sizes(self, key: str) -> tuple[int, int, int]:
-        if self._stored_era == INITIAL:
-            return begun_numel(self._spec, key), 0, 0
-        numel = state_layout(self._spec, key).numel
-        if self._stored_era == WEIGHTS:
-            return numel, 0, 0
-        return numel, numel, moment2_numel(self._spec, key)
+    def _came(self, key: str, tensor: int, start: int, stop: int) -> None:
+        self.progress.done += stop - start
+        self._relay.came(key, tensor, start)
 
-    def _begin(self, key: str, *, whole: bool = False) -> None:
-        self._here[key] = set()
-        if self._relay is not None:
-            self._relay.begin(key, self._tensors[key], whole=whole)
+    def _again(self, key: str) -> None:
+        """Begin a layer anew that did not match its digest. Raises: RemoteError: its only holder has sent all of it."""
+        tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
+        is_passed = self._passed.get(key, False)
+        self._passed[key] = False
+        self._relay.begin(key, tensors)
+        if len(sources) == 1 and not is_passed:
+            raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
+        # With several sources the culprit is unknown: fetch again without one, then without the next.
+        logger.warning("layer %s did not match its digest: fetching it again", key)
+        self.progress.done -= sum(tensor.numel() for tensor in tensors)
+        if not is_passed:
+            sources.remove(culprit)
 
     async def _fetch_range(self, peer: PeerID, wanted: _Range, *, via: PeerID | None = None) -> None:
         base = self._base if peer in self._with_base else None
@@ -565,23 +469,29 @@ class StateFetcher:
             via=via,
             base=base.version if base is not None else -1,
         )
-        into_N = self._tensors[wanted.key][wanted.tensor]
-        await fetch_range(
+        await self._inbox.fetch(
             peer,
             request,
-            into_N,
-            inbox=self._inbox,
-            vectors=self._vectors,
+            self._relay.tensors[wanted.key][wanted.tensor],
             before_N=base.params[wanted.key] if base is not None else None,
             patience_s=self._patience_s,
         )
 
-    def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
-        return [key for key in keys if self._layer(key).secure_digest() != digests[key]]
+    # --- layers ---
 
-    def _layer(self, key: str) -> LayerState:
-        return self._vectors.layer_state(*self._tensors[key])
+    def _empty(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        vectors, (param, moment1, moment2) = self._vectors, state_numels(self._spec, key)
+        if self._stored_era == INITIAL:
+            return vectors.empty(begun_numel(self._spec, key)), vectors.empty(0), vectors.empty(0)
+        if self._stored_era == WEIGHTS:
+            return vectors.empty_rounded(param), vectors.empty(0), vectors.empty(0)
+        return vectors.empty(param), vectors.empty(moment1), vectors.empty(moment2)
+
+    async def _differing(self, layers: Mapping[str, LayerState]) -> list[str]:
+        """Return the layers that differ from their holders' digests."""
+        return await self._compute.run_on_host(
+            lambda: [key for key, layer in layers.items() if layer.secure_digest() != self._digests[key]]
+        )
 
     def _on_device(self, key: str) -> LayerState:
-        param_N, moment1_N, moment2_N = (tensor.to(self._device) for tensor in self._tensors[key])
-        return self._vectors.layer_state(param_N, moment1_N, moment2_N)
+        return self._vectors.layer_state(*(tensor.to(self._device) for tensor in self._relay.tensors[key]))

@@ -1,20 +1,24 @@
-"""Receive chunks of state that a fetch expects, and drop all others.
+"""Fetch ranges of a tensor from peers. The chunks arrive as frames; those that nobody expects are dropped.
 
 Two fetches may expect the same chunk of the same sender: one for a layer that we are to hold, one for a copy that we
 keep. The first copy of the chunk that arrives serves both.
 """
 
 import asyncio
+import contextlib
 import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import RemoteError
+from shoal.protocol.errors import RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import StateChunk
+from shoal.protocol.messages import Done, StateChunk, StateChunkRequest
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
@@ -22,6 +26,12 @@ WEIGHTS = -3
 
 GRADIENT = 3
 """Stands for a tensor of the state: the reduced gradient with which a layer stepped to a version."""
+
+RANGE_CHUNKS = 4
+"""Maximum length of a range: 4 MiB, so that a round trip is short against the transfer."""
+RANGE_TIMEOUT_S = 60.0
+"""A peer with more patience repeats the request after this time, since a request or chunk may be lost. A holder that is
+still sending the range does not send it twice."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
@@ -32,10 +42,10 @@ class _Expected:
     into_N: Tensor
     first: int
     """First element of the tensor that `into_N` holds."""
-    event: asyncio.Event
-    before_N: Tensor | None = None
+    before_N: Tensor | None
     """The tensor at version `base`, to which a difference is expected."""
-    base: int = -1
+    base: int
+    event: asyncio.Event = field(default_factory=asyncio.Event)
     parts: set[int] = field(default_factory=set)
     """First elements of the parts that have arrived (`Vectors.background_chunk`)."""
 
@@ -44,53 +54,95 @@ class _Expected:
         return min(chunk, self.into_N.numel() - (start - self.first))
 
 
+def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
+    """Cut a tensor into ranges (start, stop)."""
+    width = RANGE_CHUNKS * vectors.chunk
+    return [(start, min(start + width, size)) for start in range(0, size, width)]
+
+
 class ChunkInbox:
-    """The chunks that this peer's fetches expect; one inbox per peer."""
+    """Fetches ranges, and has the chunks that these expect; one inbox per peer."""
 
     def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
-        self.endpoint, self.compute = endpoint, compute
-        self._vectors = vectors
+        self.endpoint, self.compute, self.vectors = endpoint, compute, vectors
         self._expected: dict[_Key, list[_Expected]] = {}
         endpoint.on_frame(StateChunk, self._on_chunk)
 
-    def expect(
+    async def fetch(
         self,
         peer: PeerID,
-        stored_era: int,
-        version: int,
-        layer: str,
-        tensor: int,
-        start: int,
+        request: StateChunkRequest,
         into_N: Tensor,
         *,
         first: int = 0,
         before_N: Tensor | None = None,
-        base: int = -1,
-    ) -> asyncio.Event:
-        """Return an event that is set when elements [start, start + chunk) have been filled in. Call `forget` in any
-        case.
+        patience_s: float = RANGE_TIMEOUT_S,
+    ) -> None:
+        """Fill elements [start, stop) of a tensor with what `request` asks of `peer`.
 
         Args:
-            start: a multiple of the chunk. The chunk comes whole or in parts (`Vectors.background_chunk`).
             into_N: the tensor, from element `first` on.
-            before_N: the whole tensor at version `base`, if the difference to it has been asked for.
+            before_N: the same tensor at version `request.base`, to which the difference is asked for.
+        Raises: Unreachable, Refused, RemoteError.
         """
-        event = asyncio.Event()
-        key = (peer, stored_era, version, layer, tensor, start)
-        self._expected.setdefault(key, []).append(_Expected(into_N, first, event, before_N, base))
-        return event
+        try:
+            with self.expecting(peer, request, into_N, first=first, before_N=before_N) as events:
+                async with asyncio.timeout(patience_s):
+                    await _ask_until_here(lambda: self.endpoint.ask(peer, request, Done, timeout_s=patience_s), events)
+        except TimeoutError as error:
+            raise Unreachable(peer, "state did not arrive in time") from error
 
-    def forget(
-        self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int, event: asyncio.Event
+    async def fetch_tensor(
+        self,
+        peer: PeerID,
+        request: StateChunkRequest,
+        into_N: Tensor,
+        came: Callable[[int], None] = lambda num_elements: None,
     ) -> None:
-        """Stop expecting a chunk. Args: event: from `expect`."""
-        key = (peer, stored_era, version, layer, tensor, start)
-        self._expected[key] = [expected for expected in self._expected[key] if expected.event is not event]
-        if not self._expected[key]:
-            del self._expected[key]
+        """Fill `into_N` with the whole tensor that `request` names, range by range in order; call `came` after each."""
+        todo = iter(ranges(into_N.numel(), self.vectors))
+
+        async def work() -> None:
+            for start, stop in todo:
+                await self.fetch(peer, msgspec.structs.replace(request, start=start, stop=stop), into_N)
+                came(stop - start)
+
+        working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two
+        try:
+            await asyncio.gather(*working)
+        finally:
+            for task in working:
+                task.cancel()
+
+    @contextlib.contextmanager
+    def expecting(
+        self,
+        peer: PeerID,
+        request: StateChunkRequest,
+        into_N: Tensor,
+        *,
+        first: int = 0,
+        before_N: Tensor | None = None,
+    ) -> Iterator[list[asyncio.Event]]:
+        """Fill in the chunks of a range, which begins at a multiple of the chunk, while the block lasts. A chunk comes
+        whole or in parts (`Vectors.background_chunk`). Yields: an event for each chunk, set once it is here."""
+        what = (peer, request.stored_era, request.version, request.layer, request.tensor)
+        expected = {
+            (*what, start): _Expected(into_N, first, before_N, request.base)
+            for start in range(request.start, request.stop, self.vectors.chunk)
+        }
+        for key, each in expected.items():
+            self._expected.setdefault(key, []).append(each)
+        try:
+            yield [each.event for each in expected.values()]
+        finally:
+            for key, each in expected.items():
+                self._expected[key] = [other for other in self._expected[key] if other is not each]
+                if not self._expected[key]:
+                    del self._expected[key]
 
     async def _on_chunk(self, source: PeerID, meta: StateChunk, payload: Payload) -> None:
-        chunk, part = self._vectors.chunk, self._vectors.background_chunk
+        chunk, part = self.vectors.chunk, self.vectors.background_chunk
         begin = meta.start - meta.start % chunk
         key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, begin)
         expected = tuple(each for each in self._expected.get(key, ()) if each.base == meta.base)
@@ -120,7 +172,7 @@ class ChunkInbox:
                 each.event.set()
 
     def _read(self, source: PeerID, meta: StateChunk, payload: Payload) -> Tensor:
-        vectors = self._vectors
+        vectors = self.vectors
         if meta.tensor == GRADIENT:
             size, read = vectors.mean_bytes, vectors.mean_of
         elif meta.stored_era == WEIGHTS:
@@ -136,16 +188,38 @@ class ChunkInbox:
     ) -> None:
         """Take a whole chunk as the difference to `before_N`."""
         for each in expected:
-            size, before_N = each.size(meta.start, self._vectors.chunk), each.before_N
-            if meta.start % self._vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:
+            size, before_N = each.size(meta.start, self.vectors.chunk), each.before_N
+            if meta.start % self.vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:
                 raise RemoteError(source, f"sent {len(payload)} bytes as a difference at {meta.start} of {meta.layer}")
 
             def take(each: _Expected = each, before_N: Tensor = before_N, size: int = size) -> None:
                 before_C = before_N[meta.start : meta.start + size]
-                each.into_N[meta.start : meta.start + size] = self._vectors.changed(before_C, payload)
+                each.into_N[meta.start : meta.start + size] = self.vectors.changed(before_C, payload)
 
             try:
                 await self.compute.run_on_host(take)
             except ValueError as error:
                 raise RemoteError(source, str(error)) from error
             each.event.set()
+
+
+async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[asyncio.Event]) -> None:
+    """Ask, and again after a while, until all events are set. Earlier requests stay open: cancelling a request stops
+    its transfer. Raises what `ask` raises."""
+    loop, asking = asyncio.get_running_loop(), set[asyncio.Future[Done]]()
+    here = asyncio.gather(*(event.wait() for event in events))
+    try:
+        while not here.done():
+            asking.add(asyncio.ensure_future(ask()))
+            again_s = loop.time() + RANGE_TIMEOUT_S
+            while not here.done() and (left_s := again_s - loop.time()) > 0.0:
+                waited: set[asyncio.Future[Any]] = {here, *asking}
+                await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for answered in [each for each in asking if each.done()]:
+                    asking.remove(answered)
+                    answered.result()
+    finally:
+        here.cancel()
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(here, *asking, return_exceptions=True)

@@ -52,10 +52,9 @@ def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
     return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
-def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
-    """Return the layers that differ from those that the run begins with."""
-    digests = dict(zip(all_layer_keys(spec.model), spec.initial.digests, strict=True))
-    return tuple(key for key, layer in layers.items() if weights_digest(layer.param_N) != digests[key])
+def initial_digests(spec: RunSpec) -> Mapping[str, str]:
+    """Return the digest of each layer that the run begins with; of its base, with adapters."""
+    return dict(zip(all_layer_keys(spec.model), spec.initial.digests, strict=True))
 
 
 def layers_of(keys: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Share what one fetch has received with peers that fetch the same layers at the same time.
+"""What one fetch has received, shared with peers that fetch the same layers at the same time.
 
 At the end of a layout all members of a stage of the next one lack the same layers, and one peer may be the only holder.
 If each of n members fetched everything from it, the state would leave that peer n times, over a line that may be the
@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from shoal.peer.encoding.vectors import Vectors
-from shoal.peer.handoff.ranges import RANGE_CHUNKS
+from shoal.peer.handoff.inbox import RANGE_CHUNKS, ranges
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunkRequest
 
@@ -24,10 +24,12 @@ from shoal.protocol.messages import StateChunkRequest
 class Relay:
     """The received ranges of one fetch, which lasts as long as the relay's `with` block.
 
-    Args: mates: the other peers that fetch some of the same layers.
+    Args: group_peers: the other peers that fetch some of the same layers.
     """
 
-    def __init__(self, stored_era: int, version: int, group_peers: Collection[PeerID], *, vectors: Vectors) -> None:
+    def __init__(
+        self, stored_era: int, version: int, group_peers: Collection[PeerID] = (), *, vectors: Vectors
+    ) -> None:
         self.group_peers = frozenset(group_peers)
         self.until_s = 0.0
         """When the server may drop the relay, once it is done."""
@@ -35,25 +37,31 @@ class Relay:
         """The fetch is over, with or without success."""
         self._is_void = False
         self._at = stored_era, version
-        self._width = RANGE_CHUNKS * vectors.chunk
-        self._tensors: dict[str, Sequence[Tensor]] = {}
-        self._whole: set[str] = set()
-        self._here: dict[str, set[tuple[int, int]]] = {}
+        self._vectors = vectors
+        self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """Layer -> parameters and moments at full length; filled where a range is `here`."""
+        self.here: dict[str, set[tuple[int, int]]] = {}
         """Layer -> (tensor, first element) of the ranges that are here."""
         self._came = asyncio.Event()
 
     # --- calls of the fetch ---
 
-    def begin(self, key: str, tensors: Sequence[Tensor], *, whole: bool = False) -> None:
+    def begin(self, key: str, tensors: tuple[Tensor, Tensor, Tensor], *, whole: bool = False) -> None:
         """Begin to fill a layer into these tensors; `whole`: it is complete already."""
-        self._tensors[key], self._here[key] = tensors, set()
-        (self._whole.add if whole else self._whole.discard)(key)
+        self.tensors[key], self.here[key] = tensors, set()
+        if whole:
+            self.here[key].update((index, start) for index, start, _ in self.ranges_of(key))
         self._tell()
 
     def came(self, key: str, tensor: int, start: int) -> None:
         """Record that a range is here."""
-        self._here[key].add((tensor, start))
+        self.here[key].add((tensor, start))
         self._tell()
+
+    def ranges_of(self, key: str) -> list[tuple[int, int, int]]:
+        """Return (tensor, first element, end) of each range of a layer."""
+        tensors = enumerate(self.tensors[key])
+        return [(index, *span) for index, tensor in tensors for span in ranges(tensor.numel(), self._vectors)]
 
     def __enter__(self) -> "Relay":
         return self
@@ -72,12 +80,12 @@ class Relay:
         self._came.set()
         self._came = asyncio.Event()
 
-    # --- calls of mates ---
+    # --- calls of group peers ---
 
     def is_asked(self, source: PeerID, request: StateChunkRequest) -> bool:
         """True if `source` may ask here for that layer of that state."""
         at = request.stored_era, request.version
-        return source in self.group_peers and at == self._at and request.layer in self._tensors and not self._is_void
+        return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
         """Return the tensor once it has the requested range; None: the range did not arrive within `patience_s`."""
@@ -87,11 +95,11 @@ class Relay:
                     await self._came.wait()
         except TimeoutError:
             return None
-        return None if self._is_void else self._tensors[request.layer][request.tensor]
+        return None if self._is_void else self.tensors[request.layer][request.tensor]
 
     def _has(self, request: StateChunkRequest) -> bool:
-        at = request.tensor, request.start - request.start % self._width
-        return request.layer in self._whole or at in self._here[request.layer]
+        first = request.start - request.start % (RANGE_CHUNKS * self._vectors.chunk)
+        return (request.tensor, first) in self.here[request.layer]
 
 
 def owner_of(key: str, tensor: int, number: int, fetching: Sequence[PeerID]) -> PeerID:

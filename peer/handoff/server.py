@@ -6,9 +6,8 @@ which it replays. A peer that keeps a copy does not replay: at a step a second t
 many times the state. An optimizer step destroys a state that is not pinned: a request that comes during a step waits
 for the next version.
 
-A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, at low priority: a chunk leaves
-when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole run waits for it,
-and it leaves at once. Copies leave after everything else.
+A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, behind everything else. Once the
+layout has ended the whole run waits for it, and it leaves as other state does. Copies leave after everything else.
 """
 
 import asyncio
@@ -22,14 +21,11 @@ from torch import Tensor
 
 from shoal.peer.base.plans import Plans
 from shoal.peer.disk.archive import Archive
-from shoal.peer.encoding.vectors import VECTORS, Vectors
 from shoal.peer.group.witnesses import Signatures, Witnessed
-from shoal.peer.handoff.gradient_log import GradientLog
-from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
+from shoal.peer.handoff.inbox import GRADIENT, RANGE_CHUNKS, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
-from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import GradientLog, RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.parts import Parts
@@ -57,11 +53,8 @@ _STEP_WAIT_S = 2.0
 """How long a request waits while its layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
 """How long a request waits for a range that is being fetched here; then the requester may ask another peer."""
-_YIELD_TIMES = 4.0
-"""A chunk fetched ahead waits for a quiet moment, at most this many times as long as the last one took to leave."""
-_YIELD_S_MIN = 0.05
 _LOOK_S = 0.005
-FIRST_STEP_S = 60.0
+_FIRST_STEP_S = 60.0
 """The longest time that copies wait for the first step of a layout."""
 _FIRST_STEP_LOOK_S = 0.25
 
@@ -103,30 +96,10 @@ class _Pin:
         """True if nobody wants it any more, or it has been kept for too long."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.layers.values())
-
-    def keep(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Add layers. Return those without a known digest."""
-        for key, layer in layers.items():
-            self.layers.setdefault(key, layer)
-        return {key: self.layers[key] for key in layers if key not in self.digests}
-
-    def prove(self, proofs: Mapping[str, str]) -> None:
-        """Record digests. Layers may have been forgotten meanwhile."""
-        for key, proof in proofs.items():
-            if key in self.layers:
-                self.digests.setdefault(key, proof)
-
     def forget(self, keys: Collection[str]) -> None:
         for key in keys:
             self.layers.pop(key, None)
             self.digests.pop(key, None)
-
-
-def _num_bytes(layers: Iterable[LayerState]) -> int:
-    return sum(4 * tensor.numel() for layer in layers for tensor in layer.tensors)
 
 
 class StateServer:
@@ -147,12 +120,11 @@ class StateServer:
         archive: Archive,
         retained: RetainedLayers,
         inbox: ChunkInbox,
-        vectors: Vectors = VECTORS,
     ) -> None:
         self.gradient_log = GradientLog()
-        self._vectors = vectors
+        self._vectors = inbox.vectors
         self._endpoint, self._compute = ports.endpoint, ports.compute
-        self._clock, self._meter = ports.clock, ports.meter
+        self._clock = ports.clock
         self._plans, self._life, self._parts = plans, life, parts
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
@@ -160,10 +132,6 @@ class StateServer:
         """Peer that fetches ahead -> (version, key, state) of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
         """(peer, version, layer) of the copies that peers keep."""
-        self._one_ahead = asyncio.Lock()
-        """Only one chunk at a time leaves for peers that fetch ahead."""
-        self._took_s = 0.0
-        """Seconds that the last of them took to leave."""
         self._relays: list[Relay] = []
         """Our fetches from which other peers may ask for arrived ranges."""
         self._inbox = inbox
@@ -249,68 +217,71 @@ class StateServer:
         if asked_by is not None:
             pin.is_asked_for = True
             pin.is_replayed |= asked_by in self._newcomers
-        unproved = pin.keep(layers)
+        for name, layer in layers.items():
+            pin.layers.setdefault(name, layer)
+        unproved = {name: pin.layers[name] for name in layers if name not in pin.digests}
         if unproved and proofs is None:
             proofs = await self._compute.run_on_host(
                 lambda: {k: layer.secure_digest() for k, layer in unproved.items()}
             )
             pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lasts unasked
             pin.asked_for(self._clock.now_s())
-        pin.prove(proofs or {})
+        for name, proof in (proofs or {}).items():
+            if name in pin.layers:  # it may have been forgotten meanwhile
+                pin.digests.setdefault(name, proof)
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
         """True if another peer may have us keep that version, too."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
-        num_bytes = _num_bytes(layers) + sum(pin.num_bytes for pin in others)
+        kept = (layer for pin in others for layer in pin.layers.values())
+        num_bytes = sum(layer.num_bytes for layer in (*layers, *kept))
         return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
 
     async def _on_request(self, source: PeerID, message: StateRequest) -> StateOffer:
-        me = self._endpoint.peer_id
+        me, era, version = self._endpoint.peer_id, message.stored_era, message.version
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
-        if message.stored_era in (TRAINED, WEIGHTS):
+        if era in (TRAINED, WEIGHTS):
             await self._step_over(message.layers)
         self._forget_old()
-        wanted = set(message.layers)
         if message.ahead:
             return self._offer_ahead(source, message)
-        if message.stored_era == WEIGHTS:
-            return await self._offer_weights(source, message)
-        if message.stored_era == INITIAL:
-            bare = await self._begun_with(message.layers)
-            return await self._offer(source, (INITIAL, 0), bare, wanted)
-        if message.stored_era != TRAINED:
+        if era == INITIAL:
+            return await self._offer(source, message, (INITIAL, 0), await self._begun_with(message.layers))
+        if era not in (TRAINED, WEIGHTS):
             layers = await self._stored(message)
             if not layers:
                 raise Refused(me, "has no such snapshot")
-            if not self._has_room((message.stored_era, message.version), layers.values()):
+            if not self._has_room((era, version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
-            return await self._offer(source, (message.stored_era, message.version), layers, wanted)
-        if message.to_compare:
-            return await self._to_compare(source, message)
-        if message.version < 0:
+            return await self._offer(source, message, (era, version), layers)
+        if version < 0 and era == TRAINED and not message.to_compare:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
-        pinned = self._pins.get((TRAINED, message.version))
-        if pinned is not None and wanted <= pinned.digests.keys():
-            return await self._offer(source, (TRAINED, message.version), {}, wanted)
+        pinned = self._pins.get((era, version))
+        if pinned is not None and pinned.digests.keys() >= set(message.layers):
+            return await self._offer(source, message, (era, version), {})
         state, given = self._parts.state_of(message.layers), None
-        if state is not None:
-            given = await self._parts.witnessed(source, message.layers, message.version)
-        if given is not None:
-            key = (TRAINED, given.state.version)
-            layers = {name: given.state.layers[name] for name in message.layers}
-            if key in self._pins or self._has_room(key, layers.values()):
-                return await self._offer(source, key, layers, wanted, given)
-            return await self._offer_pinned(source, message.version, wanted, signed=True)
         if state is None:
             raise Refused(me, "does not hold that state")
-        if message.version not in (-1, state.version):
-            raise Refused(me, f"is at version {state.version}, not {message.version}")
-        if not self._has_room((TRAINED, state.version), state.layers.values()):
-            return await self._offer_pinned(source, message.version, wanted, signed=False)
-        return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
+        if era == TRAINED:
+            given = await self._parts.witnessed(source, message.layers, version)
+        if message.to_compare:
+            if given is None:
+                raise Refused(me, "offers nothing to compare: the sender is no newcomer to that state")
+            said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
+            return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
+        if given is not None:
+            state = given.state
+        elif version not in (-1, state.version):
+            raise Refused(me, f"is at version {state.version}, not {version}")
+        key, layers = (era, state.version), {name: state.layers[name] for name in message.layers}
+        if era == WEIGHTS:
+            layers = await self._rounded(key, layers)
+        elif not self._has_room(key, layers.values()) and not (given is not None and key in self._pins):
+            return await self._offer_pinned(source, message, signed=given is not None)
+        return await self._offer(source, message, key, layers, given)
 
     async def _stored(self, message: StateRequest) -> dict[str, LayerState]:
         """Return those of the layers that we have kept of an earlier layout, or that are in a snapshot here."""
@@ -320,16 +291,6 @@ class StateServer:
         missing = tuple(key for key in message.layers if key not in found)
         return found | (await self._archive.read(era, version, missing) if missing else {})
 
-    async def _to_compare(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Return what most holders have signed, for a newcomer that already has the state. Nothing is pinned."""
-        state, given = self._parts.state_of(message.layers), None
-        if state is not None:
-            given = await self._parts.witnessed(source, message.layers, -1)
-        if given is None:
-            raise Refused(self._endpoint.peer_id, "does not hold that state, or the sender is no newcomer to it")
-        said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
-        return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
-
     async def _step_over(self, keys: Collection[str]) -> None:
         """Wait for a step of these layers to end, but not for a long one."""
         for _ in range(math.ceil(_STEP_WAIT_S / _LOOK_S)):
@@ -337,37 +298,24 @@ class StateServer:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
+    async def _offer_pinned(self, source: PeerID, message: StateRequest, *, signed: bool) -> StateOffer:
         """Offer the newest version that is pinned anyway, since there is no room for another. Raises: Refused."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
-        versions = [at for (_, at), pin in kept if wanted <= pin.digests.keys()]
-        if version >= 0 or not versions:
+        versions = [at for (_, at), pin in kept if pin.digests.keys() >= set(message.layers)]
+        if message.version >= 0 or not versions:
             raise Refused(self._endpoint.peer_id, "is giving other versions to others; ask again")
-        return await self._offer(source, (TRAINED, max(versions)), {}, wanted)
+        return await self._offer(source, message, (TRAINED, max(versions)), {})
 
-    async def _offer_weights(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer trained parameters in bf16. The two newest versions are kept: each is a sixth of the state, and a
-        learner that misses one asks for the next."""
-        state, me = self._parts.state_of(message.layers), self._endpoint.peer_id
-        pin = self._pins.get((WEIGHTS, message.version))
-        if pin is not None and pin.digests.keys() >= set(message.layers):
-            return await self._offer(source, (WEIGHTS, message.version), {}, set(message.layers))
-        if state is None:
-            raise Refused(me, "does not hold that state")
-        if message.version not in (-1, state.version):
-            raise Refused(me, f"is at version {state.version}, not {message.version}")
-        key, vectors = (WEIGHTS, state.version), self._vectors
+    async def _rounded(self, key: _Key, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
+        """Return those of the trained layers that are not pinned yet, in bf16. The two newest versions stay pinned:
+        each is a sixth of the state, and a learner that misses one asks for the next."""
         for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
             del self._pins[superseded]
-        pin = self._pins.get(key)
-        missing = [name for name in message.layers if pin is None or name not in pin.layers]
-        layers = await self._compute.run_on_host(
-            lambda: {name: bare_layer(vectors.rounded(state.layers[name].param_N), vectors) for name in missing}
+        pin, vectors = self._pins.get(key), self._vectors
+        missing = {name: layer for name, layer in layers.items() if pin is None or name not in pin.layers}
+        return await self._compute.run_on_host(
+            lambda: {name: bare_layer(vectors.rounded(layer.param_N), vectors) for name, layer in missing.items()}
         )
-        offer = await self._offer(source, key, layers, set(message.layers))
-        before = self._pins.get((WEIGHTS, message.base))
-        has_base = before is not None and before.layers.keys() >= set(message.layers)
-        return msgspec.structs.replace(offer, base=message.base) if has_base else offer
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -385,18 +333,22 @@ class StateServer:
     async def _offer(
         self,
         source: PeerID,
+        message: StateRequest,
         key: _Key,
         layers: Mapping[str, LayerState],
-        wanted: set[str],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
+        """Offer the requested layers of version `key`. Args: layers: those that may not be pinned yet."""
+        wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
             pin.signatures = witnessed.signatures
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)
         digests = tuple((name, digest) for name, digest in pin.digests.items() if name in wanted)
-        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures)
+        before = self._pins.get((WEIGHTS, message.base)) if key[0] == WEIGHTS else None
+        base = message.base if before is not None and before.layers.keys() >= wanted else -1
+        return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
         """Offer the one layer that `source` fetches ahead next. It replaces the one before."""
@@ -412,40 +364,40 @@ class StateServer:
         return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        if not 0 <= message.tensor <= GRADIENT:
+            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
         if message.via is not None:
-            return await self._carry(source, message, message.via)
-        if message.tensor == GRADIENT:
-            return await self._give_gradient(source, message)
-        version, key, ahead = self._ahead.get(source, (-1, "", None))
-        if ahead is not None and (message.stored_era, message.version, message.layer) == (TRAINED, version, key):
-            if not 0 <= message.tensor < GRADIENT:
-                raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
-            await self._give_ahead(source, message, ahead.tensors[message.tensor])
-            return Done()
-        pin = self._pins.get((message.stored_era, message.version))
-        layer = pin.layers.get(message.layer) if pin else None
-        relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
-        if layer is None and relay is not None:
-            await self._give_fetched(source, message, relay)
-            return Done()
-        if pin is not None and source not in pin.left and source not in pin.served:
-            raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
-        if pin is None or layer is None or not 0 <= message.tensor < 3:
-            raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
-        values_N = layer.tensors[message.tensor]
-        starts = self._starts(source, message, values_N)
+            await self._carry(source, message, message.via)
+        elif message.tensor == GRADIENT:
+            await self._give_gradient(source, message)
+        elif (ahead := self._ahead_of(source, message)) is not None:
+            await self._send(source, message, ahead.tensors[message.tensor], priority=self._ahead_priority)
+        else:
+            pin = self._pins.get((message.stored_era, message.version))
+            layer = pin.layers.get(message.layer) if pin else None
+            relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
+            if layer is None and relay is not None:
+                await self._give_fetched(source, message, relay)
+            elif pin is not None and source not in pin.left and source not in pin.served:
+                raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
+            elif pin is None or layer is None:
+                raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
+            else:
+                await self._give_pinned(source, message, pin, layer.tensors[message.tensor])
+        return Done()
+
+    async def _give_pinned(self, source: PeerID, message: StateChunkRequest, pin: _Pin, values_N: Tensor) -> None:
         before_N = self._before(message)
         pin.asked_for(self._clock.now_s())
         while (leaving := self._leaving.get((source, message))) is not None:
             if await asyncio.shield(leaving):
-                return Done()
+                return
         leaving = self._leaving[source, message] = asyncio.get_running_loop().create_future()
         is_sent = False
         pin.num_sending += 1
         try:
-            for start in starts:
-                priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
-                await self._send_chunk(source, message, values_N, start, priority, before_N=before_N)
+            priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
+            await self._send(source, message, values_N, priority=priority, before_N=before_N)
             is_sent = True
         finally:
             del self._leaving[source, message]
@@ -457,7 +409,6 @@ class StateServer:
             pin.left[source] = left
         else:
             pin.served.add(source)
-        return Done()
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
         """Return the tensor to base the difference on; None: none is wanted. Raises: Refused: it is not here."""
@@ -468,7 +419,7 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, f"has not kept version {message.base} of {message.layer}")
         return pin.layers[message.layer].param_N
 
-    async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> Done:
+    async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
         """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
@@ -476,7 +427,7 @@ class StateServer:
             raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
-        if not is_range or not 0 <= message.tensor < GRADIENT:
+        if not is_range or message.tensor == GRADIENT:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
         request = msgspec.structs.replace(message, via=None, base=-1)
         if (via, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
@@ -486,34 +437,22 @@ class StateServer:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
             await self._endpoint.ask(via, wanted, StateOffer)
             into_N = self._vectors.empty(length)
-            await fetch_range(
-                via,
-                request,
-                into_N,
-                inbox=self._inbox,
-                vectors=self._vectors,
-                first=message.start,
-            )
-            for start in range(message.start, message.stop, self._vectors.chunk):
-                await self._send_chunk(source, message, into_N, start, Priority.STATE, first=message.start)
+            await self._inbox.fetch(via, request, into_N, first=message.start)
+            await self._send(source, message, into_N, first=message.start)
         except (Unreachable, RemoteError) as error:
             raise Refused(me, "cannot get that range") from error
         finally:
             self._carried.discard((via, request))
-        return Done()
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
         """Send a range that we are fetching ourselves, once it is here."""
-        if not 0 <= message.tensor < GRADIENT:
-            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
         relay.until_s = self._clock.now_s() + PINNED_S
         values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
         if values_N is None:
             raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
-        for start in self._starts(source, message, values_N):
-            await self._send_chunk(source, message, values_N, start, Priority.STATE)
+        await self._send(source, message, values_N)
 
-    async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
+    async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
         """Send the reduced gradient with which a layer stepped to a version, once it has."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
@@ -524,55 +463,40 @@ class StateServer:
         )
         if gradient_N is None:
             raise Refused(me, f"has no gradient of {message.layer} to version {message.version}")
-        await self._give_ahead(source, message, gradient_N)
-        return Done()
+        await self._send(source, message, gradient_N, priority=self._ahead_priority)
 
-    async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
-        """Send a range: during training only while nothing else is being sent, or after too long a wait."""
-        for start in self._starts(source, message, values_N):
-            if not self.gradient_log.is_wanted:
-                await self._send_chunk(source, message, values_N, start, Priority.STATE)
-                continue
-            async with self._one_ahead:
-                for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
-                    if self._meter.is_quiet:
-                        break
-                    await asyncio.sleep(_LOOK_S)
-                began_s = self._clock.now_s()
-                await self._send_chunk(source, message, values_N, start, Priority.BULK)
-                self._took_s = self._clock.now_s() - began_s
+    def _ahead_of(self, source: PeerID, message: StateChunkRequest) -> LayerState | None:
+        """Return the layer that `source` fetches ahead, if it asks for that."""
+        version, key, layer = self._ahead.get(source, (-1, "", None))
+        return layer if (message.stored_era, message.version, message.layer) == (TRAINED, version, key) else None
 
-    def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
-        """Return where a range's chunks begin. Raises: RemoteError: no such range, or too long."""
-        chunk = self._vectors.chunk
-        if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
-            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
-        return range(message.start, message.stop, chunk)
+    @property
+    def _ahead_priority(self) -> Priority:
+        """During training what is fetched ahead leaves behind everything else; then the whole run waits for it."""
+        return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
-    async def _send_chunk(
+    async def _send(
         self,
         source: PeerID,
         message: StateChunkRequest,
         values_N: Tensor,
-        start: int,
-        priority: Priority,
         *,
+        priority: Priority = Priority.STATE,
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> None:
-        """Send a chunk, in parts at the lowest priority.
+        """Send a range, chunk by chunk; in parts at the lowest priority.
 
         Args:
             values_N: the tensor, from element `first` on.
-            before_N: the same tensor at the version to which the difference is sent; None: send the chunk itself.
-        Raises: Refused: the requester is unreachable.
+            before_N: the same tensor at the version to which the difference is sent; None: send the numbers themselves.
+        Raises: RemoteError: no such range, or too long. Refused: the requester is unreachable.
         """
-        stop = min(start + self._vectors.chunk, message.stop)
-        part = self._vectors.background_chunk if priority is Priority.BULK else self._vectors.chunk
-        make = self._payload_of
-        if message.tensor == GRADIENT or message.stored_era == WEIGHTS:
-            make = self._gradient_payload_of if message.tensor == GRADIENT else self._vectors.rounded_payload
-        for at in range(start, stop, part):
+        vectors, end = self._vectors, first + values_N.numel()
+        if not first <= message.start < message.stop <= min(end, message.start + RANGE_CHUNKS * vectors.chunk):
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {end}")
+        part = vectors.background_chunk if priority is Priority.BULK else vectors.chunk
+        for at in range(message.start, message.stop, part):
             meta = StateChunk(
                 stored_era=message.stored_era,
                 version=message.version,
@@ -582,33 +506,32 @@ class StateServer:
                 base=message.base if before_N is not None else -1,
             )
             if self._is_copy(source, message):
-                await self._give_way(message.version)
-            part_C = values_N[at - first : min(at + part, stop) - first]
-            work = functools.partial(make, part_C)
-            if before_N is not None:
-                before_C = before_N[at : at + part_C.numel()]
-                work = functools.partial(self._vectors.difference_payload, before_C, part_C)
-            payload = await self._compute.run_on_host(work)
+                await self.after_first_step(message.version)
+            part_C = values_N[at - first : min(at + part, message.stop) - first]
+            before_C = before_N[at : at + part_C.numel()] if before_N is not None else None
+            payload = await self._compute.run_on_host(functools.partial(self._payload, message, part_C, before_C))
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:
                 raise Refused(self._endpoint.peer_id, "cannot reach the requester") from error
 
+    def _payload(self, message: StateChunkRequest, part_C: Tensor, before_C: Tensor | None) -> Payload:
+        vectors = self._vectors
+        if before_C is not None:
+            return vectors.difference_payload(before_C, part_C)
+        if message.tensor == GRADIENT:
+            return vectors.mean_payload(vectors.on_host(part_C))
+        if message.stored_era == WEIGHTS:
+            return vectors.rounded_payload(part_C)
+        return vectors.payload_of(vectors.on_host(part_C))
+
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
-    async def _give_way(self, version: int) -> None:
-        """Wait, before a copy of `version` is sent, for the first step of the layout, at most a minute.
-
-        Before that step members fetch their layers, and the copy would take a part of our uplink from them.
-        """
-        for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
+    async def after_first_step(self, version: int) -> None:
+        """Wait, before a copy of `version` is made or sent on, for the first step of the layout, at most a minute: the
+        whole run waits for that step, and its members fetch their layers over the same lines."""
+        for _ in range(math.ceil(_FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._plans.begins_with(version) or self._life.is_ending:
                 break
             await asyncio.sleep(_FIRST_STEP_LOOK_S)
-
-    def _gradient_payload_of(self, values_C: Tensor) -> Payload:
-        return self._vectors.mean_payload(self._vectors.on_host(values_C))
-
-    def _payload_of(self, values_C: Tensor) -> Payload:
-        return self._vectors.payload_of(self._vectors.on_host(values_C))

@@ -53,10 +53,7 @@ class ActivationStore:
         self._payloads: dict[Microbatch, MicrobatchPayloads] = {}
 
     def of(self, microbatch: Microbatch) -> MicrobatchPayloads:
-        payloads = self._payloads.get(microbatch)
-        if payloads is None:
-            payloads = self._payloads[microbatch] = MicrobatchPayloads()
-        return payloads
+        return self._payloads.setdefault(microbatch, MicrobatchPayloads())
 
     def get(self, microbatch: Microbatch) -> MicrobatchPayloads | None:
         return self._payloads.get(microbatch)

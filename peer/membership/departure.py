@@ -14,13 +14,14 @@ Uncommitted work is done again. Each part has a time limit, and so has the whole
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.parts import Part
 from shoal.peer.services.services import Services
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import SAVES_OF_ONE_MAX
 from shoal.protocol.messages import Halt, Halted, Save, Saved
@@ -112,11 +113,16 @@ class Departure:
         """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
         good-bye would mean to it that they are lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
-        while self._clock.now_s() < until_s:
-            plan = self._plans.newest
-            if plan is None or not plan.groups_of(self._endpoint.peer_id):
-                return
+        me, plans = self._endpoint.peer_id, self._plans
+        await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
+
+    async def _until(self, is_so: Callable[[], bool], until_s: float) -> bool:
+        """Wait until `is_so`, or until `until_s`. Returns: True if it is so."""
+        while not is_so():
+            if self._clock.now_s() >= until_s:
+                return False
             await asyncio.sleep(_POLL_S)
+        return True
 
     # --- halt ---
 
@@ -143,12 +149,8 @@ class Departure:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
         plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
-            try:
-                reply = await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("no halt: %s", error)
-            else:
-                return reply.version
+            with Tolerating(logger.debug, "no halt"):
+                return (await self._endpoint.ask(peer, Halt(at_once=at_once), Halted, timeout_s=_ASK_AGAIN_S)).version
         return None
 
     # --- save ---
@@ -186,28 +188,22 @@ class Departure:
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
         """Wait for the state after the step that is being made; None: that does not end in time."""
-        until_s = max(self._clock.now_s() + _SAVE_S, until_s)
-        while True:
-            state = membership.state
-            if state is not None or self._clock.now_s() >= until_s:
-                return state
-            await asyncio.sleep(_POLL_S)
+        await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
+        return membership.state
 
     async def _ask_others_to_save(self, version: int, until_s: float) -> None:
         plan = self._plans.newest
         others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
-        await asyncio.gather(*(self._ask_to_save(peer, version, until_s) for peer in others))
 
-    async def _ask_to_save(self, peer: PeerID, version: int, until_s: float) -> None:
-        while (left_s := until_s - self._clock.now_s()) > 0.0:
-            try:
-                timeout_s = min(left_s, _ANSWER_S + 1.0)
-                reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("%s does not save: %s", peer[-8:], error)  # it may have saved and gone
-                return
-            if reply.version >= version:
-                return
+        async def ask_to_save(peer: PeerID) -> None:
+            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # it may have saved and gone
+                saved = 0
+                while saved < version and (left_s := until_s - self._clock.now_s()) > 0.0:
+                    timeout_s = min(left_s, _ANSWER_S + 1.0)
+                    reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
+                    saved = reply.version
+
+        await asyncio.gather(*map(ask_to_save, others))
 
     async def _on_save(self, source: PeerID, message: Save) -> Saved:
         me, plan = self._endpoint.peer_id, self._plans.newest

@@ -1,32 +1,15 @@
 """The driver of a replica of stage 0: also makes and answers the supply's calls (`microbatch_queue.py`)."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from shoal.peer.base.outbox import Outbox
-from shoal.peer.membership.group_membership import MemberSeat
+from shoal.peer.membership.group_membership import Renew
 from shoal.peer.membership.replica_driver import Replica
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import (
-    Answer,
-    Command,
-    DropClaim,
-    HandOut,
-    ReportValidation,
-    SendClaim,
-    TellValidation,
-)
-from shoal.peer.replica.events import (
-    ClaimArrived,
-    ClaimFailed,
-    Event,
-    GrantArrived,
-    HaltAsked,
-    RepairArrived,
-    RepairAsked,
-    RepairDeclined,
-    ValidationArrived,
-)
+from shoal.peer.replica import commands, events
 from shoal.peer.replica.microbatch_queue import PATIENCE_S
 from shoal.peer.replica.open_calls import OpenCalls
 from shoal.peer.services.services import Services
@@ -41,10 +24,10 @@ logger = logging.getLogger(__name__)
 class FirstReplica(Replica):
     """Our replica of stage 0 under `plan`."""
 
-    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
             raise DataError("the plan puts this peer at stage 0, but it does not have the run's text")
-        super().__init__(services, seat, plan, stage, incarnation=incarnation)
+        super().__init__(services, renew, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None
@@ -79,39 +62,41 @@ class FirstReplica(Replica):
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
         self._refuse_if_closed()
-        return await self._calls.answered(Grant, lambda call: self.handle(ClaimArrived(source, message.count, call)))
+        return await self._calls.answered(
+            Grant, lambda call: self.handle(events.ClaimArrived(source, message.count, call))
+        )
 
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
-        try:
+        with self._saying(source, "the run to stand still"):
             if source in self._staying and source in self.audience:  # else it has not told us since
                 raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
-                Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
+                Halted, lambda call: self.handle(events.HaltAsked(source, message.at_once, call))
             )
-        except Refused as refused:
-            self._say_refused(source, "the run to stand still", refused.reason)
-            raise
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        try:
-            self.handle(RepairAsked(source, message.step, message.indices))
-        except Refused as refused:
-            self._say_refused(source, "for microbatches to run again", refused.reason)
-            raise
-        return Done()
+        with self._saying(source, "for microbatches to run again"):
+            self.handle(events.RepairAsked(source, message.step, message.indices))
+            return Done()
 
-    def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        if (source, reason) not in self._refused and self.core.group.is_leader:
-            self._refused.add((source, reason))
-            logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
+    @contextlib.contextmanager
+    def _saying(self, source: PeerID, what: str) -> Iterator[None]:
+        """Log once, if we lead, that we refuse what `source` asks."""
+        try:
+            yield
+        except Refused as refused:
+            if (source, refused.reason) not in self._refused and self.core.group.is_leader:
+                self._refused.add((source, refused.reason))
+                logger.warning("%s asks %s; refused: %s", source[-8:], what, refused.reason)
+            raise
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
-        self.handle(RepairArrived(source, message.items))
+        self.handle(events.RepairArrived(source, message.items))
         return Done()
 
     async def _on_validation_result(self, source: PeerID, message: ValidationResult) -> Done:
-        self.handle(ValidationArrived(source, message.step, message.index, message.loss))
+        self.handle(events.ValidationArrived(source, message.step, message.index, message.loss))
         return Done()
 
     def _refuse_if_closed(self) -> None:
@@ -120,25 +105,25 @@ class FirstReplica(Replica):
 
     # --- our own calls ---
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: commands.Command) -> events.Event | None:
         match command:
-            case Answer():
+            case commands.Answer():
                 self._calls.answer(command)
-            case SendClaim(leader, count):
+            case commands.SendClaim(leader, count):
                 # A claim stays open for seconds; `DropClaim` ends it earlier.
                 ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
                 self._claim = asyncio.ensure_future(ask)
                 self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
-            case DropClaim():
+            case commands.DropClaim():
                 if self._claim is not None:
                     self._claim.cancel()
-            case HandOut(member, microbatches):
+            case commands.HandOut(member, microbatches):
                 step, indices = microbatches[0].step, [m.index for m in microbatches]
                 logger.info("microbatches %s of step %d run again at %s", indices, step, member[-8:])
                 self._tasks.spawn(self._hand_out(member, microbatches), f"step {step} again at {member}")
-            case TellValidation(leader, result):
+            case commands.TellValidation(leader, result):
                 self._results.post(leader, (result.step, result.index), result)
-            case ReportValidation(report):
+            case commands.ReportValidation(report):
                 self._s.reports.validated(report)
             case _:
                 return super()._perform(command)
@@ -149,10 +134,10 @@ class FirstReplica(Replica):
             await asyncio.wait({claim})
             if not claim.cancelled():
                 grant = claim.result()
-                self.handle(GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
+                self.handle(events.GrantArrived(leader, grant.items, grant.steps_ahead, grant.gain))
         except (Unreachable, Refused, RemoteError) as error:
             logger.debug("no grant: %s", error)
-            self.handle(ClaimFailed(leader))
+            self.handle(events.ClaimFailed(leader))
         finally:
             claim.cancel()
 
@@ -161,4 +146,4 @@ class FirstReplica(Replica):
             await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
         except (Unreachable, Refused, RemoteError) as error:
             logger.info("%s declines repairs, which run here: %s", member[-8:], error)
-            self.handle(RepairDeclined(member, again))
+            self.handle(events.RepairDeclined(member, again))

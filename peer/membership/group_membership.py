@@ -2,7 +2,7 @@
 
 A commit takes this way through the file: `Tell` (`Progress` to the group) -> `_on_round_start` -> `Reduce` -> `_reduce`
 -> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). Subclasses produce the
-gradients and make the step: `replica_driver.py` for a stage, `expert_holding.py` for an expert.
+gradients and make the step: `replica_driver.py` for a stage, `expert_seats.py` for an expert.
 
 The file is long because all that a member does with endpoint, compute and timer is here.
 """
@@ -13,66 +13,30 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
 from shoal.peer.base.outbox import Outbox
 from shoal.peer.base.tasks import Tasks
-from shoal.peer.group.absent_learners import AbsentLight
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.group.catching_up import CatchingUp
-from shoal.peer.group.early import Piece
 from shoal.peer.group.pieces import Pieces
-from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import MeanPiece, Reduction
-from shoal.peer.group.reductions import EarlyPieces, Reductions
+from shoal.peer.group.reductions import PRESS_S, AbsentLight, EarlyPieces, Piece, Pressing, Reductions
 from shoal.peer.group.telling import Telling
 from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.membership.joining import Joining
 from shoal.peer.membership.learner import Learner
-from shoal.peer.model.layout import state_layout, tied_spans
-from shoal.peer.model.state import StageState, moment2_numel
+from shoal.peer.model.layout import tied_spans
+from shoal.peer.model.state import StageState, state_bytes
 from shoal.peer.pipeline.shard import Shard
-from shoal.peer.replica.commands import (
-    Accuse,
-    AnnouncePresence,
-    AskRepair,
-    CatchUp,
-    Command,
-    Count,
-    ForgetMember,
-    Reduce,
-    Report,
-    Resync,
-    Tell,
-    Witness,
-)
-from shoal.peer.replica.events import (
-    DigestArrived,
-    DrainBegun,
-    Drained,
-    DrainEnded,
-    Event,
-    JoinedGroup,
-    Lagging,
-    MemberSilent,
-    Paused,
-    PeerDied,
-    PeerReborn,
-    PeerSaid,
-    PlanFollowed,
-    ProgressArrived,
-    Resumed,
-    RoundArrived,
-    Stepped,
-    StoodStill,
-    TimerFired,
-)
+from shoal.peer.replica import commands, events
 from shoal.peer.replica.group_core import GroupCore
 from shoal.peer.replica.member import MemberCore
 from shoal.peer.services.services import Services
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import (
     Digest,
@@ -112,24 +76,18 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
     )
 
 
-class MemberSeat(Protocol):
-    """What has begun the membership, and ends it: `StageSeat` or `ExpertSeats`."""
-
-    def renew(self, group: int) -> None:
-        """Begin our membership in `group` anew: its state differs from the group's."""
-        ...
+Renew = Callable[[], None]
+"""Begins our membership anew, since its state differs from the group's."""
 
 
 class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
     only caller of its core (`handle`). It carries out the core's commands."""
 
-    def __init__(
-        self, services: Services, seat: MemberSeat, core: MemberCore, runtime: Shard, *, incarnation: int
-    ) -> None:
+    def __init__(self, services: Services, renew: Renew, core: MemberCore, runtime: Shard, *, incarnation: int) -> None:
         endpoint = services.endpoint
         self._s = services
-        self._seat = seat
+        self._renew = renew
         self.core = core
         self.group_id = core.group.stage
         self.incarnation = incarnation
@@ -166,7 +124,7 @@ class GroupMembership(ABC):
 
     # --- the one door ---
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Raises: Refused, RemoteError: see `MemberCore.handle`."""
         if self._closed:
             return
@@ -178,45 +136,45 @@ class GroupMembership(ABC):
             if not self._closed:
                 self._timer.set(self.core.next_timer_s())
 
-    def _carry_out(self, event: Event) -> None:
+    def _carry_out(self, event: events.Event) -> None:
         for command in self.core.handle(event, now_s=self._s.clock.now_s()):
             if (found := self._perform(command)) is not None:
                 # In its place among the commands: a round may not overtake the word of a gradient that is in its sum.
                 self._carry_out(found)
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: commands.Command) -> events.Event | None:
         """Carry out a command. Returns: what we find out by it at once, an event of its own."""
         match command:
-            case Tell():
+            case commands.Tell():
                 self._telling.tell(command)
-            case Reduce(start):
+            case commands.Reduce(start):
                 if self._tied is None or self._tied.may_begin(start):
                     self._begin_round(start)
-            case CatchUp(mate, step):
+            case commands.CatchUp(mate, step):
                 return self._catch_up(mate, step)
-            case ForgetMember(peer, died):
+            case commands.ForgetMember(peer, died):
                 self._outbox.forget(peer)
                 if self._tied is not None:
                     self._tied.mate_lost(peer)
                 if died:
                     self._catching_up.mate_lost(peer)
                     self._pieces.forget(peer)
-            case Accuse(peer):
+            case commands.Accuse(peer):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
-            case Count(counted):
+            case commands.Count(counted):
                 held_out = self._held.contribute(counted.microbatch, held_out=counted.held_out)
                 if held_out is not None:  # else the device has stepped without it, and tells the core so soon
                     return dataclasses.replace(counted, held_out=held_out)
-            case AnnouncePresence():
+            case commands.AnnouncePresence():
                 self._s.neighbours.announce()
-            case Report(report):
+            case commands.Report(report):
                 self._s.reports.committed(report)
-            case Witness(report):
+            case commands.Witness(report):
                 self._s.reports.witnessed(report)
-            case AskRepair(step, indices):
+            case commands.AskRepair(step, indices):
                 # Stage 0's leader grants again what our group misses.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
-            case Resync(mate, version):
+            case commands.Resync(mate, version):
                 logger.error("our state at version %d is not the group's: fetching it", version)
                 self._resync(mate)
             case _:
@@ -228,7 +186,7 @@ class GroupMembership(ABC):
 
     def _ring(self) -> None:
         try:
-            self.handle(TimerFired())
+            self.handle(events.TimerFired())
         except Exception as error:
             self._s.failures.add(error)
 
@@ -275,8 +233,7 @@ class GroupMembership(ABC):
     @property
     def state_bytes(self) -> int:
         """Size of our state, the same at every version."""
-        spec = self._s.spec
-        return 4 * sum(2 * state_layout(spec, key).numel + moment2_numel(spec, key) for key in self.keys)
+        return state_bytes(self._s.spec, self.keys)
 
     @property
     def is_stepping(self) -> bool:
@@ -347,40 +304,40 @@ class GroupMembership(ABC):
 
     def follow(self, plan: Plan) -> None:
         """Follow a plan that leaves our group and its layers unchanged."""
-        self.handle(PlanFollowed(plan, self._s.plans.former(self.group_id), self._upstream()))
+        self.handle(events.PlanFollowed(plan, self._s.plans.former(self.group_id), self._upstream()))
         if not self.is_stepping:  # else they look when the step has been made
             self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
         """Pass on a peer's presence update."""
-        self.handle(PeerSaid(peer, presence))
+        self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
         """Count out a peer that a plan dropped without its having announced that it leaves."""
         self.witnesses.mate_lost(peer)
-        self.handle(PeerDied(peer))
+        self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
         """Note that a peer has begun anew. Group members may know it already from its Progress."""
-        self.handle(PeerReborn(peer, incarnation))
+        self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
         """Note that a peer does not answer. It or the network may be to blame, and it may come back."""
-        self.handle(MemberSilent(peer))
+        self.handle(events.MemberSilent(peer))
 
     def pause(self, *, at_once: bool) -> None:
         """Take nothing new and hand our work back, but stay in the group: our contributions are still reduced.
         Args: at_once: also hand back what has had its forward; else those backwards are made as gradients come."""
-        self.handle(Paused(at_once))
+        self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
         """End the pause."""
-        self.handle(Resumed())
+        self.handle(events.Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
         """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
         pointless. Returns: True if all of it was done."""
-        self.handle(DrainBegun())
+        self.handle(events.DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
             if unless() or not self.is_draining:
@@ -391,12 +348,12 @@ class GroupMembership(ABC):
             await asyncio.sleep(0.05)
         if not self.is_draining:
             return False
-        self.handle(Drained())
+        self.handle(events.Drained())
         return True
 
     def stay(self, plan: Plan) -> None:
         """Stay: a plan has given our place back before we had drained."""
-        self.handle(DrainEnded())
+        self.handle(events.DrainEnded())
         self.follow(plan)
 
     def retire(self) -> None:
@@ -432,20 +389,17 @@ class GroupMembership(ABC):
             self._s.failures.add(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
-        self.handle(JoinedGroup(self._held.remembers))
+        self.handle(events.JoinedGroup(self._held.remembers))
 
     async def _bring_base(self) -> None:
         base, held = self._s.layers.base, self._held
         while base is not None:
-            members = self.core.plan.members
-            try:
-                stored = await base.get(held.keys, members, group_peers=self.core.group.group_peers)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("group %d does not have its base yet: %s", self.group_id, error)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
-            return
+            with Tolerating(logger.info, f"group {self.group_id} does not have its base yet"):
+                group_peers = self.core.group.group_peers
+                stored = await base.get(held.keys, self.core.plan.members, group_peers=group_peers)
+                await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
+                return
+            await asyncio.sleep(_RETRY_S)
 
     async def _take_over(self, state: StageState) -> None:
         self._load(state)
@@ -458,25 +412,25 @@ class GroupMembership(ABC):
         by = self.reductions.reached(state.version)
         if self._tied is not None:
             self._tied.reached(state.version)
-        self.handle(Stepped(state.version, digest, by, gradient_norm, self._held.remembers))
+        self.handle(events.Stepped(state.version, digest, by, gradient_norm, self._held.remembers))
         self._step_if_reduced()
 
     def _resync(self, mate: PeerID) -> None:
         if self.is_ready and not self.is_draining:
-            self._seat.renew(self.group_id)
+            self._renew()
 
     # --- a commit: say what is there, sum, reduce, step ---
 
     async def _on_progress(self, source: PeerID, message: Progress) -> Done:
-        self.handle(ProgressArrived(source, message))
+        self.handle(events.ProgressArrived(source, message))
         return Done()
 
     async def _on_round_start(self, source: PeerID, message: RoundStart) -> Done:
-        self.handle(RoundArrived(source, message))
+        self.handle(events.RoundArrived(source, message))
         return Done()
 
     async def _on_digest(self, source: PeerID, message: Digest) -> Done:
-        self.handle(DigestArrived(source, message))
+        self.handle(events.DigestArrived(source, message))
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
@@ -599,7 +553,7 @@ class GroupMembership(ABC):
                 waits = group.waits_for() + self._whereabouts()
                 logger.info("stage %d stays at version %d: %s", group.stage, version, waits)
                 if version not in self.reductions:
-                    self.handle(StoodStill())
+                    self.handle(events.StoodStill())
             version, now_s = group.version, self._clock.now_s()
             reduction = self.reductions.get(version)
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
@@ -607,8 +561,8 @@ class GroupMembership(ABC):
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
             logger.info("round %d does not end: pieces are missing from %s", version, owing)
             for peer in sorted(reduction.refused_from):  # we refuse its means: it is no member for us any more
-                self.handle(PeerDied(peer, is_barred=True))
-            self.handle(StoodStill())
+                self.handle(events.PeerDied(peer, is_barred=True))
+            self.handle(events.StoodStill())
             for peer in reduction.others:
                 took_s = self._pieces.slowest_s(peer)
                 if not self._pieces.is_sending_to(peer) and self._pressing.is_due(peer, now_s, took_s=took_s):
@@ -619,7 +573,7 @@ class GroupMembership(ABC):
         finished = (out for out in reduction.finished() if out.target == peer)
         self._pieces.send(finished, reduction.start, GatherPart)
 
-    def _catch_up(self, mate: PeerID, step: int) -> Event | None:
+    def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
         """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
         if self._light is not None:
             self._light.behind()
@@ -645,7 +599,7 @@ class GroupMembership(ABC):
         """Return what makes us a light member while our state comes; None if this group has no light members."""
         return None
 
-    def _lagging(self) -> Lagging | None:
+    def _lagging(self) -> events.Lagging | None:
         """Return an event if a light member has begun to lag, or has caught up."""
         return None
 
@@ -693,10 +647,7 @@ class GroupMembership(ABC):
     async def _ask_repair(self, message: Repair) -> None:
         for _ in range(10):
             for peer in self.core.plan.stages[0].peers:
-                try:
-                    await self._s.endpoint.ask(peer, message, Done)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("no repair: %s", error)
-                else:
+                with Tolerating(logger.debug, "no repair"):
+                    await self._endpoint.ask(peer, message, Done)
                     return
             await asyncio.sleep(_RETRY_S)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shoal.peer.base.tasks import Tasks
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import RejectMicrobatch
 from shoal.peer.replica.core import ReplicaCore
@@ -87,11 +88,8 @@ class HandingBack:
         while True:
             leader = self._core.group.leader
             if leader is not None and (leader != self._endpoint.peer_id or not self._core.is_paused):
-                try:
+                with Tolerating(logger.debug, "the leader takes no microbatches back"):
                     await self._endpoint.ask(leader, message, Done)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("the leader takes no microbatches back: %s", error)
-                else:
                     return
             await asyncio.sleep(_RETRY_S)
 

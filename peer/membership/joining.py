@@ -6,12 +6,13 @@ While the group's state comes slowly, the replica may be a light member (`learne
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
-from shoal.peer.handoff.initial import begins_with_weights, first_state, foreign_layers, layers_of
+from shoal.peer.handoff.initial import begins_with_weights, first_state, initial_digests, layers_of
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.membership.learner import Learner
@@ -21,7 +22,7 @@ from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
 from shoal.protocol.certificate import layers_at
-from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
@@ -93,36 +94,18 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_initial_weights(self) -> None:
+        """Fetch the weights that the run's spec names. Only the host has them; the offers show which peer that is."""
         runtime = self._runtime
+        wanted, digests = layers_of(runtime.keys), initial_digests(runtime.spec)
         while True:
-            layers = await self._initial_layers()
-            if layers is None:
-                await asyncio.sleep(_RETRY_S)
-                continue
-            begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
-            timed = await self._compute.run("step", begin, flop=runtime.step_flop)
-            await self._take_over(timed.value)
-            return
-
-    async def _initial_layers(self) -> Mapping[str, LayerState] | None:
-        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
-        an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
-        peers = self._to_ask()
-        wanted = layers_of(self._runtime.keys)
-        for holders in (peers, *([peer] for peer in peers)):
-            try:
-                layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no initial weights: %s", error)
-                if holders is peers:
-                    return None
-                continue
-            check = functools.partial(foreign_layers, self._runtime.spec, layers)
-            foreign = (await self._compute.run("step", check, flop=0.0)).value
-            if not foreign:
-                return layers
-            logger.warning("these are not the weights that the run begins with: %s", ", ".join(foreign))
-        return None
+            with Tolerating(logger.info, "no initial weights"):
+                fetch = self._fetcher(wanted).fetch(self._to_ask(), version=0, stored_era=INITIAL, expected=digests)
+                layers = (await fetch).layers
+                break
+            await asyncio.sleep(_RETRY_S)
+        begin = functools.partial(first_state, runtime.spec, runtime.keys, layers, runtime.device)
+        timed = await self._compute.run("step", begin, flop=runtime.step_flop)
+        await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
         """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
@@ -131,45 +114,35 @@ class Joining:
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
-        fetched: Mapping[str, LayerState] = {}
         ahead = await self._layers.ahead.ended(plan.restore_era, version, self._to_ask()) if missing else {}
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
         wait_s = 0.1  # the holders of our layers may hear of the layout later than we
         while True:
-            holders = self._to_ask()
-            try:
-                if missing:
-                    fetched = await self._with_group_peers(missing, holders, plan, known)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
-                newest = self._core.plan
-                if newest.era == plan.era and not newest.not_started:
-                    await self._from_group_peers()
-                    return
-                await asyncio.sleep(wait_s)
-                wait_s = min(2.0 * wait_s, _RETRY_S)
-                continue
-            layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
-            await self._take_over(StageState(version=version, layers=layers))
-            await self._follow_who_began()
-            return
+            with Tolerating(logger.warning, f"cannot begin at version {version} yet"):
+                fetched = await self._with_group_peers(missing, plan, known) if missing else {}
+                layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
+                await self._take_over(StageState(version=version, layers=layers))
+                return await self._follow_who_began()
+            newest = self._core.plan
+            if newest.era == plan.era and not newest.not_started:
+                return await self._from_group_peers()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2.0 * wait_s, _RETRY_S)
 
     async def _follow_who_began(self) -> None:
         """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
         Whatever we do not get now comes by our group's rounds."""
-        try:
+        with Tolerating(logger.info, "cannot replay yet the steps of members that began before us"):
             while self._group.holders and not await self._is_current():
                 pass
-        except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot replay yet the steps of members that began before us: %s", error)
 
     async def _with_group_peers(
-        self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
+        self, missing: tuple[str, ...], plan: Plan, known: Mapping[str, LayerState]
     ) -> Mapping[str, LayerState]:
         """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
-        version, era = plan.restore_version, plan.restore_era
+        version, era, holders = plan.restore_version, plan.restore_era, self._to_ask()
         relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
         self._layers.server.pass_on(relay)
         with relay:
@@ -194,7 +167,7 @@ class Joining:
         """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
         group, keys = self._group, self._runtime.keys
         while True:
-            try:
+            with Tolerating(logger.info, "no state yet"):
                 learner = self._light if self._runtime.state is None else None  # else we lack steps alone
                 if learner is not None and await learner.begin():
                     await self._take_over(await learner.run())
@@ -207,11 +180,8 @@ class Joining:
                     await self._take_over(state)
                 while not await self._is_current():
                     pass
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no state yet: %s", error)
-                await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
-                continue
-            return
+                return
+            await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
 
     async def _is_current(self) -> bool:
         """Replay one commit of the group; True if there is none left."""
@@ -238,12 +208,6 @@ class Joining:
 
     def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
         runtime = self._runtime
-        fetcher = StateFetcher(
-            runtime.spec,
-            keys or runtime.keys,
-            self._layers.inbox,
-            device=runtime.device,
-            vectors=runtime.vectors,
-        )
+        fetcher = StateFetcher(runtime.spec, keys or runtime.keys, self._layers.inbox, device=runtime.device)
         self._progress = fetcher.progress
         return fetcher

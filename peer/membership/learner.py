@@ -19,18 +19,18 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from shoal.peer.base.shortage import is_out_of_memory
+from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.reductions import Reductions
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import WEIGHTS
 from shoal.peer.model.layout import state_layout
-from shoal.peer.model.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.model.state import LayerAt, RoundedWeights, StageState, state_bytes
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.replica.views import GroupView
 from shoal.peer.services.services import Services
@@ -55,13 +55,6 @@ _PATIENCE_S = 300.0
 _LOOK_S = 0.1
 
 _NEVER = 2**62
-
-
-@dataclass(slots=True)
-class _Gathered:
-    version: int
-    layer: LayerState
-    """Held on the host."""
 
 
 class Learner:
@@ -92,16 +85,18 @@ class Learner:
         self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
         self._arithmetic = services.arithmetic
         self._take, self._join = take, join
-        self._partial = services.layers.partial
+        self._archive = services.layers.archive
         self._era = -1
         self._weights: RoundedWeights | None = None
-        self._gathered: dict[str, _Gathered] = {}
+        self._gathered: dict[str, LayerAt] = {}
+        """Held on the host."""
         self._fetching: StateFetcher | None = None
         self._unfinished: dict[str, Unfinished] = {}
         """The part of that layer that a failed fetch has brought."""
         self._progress: FetchProgress | None = None
-        self._is_following = False
-        """Weights are downloading; the state download is paused."""
+        self._may_gather = asyncio.Event()
+        self._may_gather.set()
+        """Cleared while weights are downloading, and the state download is paused."""
         self._is_behind = False
         self._news = asyncio.Event()
         self._takes_part = asyncio.Event()
@@ -121,7 +116,7 @@ class Learner:
         """Progress of the first weights, then of the state. None: neither is being fetched."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
-            here_bytes = sum(map(self._state_bytes, self._gathered))
+            here_bytes = state_bytes(self._runtime.spec, self._gathered)
             self._progress.done = here_bytes // 4 + coming
         return self._progress
 
@@ -150,7 +145,7 @@ class Learner:
         """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
         Raises: Unreachable, Refused, RemoteError: the weights do not come."""
         group, keys = self._group, self._runtime.keys
-        if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
+        if state_bytes(self._runtime.spec, keys) < _SMALL_BYTES:
             return False
         fetcher = self._fetcher(keys)
         self._progress = fetcher.progress
@@ -165,7 +160,7 @@ class Learner:
             self._progress = None
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-        self._progress = FetchProgress(total=sum(map(self._state_bytes, keys)) // 4, what="state while training")
+        self._progress = FetchProgress(total=state_bytes(self._runtime.spec, keys) // 4, what="state while training")
         await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
         self._join()
         return True
@@ -179,7 +174,7 @@ class Learner:
                 since_s = loop.time()
             if since_s is not None and progress.done and (fetching.done() or loop.time() >= since_s + _SEEN_S):
                 weights_s = (loop.time() - since_s) * progress.total / progress.done
-                state_s = weights_s * sum(map(self._state_bytes, self._runtime.keys)) / (2.0 * progress.total)
+                state_s = weights_s * state_bytes(self._runtime.spec, self._runtime.keys) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
                 return state_s < LIGHT_STATE_S
         return False  # awaiting the failed fetch raises its error
@@ -187,9 +182,9 @@ class Learner:
     async def run(self) -> StageState:
         """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
         self._era = self._endpoint.era
-        for key, (version, layer) in (await self._partial.take(self._era, self._runtime.keys)).items():
-            logger.info("layer %s of version %d is here from an earlier process", key, version)
-            self._gathered[key] = _Gathered(version, layer)
+        for key, at in (await self._archive.take_partial(self._era, self._runtime.keys)).items():
+            logger.info("layer %s of version %d is here from an earlier process", key, at.version)
+            self._gathered[key] = at
             self._news.set()  # it lacks the steps since
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
         try:
@@ -205,7 +200,7 @@ class Learner:
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
             logger.info("keeping %d layers for the next process", len(timed.value))
-            await self._partial.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
+            await self._archive.keep_partial(self._era, timed.value)
 
     async def _next(self) -> None:
         await self._news.wait()
@@ -222,18 +217,14 @@ class Learner:
 
     async def _follow(self) -> None:
         """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
-        self._is_following = True
-        if self._fetching is not None:
-            self._fetching.hold_up()
+        self._may_gather.clear()
         try:
             while True:
                 if await self._is_fetched():
                     return
                 await asyncio.sleep(_RETRY_MATES_S)
         finally:
-            self._is_following = False
-            if self._fetching is not None:
-                self._fetching.go_on()
+            self._may_gather.set()
 
     async def _is_fetched(self) -> bool:
         runtime, group = self._runtime, self._group
@@ -307,7 +298,7 @@ class Learner:
             while left:  # one by one, so that each old state is freed as the new one comes
                 at = self._gathered[left[0]]
                 after = self._arithmetic.step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
-                self._gathered[left[0]] = _Gathered(at.version + 1, after)
+                self._gathered[left[0]] = LayerAt(at.version + 1, after)
                 del left[0]
 
         flop = self._runtime.step_flop * sum(self._sizes[key] for key in due) / self._runtime.num_parameters
@@ -324,13 +315,11 @@ class Learner:
         """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
-        if mean_N is not None or whole_bytes > sum(map(self._state_bytes, due)):
+        if mean_N is not None or whole_bytes > state_bytes(self._runtime.spec, due):
             return mean_N
         for holder in self._group.holders:
-            try:
+            with Tolerating(logger.info, f"no gradient of step {step}"):
                 await self._catching_up.fetch(holder, step)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no gradient of step %d: %s", step, error)
             if (mean_N := self._reductions.means.get(step)) is not None:
                 return mean_N
         return None
@@ -361,39 +350,32 @@ class Learner:
             if missing is None:
                 await asyncio.sleep(_RETRY_S)  # a layer may still be dropped
                 continue
-            try:
+            with Tolerating(logger.info, f"layer {missing} of the state does not come yet"):
                 await self._acquire(missing)
                 self._news.set()
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("layer %s of the state does not come yet: %s", missing, error)
-                await asyncio.sleep(_RETRY_S)
+                continue
+            await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
         """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
-            try:
-                await self._fetch_layer(key, begun)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no more of version %d of layer %s: %s", begun.version, key, error)
-            else:
-                return
+            with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
+                return await self._fetch_layer(key, begun)
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
         """Args: begun: the part that has come before. Raises: see `StateFetcher.fetch`."""
-        group, fetcher = self._group, self._fetcher((key,))
-        is_over = self._is_behind or self._is_following  # then the holders are past our version
+        group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather)
+        is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
         self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
-        if self._is_following:
-            fetcher.hold_up()
         try:
             if begun is not None:
                 fetch = fetcher.fetch(group.holders, version=begun.version, begun={key: begun})
             else:
                 fetch = fetcher.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
             state = await fetch
-            self._gathered[key] = _Gathered(state.version, state.layers[key])
+            self._gathered[key] = LayerAt(state.version, state.layers[key])
             self._unfinished = {}
         except (Unreachable, Refused, RemoteError):
             self._unfinished = fetcher.unfinished() or self._unfinished
@@ -428,29 +410,15 @@ class Learner:
         """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
-            try:
+            with Tolerating(logger.info, "nothing to compare the state with yet"):
                 offer = await self._endpoint.ask(holder, StateRequest(layers=keys, to_compare=True), StateOffer)
-            except (Unreachable, Refused, RemoteError) as error:
-                logger.info("nothing to compare the state with yet: %s", error)
-                continue
-            if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
-                return dict(offer.digests)
+                if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
+                    return dict(offer.digests)
         return None
 
     def _has(self, key: str, version: int) -> bool:
         return key in self._gathered and self._gathered[key].version == version
 
-    def _state_bytes(self, key: str) -> int:
-        return 4 * (2 * self._sizes[key] + moment2_numel(self._runtime.spec, key))
-
-    def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
+    def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
         """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
-        runtime = self._runtime
-        return StateFetcher(
-            runtime.spec,
-            keys,
-            self._inbox,
-            device=runtime.vectors.host,
-            vectors=runtime.vectors,
-            patience_s=_PATIENCE_S,
-        )
+        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)

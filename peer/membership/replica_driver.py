@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.peer.base.shortage import is_out_of_memory
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.membership.activation_store import ActivationStore
-from shoal.peer.membership.group_membership import GroupMembership, MemberSeat, make_commit
+from shoal.peer.membership.group_membership import GroupMembership, Renew, make_commit
 from shoal.peer.membership.handing_back import HandingBack
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import RoundedWeights, StageState
@@ -31,30 +31,8 @@ from shoal.peer.pipeline.expert_call import JobInParts
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.peer.replica.commands import (
-    Command,
-    Count,
-    Forget,
-    RejectMicrobatch,
-    SendActivation,
-    SendGradient,
-)
+from shoal.peer.replica import commands, events
 from shoal.peer.replica.core import ReplicaCore
-from shoal.peer.replica.events import (
-    Arrived,
-    Event,
-    GradientArrived,
-    JobDone,
-    JobDropped,
-    JobFailed,
-    JobParked,
-    JoinedGroup,
-    Lagging,
-    PeerLost,
-    Stepped,
-    StepReady,
-    VersionSet,
-)
 from shoal.peer.replica.forward_times import ForwardTimes
 from shoal.peer.replica.job import Job, TimelineEntry
 from shoal.peer.replica.microbatch_queue import MicrobatchQueue
@@ -67,7 +45,6 @@ from shoal.protocol.limits import QUEUED_MICROBATCHES_MAX
 from shoal.protocol.messages import Activation, Gradient, PresenceUpdate
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 logger = logging.getLogger(__name__)
@@ -83,14 +60,14 @@ class Replica(GroupMembership):
 
     core: ReplicaCore
 
-    def __init__(self, services: Services, seat: MemberSeat, plan: Plan, stage: int, *, incarnation: int) -> None:
+    def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         self.stage = stage
         self.layers = plan.stages[stage].layers
         self.experts_placed = bool(plan.experts)
         arithmetic = services.arithmetic
         self.runtime = arithmetic.trunk(*self.layers) if plan.experts else arithmetic.runtime(*self.layers)
         core = replica_core(services, plan, stage, incarnation=incarnation)
-        super().__init__(services, seat, core, self.runtime, incarnation=incarnation)
+        super().__init__(services, renew, core, self.runtime, incarnation=incarnation)
         self.experts = ExpertDispatch(services, plan, stage, incarnation=incarnation) if plan.experts else None
         self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()
@@ -104,19 +81,19 @@ class Replica(GroupMembership):
         self._mean_gradient_N: Tensor | None = None
         self._handing_back = HandingBack(services, core, self._tasks, post=self.handle, check=self._check)
 
-    def _perform(self, command: Command) -> Event | None:
+    def _perform(self, command: commands.Command) -> events.Event | None:
         match command:
             case Job():
                 self._tasks.spawn(self._run(command), f"job {command}")
-            case SendActivation(microbatch, target, retried):
+            case commands.SendActivation(microbatch, target, retried):
                 self._tasks.spawn(self._send_activation(microbatch, target, retried), f"activation {microbatch}")
-            case SendGradient(microbatch, target):
+            case commands.SendGradient(microbatch, target):
                 self._tasks.spawn(self._send_gradient(*self._gradient(command)), f"gradient {microbatch} to {target}")
-            case RejectMicrobatch():
+            case commands.RejectMicrobatch():
                 self._handing_back.soon(command)
-            case Forget(microbatch):
+            case commands.Forget(microbatch):
                 self.activations.forget(microbatch)
-            case Count(counted, retried) if not self.activations.settle(counted.microbatch, retried=retried):
+            case commands.Count(counted, retried) if not self.activations.settle(counted.microbatch, retried=retried):
                 pass  # the group has its gradient already
             case _:
                 return super()._perform(command)
@@ -146,13 +123,13 @@ class Replica(GroupMembership):
             if pipeline.num_waiting >= QUEUED_MICROBATCHES_MAX:
                 raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
             self.activations.of(microbatch).input = payload
-        self.handle(Arrived(microbatch, source, meta.retried, meta.incarnation))
+        self.handle(events.Arrived(microbatch, source, meta.retried, meta.incarnation))
 
     async def _run(self, job: Job) -> None:
         microbatch = job.microbatch
         if microbatch is None:
             state, digest, skipped = await self._made_step(job, self._optimizer_step())
-            self.handle(JobDone(job))
+            self.handle(events.JobDone(job))
             self.stepped(state, digest, skipped)
             return
         work, flop = self.activations.job(job, microbatch)
@@ -164,10 +141,10 @@ class Replica(GroupMembership):
                     raise
                 self._run_short()
                 self._forward_times.dropped(job)
-                self.handle(JobFailed(job))
+                self.handle(events.JobFailed(job))
                 return
             self._forward_times.ended(job)
-            self.handle(JobDone(job, self.activations.keep(job, microbatch, value)))
+            self.handle(events.JobDone(job, self.activations.keep(job, microbatch, value)))
         else:
             await self._run_with_experts(self.experts, job, microbatch, JobInParts(work()), flop)
 
@@ -178,17 +155,17 @@ class Replica(GroupMembership):
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
-            self.handle(JobParked(job))
+            self.handle(events.JobParked(job))
         while call is not None:
             output = await experts.exchange(passage, call)
             if not self.core.pipeline.goes_on(job):
                 self._forward_times.dropped(job)
-                self.handle(JobDropped(job))
+                self.handle(events.JobDropped(job))
                 return
             part_flop = self.runtime.flop.forward * (BACKWARD_PER_FORWARD if call.backward else 1.0)
             call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
         self._forward_times.ended(job)
-        self.handle(JobDone(job, self.activations.keep(job, microbatch, parts.value)))
+        self.handle(events.JobDone(job, self.activations.keep(job, microbatch, parts.value)))
 
     async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
         """Run a job; if memory is short, free caches and run it once more."""
@@ -243,7 +220,7 @@ class Replica(GroupMembership):
                 payloads.waited_s = waited_s
         except Unreachable as error:
             logger.warning("activation %s: %s; sending it elsewhere", microbatch, error)
-            self.handle(PeerLost(target))
+            self.handle(events.PeerLost(target))
             self._s.neighbours.unreachable(target)
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
@@ -261,9 +238,9 @@ class Replica(GroupMembership):
         if not microbatch.validates:
             payloads.gradient = payload
         waited_s, payloads.waited_s = meta.waited_s + payloads.waited_s, 0.0
-        self.handle(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
+        self.handle(events.GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
-    def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
+    def _gradient(self, command: commands.SendGradient) -> tuple[PeerID, Gradient, Payload]:
         """Return a gradient with its header; a validation microbatch has only a loss."""
         microbatch, target = command.microbatch, command.target
         meta = Gradient(
@@ -304,7 +281,7 @@ class Replica(GroupMembership):
 
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
         self._mean_gradient_N = mean_gradient_N
-        self.handle(StepReady(step))
+        self.handle(events.StepReady(step))
 
     def _optimizer_step(self) -> Callable[[], tuple[StageState, str, int]]:
         mean_gradient_N, self._mean_gradient_N = self._mean_gradient_N, None
@@ -313,9 +290,9 @@ class Replica(GroupMembership):
 
     def _load(self, state: StageState) -> None:
         self.runtime.load(state)
-        self.handle(VersionSet(state.version))
+        self.handle(events.VersionSet(state.version))
         if self.core.is_lagging:
-            self.handle(Lagging(False))  # a full member catches up like all others
+            self.handle(events.Lagging(False))  # a full member catches up like all others
 
     def _make_learner(self) -> Learner | None:
         """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
@@ -334,21 +311,21 @@ class Replica(GroupMembership):
         )
 
     def _join_as_learner(self) -> None:
-        self.handle(JoinedGroup(self.runtime.remembers, learner=True))
+        self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
         """Compute from now on with these weights alone, of a step that others have made."""
         self.runtime.load_weights(weights)
-        self.handle(VersionSet(weights.version))
+        self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)
-        self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
+        self.handle(events.Stepped(weights.version, None, remembers=self.runtime.remembers))
         if (lagging := self._lagging()) is not None:
             self.handle(lagging)
 
-    def _lagging(self) -> Lagging | None:
+    def _lagging(self) -> events.Lagging | None:
         # While our weights are too old we take no microbatches: the group's step would wait for our next weights.
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
-        return Lagging(lags) if lags != self.core.is_lagging else None
+        return events.Lagging(lags) if lags != self.core.is_lagging else None
 
     # --- what others see ---
 
@@ -442,11 +419,11 @@ class Replica(GroupMembership):
 
 def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
     """Make the core of a replica of `stage`."""
-    spec, traffic = services.spec, services.run.traffic
+    spec, training, traffic = services.spec, services.spec.training, services.run.traffic
     pipeline = Schedule(
         stage=stage,
         num_stages=len(plan.stages),
-        s_max=spec.training.s_max,
+        s_max=training.s_max,
         synchronous_steps=spec.synchronous_steps,
         version=0,
         router=traffic.router(),
@@ -454,14 +431,7 @@ def replica_core(services: Services, plan: Plan, stage: int, *, incarnation: int
         control=traffic.control(spec) if stage == 0 else None,
     )
     group = make_commit(services, stage, incarnation=incarnation, has_loss=pipeline.is_last)
-    queue = MicrobatchQueue(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
-    return ReplicaCore(group, pipeline, queue, plan)
-
-
-def work_queue_of(spec: RunSpec) -> WorkQueue:
-    """Make the book of grants of a run."""
-    training = spec.training
-    return WorkQueue(
+    book = WorkQueue(
         steps=training.steps,
         microbatches=training.microbatches_per_step,
         s_max=training.s_max,
@@ -469,3 +439,5 @@ def work_queue_of(spec: RunSpec) -> WorkQueue:
         validation_interval=training.validation_interval_steps,
         validation_microbatches=training.validation_microbatches,
     )
+    queue = MicrobatchQueue(book=book, group=group, demand=pipeline) if stage == 0 else None
+    return ReplicaCore(group, pipeline, queue, plan)

@@ -45,7 +45,7 @@ class StageSeat:
             self._transition = asyncio.create_task(self._follow(), name="follow the plan")
             self._transition.add_done_callback(self._s.failures.add_from)
 
-    def renew(self, group: int) -> None:
+    def renew(self) -> None:
         """Begin anew as a newcomer does: the state differs from the group's."""
         self._renewing = True
         self.follow_soon()
@@ -115,7 +115,7 @@ class StageSeat:
             self.replica.follow(plan)
             return
         kind = FirstReplica if stage == 0 else Replica
-        self.replica = kind(self._s, self, plan, stage, incarnation=life.begin_anew())
+        self.replica = kind(self._s, self.renew, plan, stage, incarnation=life.begin_anew())
         self._s.layers.saved_s = self._s.clock.now_s()
         self.replica.start()
         self.replica.experts_at(self._me, self._s.own.presence())

@@ -5,7 +5,7 @@ flight, a joining peer or a snapshot holds them (`shard.py`).
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,11 @@ class LayerState:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return (self.param_N, self.moment1_N, self.moment2_N)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of parameters and moments in float32."""
+        return sum(4 * tensor.numel() for tensor in self.tensors)
 
     def to(self, device: torch.device) -> "LayerState":
         """Return the layer with all tensors on `device`; itself if they are there."""
@@ -81,6 +86,13 @@ class StageState:
         for key, layer in self.layers.items():
             hasher.update(f"{key}:{layer.digest()};".encode())
         return hasher.hexdigest()
+
+
+class LayerAt(NamedTuple):
+    """One layer at a version."""
+
+    version: int
+    layer: LayerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +203,14 @@ def moment2_numel(spec: RunSpec, key: str) -> int:
     """Return the number of elements of a layer's `moment2_N`: one a parameter, fewer with Muon, none with SGD."""
     layout = state_layout(spec, key)
     return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)
+
+
+def state_numels(spec: RunSpec, key: str) -> tuple[int, int, int]:
+    """Return the number of elements of a layer's parameters and moments (`LayerState.tensors`)."""
+    numel = state_layout(spec, key).numel
+    return numel, numel, moment2_numel(spec, key)
+
+
+def state_bytes(spec: RunSpec, keys: Iterable[str]) -> int:
+    """Return the size of these layers' state, the same at every version."""
+    return sum(4 * numel for key in keys for numel in state_numels(spec, key))

@@ -6,15 +6,13 @@ from shoal.peer.base.tasks import Tasks
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.disk.archive import Archive
 from shoal.peer.disk.attesting import Attesting
-from shoal.peer.disk.partial_checkpoint import PartialCheckpoint
 from shoal.peer.handoff.base_layers import BaseLayers
 from shoal.peer.handoff.copies import Copies
 from shoal.peer.handoff.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import RetainedLayers
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.links.probing import LinkProbing
 from shoal.peer.model.state import StageState
 from shoal.peer.presence.life import Life
 from shoal.peer.presence.parts import Part, Parts
@@ -36,7 +34,6 @@ class Layers:
         plans: Plans,
         life: Life,
         parts: Parts,
-        links: LinkProbing,
         reports: Reports,
         failures: Failures,
         tasks: Tasks,
@@ -52,8 +49,6 @@ class Layers:
         self.attesting = Attesting(
             self.archive, endpoint=endpoint, compute=ports.compute, model=spec.model, reports=reports
         )
-        self.partial = PartialCheckpoint(disk, run=endpoint.run, spec=spec, run_blocking=ports.run_blocking)
-        """The incomplete state of a light member that has ended."""
         self.retained = RetainedLayers()
         self.inbox = ChunkInbox(endpoint, compute=ports.compute, vectors=vectors)
         self.server = StateServer(
@@ -64,11 +59,8 @@ class Layers:
             archive=self.archive,
             retained=self.retained,
             inbox=self.inbox,
-            vectors=vectors,
         )
-        self.ahead = FetchingAhead(
-            ports, inbox=self.inbox, arithmetic=arithmetic, spec=spec, links=links, failures=failures
-        )
+        self.ahead = FetchingAhead(ports, inbox=self.inbox, arithmetic=arithmetic, spec=spec, failures=failures)
         self.base = (
             BaseLayers(spec, ports, inbox=self.inbox, arithmetic=arithmetic, server=self.server)
             if spec.adapter is not None
@@ -86,7 +78,6 @@ class Layers:
             life=life,
             tasks=tasks,
             base=self.base,
-            vectors=vectors,
         )
 
     def begin_with(self, weights: InitialWeights | None) -> None:

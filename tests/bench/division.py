@@ -25,6 +25,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.peer.membership.joining import Joining
+from shoal.peer.membership.learner import Learner
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec
@@ -119,8 +120,8 @@ def measure(case: Case, gradients: Literal["fp32", "bf16"]) -> dict[str, object]
     joined_s: list[float] = []
     run = Joining.run
 
-    async def noted(joining: Joining, plan: Plan) -> None:
-        await run(joining, plan)
+    async def noted(joining: Joining, plan: Plan, learner: Learner | None = None) -> None:
+        await run(joining, plan, learner)
         if plan.era == 1:
             joined_s.append(asyncio.get_running_loop().time())
 

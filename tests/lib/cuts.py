@@ -13,7 +13,7 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
 from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.encoding.vectors import Vectors
-from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.reduce import Outgoing, Reduction
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.single_process import Between
@@ -102,7 +102,7 @@ class Sums:
         for name, sum_N in zip(names, self._sums, strict=True):
             rounds[name].begin(sum_N)
         for name in names:
-            for out in rounds[name].scatter():
+            for out in scatter(rounds[name]):
                 owner, payload = rounds[out.target], vectors.piece_payload(out.values_C, out.form, out.key)
                 if owner.part_arrived(name, out.start, payload):
                     owner.adding([out.start])()
@@ -115,3 +115,8 @@ class Sums:
             rounds[first].taken(out.start)
         assert rounds[first].is_complete
         return rounds[first].mean_N
+
+
+def scatter(reduction: Reduction) -> list[Outgoing]:
+    """A member's contributions to all parts of others."""
+    return [out for peer in reduction.others for out in reduction.scatter_to(peer)]

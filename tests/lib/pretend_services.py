@@ -56,5 +56,4 @@ def server_of(
         archive=cast(Any, SimpleNamespace(read=stored)),
         retained=cast(Any, SimpleNamespace(read=lambda era, version: {})),
         inbox=inbox or ChunkInbox(ports.endpoint, compute=ports.compute, vectors=vectors),
-        vectors=vectors,
     )

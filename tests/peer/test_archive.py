@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.peer.disk.archive import ABANDONED_SNAPSHOTS, Archive
-from shoal.peer.disk.past_eras import ERAS_KEPT
+from shoal.peer.disk.archive import ABANDONED_SNAPSHOTS, ERAS_KEPT, Archive
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.certificate import Certified

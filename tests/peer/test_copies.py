@@ -19,7 +19,7 @@ from shoal.peer.disk.archive import Archive
 from shoal.peer.disk.attesting import Attesting
 from shoal.peer.handoff.copies import Copies, keepers
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import RetainedLayers
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import StageState, initial_state
 from shoal.peer.presence.life import Life

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.base.failures import Failures
 from shoal.peer.compute.arithmetic import Arithmetic
-from shoal.peer.handoff.fetching_ahead import FetchingAhead, _Source
+from shoal.peer.handoff.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.model.state import LayerState, StageState, initial_state, step_layer
@@ -57,7 +56,6 @@ class Scene:
 
         mine, theirs = (ports_of(e, sim.compute, sim.clock) for e, sim in zip(endpoints, sims, strict=True))
         parts = Trained(lambda keys: self.state if set(keys) <= set(self.keys) else None)
-        self.meter = theirs.meter
         self.server = server_of(theirs, parts, stored=stored)
         self.failures = Failures()
         self.ahead = FetchingAhead(
@@ -65,7 +63,6 @@ class Scene:
             inbox=ChunkInbox(endpoints[0], compute=sims[0].compute),
             arithmetic=arithmetic,
             spec=spec,
-            links=cast(Any, SimpleNamespace(bytes_per_s=0.0)),
             failures=self.failures,
         )
 
@@ -205,25 +202,6 @@ def test_layers_that_come_too_late_to_be_followed_are_left_for_the_end(play: Cal
     play(scene)
 
 
-def test_once_the_layout_has_ended_nothing_waits_for_a_quiet_moment(play: Callable[..., None]) -> None:
-    took_s = []
-
-    async def scene(s: Scene) -> None:
-        s.obey(s.plan())
-        await asyncio.sleep(STEP_S)
-        s.step()
-        if took_s:
-            s.meter.send_begins(s.me)  # from now on something is always being sent
-        s.obey(s.plan(follows=False, era=1))
-        ended_s = asyncio.get_running_loop().time()
-        assert s.came_out_alike(await s.ahead.ended(0, 1, [s.holder]))
-        took_s.append(asyncio.get_running_loop().time() - ended_s)
-
-    play(scene)
-    play(scene)
-    assert took_s[0] == took_s[1] > 0.0
-
-
 def test_what_is_called_off_is_dropped(play: Callable[..., None]) -> None:
     async def scene(s: Scene) -> None:
         s.obey(s.plan())
@@ -254,19 +232,3 @@ def test_a_holder_that_is_gone_when_the_layout_has_ended_costs_its_layers_only(p
         assert await s.ahead.ended(0, 1, [s.me]) == {}
 
     play(scene)
-
-
-def test_a_layer_that_comes_far_more_slowly_than_our_line_could_is_the_last_of_that_holder() -> None:
-    source = _Source(keys=("a", "b"), peers=tuple(PeerID(name) for name in "pqr"), turn=1)
-    asked = []
-    for took_s in (100.0, 50.0, 5.0, 5.0, 5.0):
-        asked.append(source.peer)
-        source.gave(100 << 20, took_s, line_bytes_per_s=1e8)
-    assert asked == ["q", "r", "p", "p", "p"]
-
-
-def test_whoever_all_holders_serve_slowly_stays_with_the_quickest() -> None:
-    source = _Source(keys=("a", "b"), peers=tuple(PeerID(name) for name in "pq"))
-    for took_s in (100.0, 50.0, 60.0):
-        source.gave(100 << 20, took_s, line_bytes_per_s=1e8)
-    assert source.peer == "q"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.peer.compute.arithmetic import Arithmetic
+from shoal.peer.encoding.vectors import VECTORS
 from shoal.peer.group.catching_up import Answer
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.relay import Relay
@@ -134,7 +135,7 @@ class Scene:
         kept = {key: initial_state(self.spec, (key,), torch.device("cpu")).layers[key] for key in self.carries}
         at = plan.restore_era, plan.restore_version
         layers = SimpleNamespace(
-            inbox=SimpleNamespace(endpoint=None, compute=None),
+            inbox=SimpleNamespace(endpoint=None, compute=None, vectors=VECTORS),
             archive=SimpleNamespace(begin_era=lambda era, group: self.may_begin),
             retained=SimpleNamespace(read=lambda era, version: kept if (era, version) == at else {}),
             ahead=SimpleNamespace(ended=nothing),

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 
-from shoal.peer.disk.partial_checkpoint import FOLDER, PartialCheckpoint
-from shoal.peer.model.state import initial_state
+from shoal.peer.disk.archive import PARTIAL_FOLDER, Archive
+from shoal.peer.model.state import LayerAt, initial_state
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import uniform
@@ -27,8 +27,9 @@ def disk() -> Disk:
     return World(0, uniform(0.01, 1e7)).add_peer("a").disk
 
 
-def kept(disk: Disk | None, spec: RunSpec) -> PartialCheckpoint:
-    return PartialCheckpoint(disk, run="run", spec=spec, run_blocking=at_once)
+def kept(disk: Disk | None, spec: RunSpec) -> Archive:
+    clock = World(0, uniform(0.01, 1e7)).add_peer("clock").clock
+    return Archive(disk, run="run", spec=spec, clock=clock, run_blocking=at_once)
 
 
 def test_the_next_life_has_them_once_each_at_its_version(tiny_spec: RunSpec, disk: Disk) -> None:
@@ -37,12 +38,14 @@ def test_the_next_life_has_them_once_each_at_its_version(tiny_spec: RunSpec, dis
     versions = dict(zip(keys, (5, 6, 5, 4, 6), strict=True))
 
     async def scene() -> None:
-        await kept(disk, tiny_spec).write(ERA, {key: (1, state.layers[key]) for key in keys})
-        await kept(disk, tiny_spec).write(ERA, {key: (versions[key], state.layers[key]) for key in keys[1:]})
-        taken = await kept(disk, tiny_spec).take(ERA, keys[:3])
+        await kept(disk, tiny_spec).keep_partial(ERA, {key: LayerAt(1, state.layers[key]) for key in keys})
+        await kept(disk, tiny_spec).keep_partial(
+            ERA, {key: LayerAt(versions[key], state.layers[key]) for key in keys[1:]}
+        )
+        taken = await kept(disk, tiny_spec).take_partial(ERA, keys[:3])
         assert {key: version for key, (version, _) in taken.items()} == {key: versions[key] for key in keys[1:3]}
         assert all(layer.secure_digest() == state.layers[key].secure_digest() for key, (_, layer) in taken.items())
-        assert await kept(disk, tiny_spec).take(ERA, keys) == {}
+        assert await kept(disk, tiny_spec).take_partial(ERA, keys) == {}
 
     asyncio.run(scene())
 
@@ -50,19 +53,19 @@ def test_the_next_life_has_them_once_each_at_its_version(tiny_spec: RunSpec, dis
 def test_what_is_of_another_era_or_damaged_is_not_taken(tiny_spec: RunSpec, disk: Disk) -> None:
     keys = stage_layer_keys(tiny_spec.model, 0, tiny_spec.model.num_layers)[:2]
     state = initial_state(tiny_spec, keys, torch.device("cpu"))
-    layers = {key: (4, state.layers[key]) for key in keys}
+    layers = {key: LayerAt(4, state.layers[key]) for key in keys}
 
     async def scene() -> None:
-        await kept(disk, tiny_spec).write(ERA, layers)
-        assert await kept(disk, tiny_spec).take(ERA + 1, keys) == {}
-        await kept(disk, tiny_spec).write(ERA, layers)
-        folder = PurePosixPath("run") / FOLDER
+        await kept(disk, tiny_spec).keep_partial(ERA, layers)
+        assert await kept(disk, tiny_spec).take_partial(ERA + 1, keys) == {}
+        await kept(disk, tiny_spec).keep_partial(ERA, layers)
+        folder = PurePosixPath("run") / PARTIAL_FOLDER
         (name,) = (name for name in disk.list(folder) if not name.startswith("."))
         path = folder / name / f"{keys[0]}.moments.safetensors"
         data = bytearray(disk.read(path))
         data[-1] ^= 1
         disk.write(path, bytes(data))
-        assert set(await kept(disk, tiny_spec).take(ERA, keys)) == {keys[1]}
+        assert set(await kept(disk, tiny_spec).take_partial(ERA, keys)) == {keys[1]}
 
     asyncio.run(scene())
 
@@ -72,8 +75,8 @@ def test_without_a_disk_nothing_is_kept(tiny_spec: RunSpec) -> None:
     state = initial_state(tiny_spec, keys, torch.device("cpu"))
 
     async def scene() -> None:
-        await kept(None, tiny_spec).write(ERA, {key: (4, state.layers[key]) for key in keys})
-        assert await kept(None, tiny_spec).take(ERA, keys) == {}
+        await kept(None, tiny_spec).keep_partial(ERA, {key: LayerAt(4, state.layers[key]) for key in keys})
+        assert await kept(None, tiny_spec).take_partial(ERA, keys) == {}
 
     asyncio.run(scene())
 
@@ -87,7 +90,7 @@ def test_a_disk_that_fails_is_as_none(tiny_spec: RunSpec, disk: Disk, monkeypatc
 
     async def scene() -> None:
         monkeypatch.setattr(disk, "write", full)
-        await kept(disk, tiny_spec).write(ERA, {key: (4, state.layers[key]) for key in keys})
-        assert await kept(disk, tiny_spec).take(ERA, keys) == {}
+        await kept(disk, tiny_spec).keep_partial(ERA, {key: LayerAt(4, state.layers[key]) for key in keys})
+        assert await kept(disk, tiny_spec).take_partial(ERA, keys) == {}
 
     asyncio.run(scene())

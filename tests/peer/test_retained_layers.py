@@ -2,7 +2,7 @@
 
 import torch
 
-from shoal.peer.handoff.retained_layers import RetainedLayers
+from shoal.peer.handoff.retained import RetainedLayers
 from shoal.peer.model.state import LayerState
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Holding

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from newest_snapshot import read_newest
+from newest_snapshot import Snapshot, read_newest, read_snapshot
 
 from shoal.peer.disk.snapshot import (
     LOCK_NAME,
     DamagedSnapshot,
-    Snapshot,
     list_snapshots,
     read_layers,
-    read_snapshot,
     write_snapshot,
 )
 from shoal.peer.model.layout import all_layer_keys, init_layer

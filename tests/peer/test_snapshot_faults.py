@@ -8,14 +8,12 @@ from pathlib import PurePosixPath
 
 import pytest
 import torch
-from newest_snapshot import read_newest
+from newest_snapshot import Snapshot, read_newest, read_snapshot
 
 from shoal.peer.disk.snapshot import (
     LOCK_NAME,
     DamagedSnapshot,
-    Snapshot,
     list_snapshots,
-    read_snapshot,
     write_snapshot,
 )
 from shoal.peer.model.layout import all_layer_keys, init_layer

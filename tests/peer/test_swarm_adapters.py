@@ -16,10 +16,9 @@ from torch import Tensor
 from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.microbatch import microbatch
-from shoal.peer.handoff import fetcher
 from shoal.peer.handoff.base_layers import FOLDER
+from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import weights_digest
-from shoal.peer.handoff.ranges import fetch_range
 from shoal.peer.model.frozen import base_numel, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.schedule import rate_of
@@ -236,11 +235,13 @@ def test_the_one_matrix_of_a_tied_model_comes_once_to_a_peer_that_needs_both_end
     spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, tied=True))
     came: dict[str, int] = {}
 
-    async def counted(peer: Any, request: Any, *args: Any, **options: Any) -> None:
-        await fetch_range(peer, request, *args, **options)
+    fetch = ChunkInbox.fetch
+
+    async def counted(inbox: ChunkInbox, peer: Any, request: Any, *args: Any, **options: Any) -> None:
+        await fetch(inbox, peer, request, *args, **options)
         came[request.layer] = came.get(request.layer, 0) + request.stop - request.start
 
-    monkeypatch.setattr(fetcher, "fetch_range", counted)
+    monkeypatch.setattr(ChunkInbox, "fetch", counted)
     model = Model(spec, tied=really)
     swarm = swarm_of(make_swarm, spec, [["a", "b"]], models={"a": model}, steps=2)
     base = {key: model.layer(key) for key in all_layer_keys(spec.model)}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shoal.peer.group.absent_learners import STEPS_MAX
+from shoal.peer.group.reductions import STEPS_MAX
 from shoal.peer.handoff.server import TRAINED
 from shoal.peer.membership import learner
 from shoal.protocol.errors import Unreachable

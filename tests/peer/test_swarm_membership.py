@@ -205,7 +205,9 @@ def test_a_newcomer_holds_the_very_bits_of_its_mates(make_swarm, tiny_spec, num_
 @pytest.mark.sim
 @pytest.mark.parametrize("num_experts", [0, 4])
 def test_a_snapshot_is_written_at_the_end_and_reads_back(make_swarm, tiny_spec, tmp_path, num_experts):
-    from shoal.peer.disk.snapshot import list_snapshots, read_snapshot
+    from newest_snapshot import read_snapshot
+
+    from shoal.peer.disk.snapshot import list_snapshots
     from shoal.protocol.live.disk import LiveDisk
 
     builtins = msgspec.to_builtins(tiny_spec)

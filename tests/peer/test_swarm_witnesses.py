@@ -51,7 +51,7 @@ def lie(swarm, name, *, ahead, sign=True):
         if message.version >= 0 and (TRAINED, message.version) not in server._pins:
             raise Refused(endpoint.peer_id, "has not that version")
         state = forged(driver.replica.state, ahead=ahead)
-        made = await server._offer(source, (TRAINED, state.version), state.layers, set(message.layers))
+        made = await server._offer(source, message, (TRAINED, state.version), state.layers)
         body = state_body(era=0, version=state.version, root=root_of(made.digests))
         signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
         asked.append(state.version)

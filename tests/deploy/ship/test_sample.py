@@ -4,11 +4,12 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
+from newest_snapshot import Snapshot, read_snapshot
 from written_bytes import generate
 
 from shoal.deploy.ship.sample import PROMPT, TEMPERATURE, merge_snapshots, write_sample
 from shoal.peer.data.tokenizer import train_bpe
-from shoal.peer.disk.snapshot import Snapshot, read_snapshot, write_snapshot
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.state import LayerState
 from shoal.protocol.errors import LocalError

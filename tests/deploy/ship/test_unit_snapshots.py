@@ -5,11 +5,12 @@ from pathlib import Path, PurePosixPath
 import msgspec
 import pytest
 import torch
+from newest_snapshot import read_snapshot
 from tiny_run import tiny_spec
 
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.sample import merge_snapshots
-from shoal.peer.disk.snapshot import read_snapshot, write_snapshot
+from shoal.peer.disk.snapshot import write_snapshot
 from shoal.peer.model.state import initial_state
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import all_layer_keys, expert_keys, held_keys, trunk_keys

@@ -4,10 +4,11 @@ import asyncio
 from pathlib import PurePosixPath
 
 import pytest
+from newest_snapshot import read_snapshot
 from sim_swarm import SimSwarm
 from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.peer.disk.snapshot import DamagedSnapshot, list_snapshots, read_snapshot
+from shoal.peer.disk.snapshot import DamagedSnapshot, list_snapshots
 from shoal.peer.single_process import train
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run

@@ -1,6 +1,6 @@
 """For how long reduced gradients are kept for a light member that has gone."""
 
-from shoal.peer.group.absent_learners import AWAY_S, STEPS_MAX, AbsentLight
+from shoal.peer.group.reductions import AWAY_S, STEPS_MAX, AbsentLight
 from shoal.protocol.identity import PeerID
 
 A, B = PeerID("a"), PeerID("b")

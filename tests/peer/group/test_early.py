@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cuts import scatter
 from shoal.peer.encoding.vectors import VECTORS
-from shoal.peer.group.early import ROUNDS_MAX, Early
+from shoal.peer.group.reductions import ROUNDS_MAX, Early
 from shoal.peer.membership.group_membership import GroupMembership
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.events import GradientCounted
@@ -199,6 +200,6 @@ def test_whoever_steps_already_takes_no_part_in_another_attempt() -> None:
         await replica.hear(replica.mate, replica.first_round())
         await asyncio.sleep(1.0)
         assert replica.committed == []
-        assert list(replica.reductions.get(0).scatter()) == []
+        assert scatter(replica.reductions.get(0)) == []
 
     play(scenario, has_sum=False)

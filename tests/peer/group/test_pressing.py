@@ -1,6 +1,6 @@
 from shoal.peer.encoding.vectors import VECTORS
-from shoal.peer.group.pressing import BELIEVED_S, PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.reductions import BELIEVED_S, PRESS_S, Pressing
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 

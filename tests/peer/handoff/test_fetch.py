@@ -13,8 +13,7 @@ from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
-from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
-from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
+from shoal.peer.handoff.inbox import RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
@@ -51,14 +50,15 @@ class Holder:
     def name(self) -> PeerID:
         return self.peer.peer_id
 
-    def fetcher(self, spec: RunSpec, keys: tuple[str, ...], *, patience_s: float = RANGE_TIMEOUT_S) -> StateFetcher:
-        return StateFetcher(
-            spec,
-            keys,
-            self.inbox,
-            device=CPU,
-            patience_s=patience_s,
-        )
+    def fetcher(
+        self,
+        spec: RunSpec,
+        keys: tuple[str, ...],
+        *,
+        patience_s: float = RANGE_TIMEOUT_S,
+        may_ask: asyncio.Event | None = None,
+    ) -> StateFetcher:
+        return StateFetcher(spec, keys, self.inbox, patience_s=patience_s, may_ask=may_ask)
 
 
 def holder(world: World, name: str) -> Holder:
@@ -277,9 +277,9 @@ def test_what_a_liar_has_sent_is_not_gone_on_with(tiny_spec: RunSpec, keys: tupl
     async def scene(holders: list[Holder]) -> None:
         newcomer, b, *_ = holders
         b.trained = state
-        payload_of = b.server._vectors.payload_of
+        payload = b.server._payload
         fetcher = newcomer.fetcher(tiny_spec, keys[1:2])
-        b.server._payload_of = lambda values_C: payload_of(values_C + 1.0)
+        b.server._payload = lambda message, part_C, before_C: payload(message, part_C + 1.0, before_C)
         with pytest.raises(RemoteError, match="contradicts"):
             await fetcher.fetch([b.name], version=VERSION)
         assert fetcher.unfinished() == {}
@@ -594,8 +594,8 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
     async def scene(holders: list[Holder]) -> None:
         newcomer, b, c, _ = holders
         b.trained = state
-        fetcher = newcomer.fetcher(tiny_spec, keys)
-        fetcher.hold_up()
+        may_ask = asyncio.Event()
+        fetcher = newcomer.fetcher(tiny_spec, keys, may_ask=may_ask)
         fetching = asyncio.create_task(fetcher.fetch([b.name], version=VERSION))
         await asyncio.sleep(10 * PINNED_S)
         assert fetcher.progress.done == 0
@@ -603,7 +603,7 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
         b.trained = None  # what it has pinned is all that it has of that version
         with pytest.raises(Refused):  # and this looks what is over
             await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
-        fetcher.go_on()
+        may_ask.set()
         assert (await fetching).digest() == state.digest()
 
     play(scene)

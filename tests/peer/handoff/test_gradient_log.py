@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from shoal.peer.handoff.gradient_log import TRAIL_STEPS_MIN, GradientLog
+from shoal.peer.handoff.retained import TRAIL_STEPS_MIN, GradientLog
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX
 from shoal.protocol.plan import Member, Plan, Stage

@@ -1,7 +1,8 @@
 """Chunks of state that come as a whole, in parts, twice, or not as they should."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import StateChunk
+from shoal.protocol.messages import StateChunk, StateChunkRequest
 
 VECTORS = Vectors(torch.device("cpu"), chunk_bytes=64)
 """16 elements, 4 in each part."""
@@ -32,6 +33,12 @@ class Wire:
         work()
 
 
+def wanted(era: int, version: int, start: int, stop: int, *, base: int = -1) -> StateChunkRequest:
+    return StateChunkRequest(
+        stored_era=era, version=version, layer="layers.0", tensor=0, start=start, stop=stop, base=base
+    )
+
+
 def sent(tensor_N: torch.Tensor, start: int, stop: int) -> tuple[PeerID, StateChunk, bytearray]:
     meta = StateChunk(version=7, layer="layers.0", tensor=0, start=start)
     return HOLDER, meta, bytearray(VECTORS.payload_of(tensor_N[start:stop]))
@@ -44,9 +51,9 @@ def receive(*spans: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, list[b
         wire: Any = Wire()
         inbox = ChunkInbox(wire, compute=wire, vectors=VECTORS)
         source_N, into_N = torch.arange(1.0, SIZE + 1.0), torch.zeros(SIZE)
-        events = [inbox.expect(HOLDER, -1, 7, "layers.0", 0, start, into_N) for start in (0, 16)]
-        for span in spans:
-            await wire.deliver(*sent(source_N, *span))
+        with inbox.expecting(HOLDER, wanted(-1, 7, 0, 26), into_N) as events:
+            for span in spans:
+                await wire.deliver(*sent(source_N, *span))
         return source_N, into_N, [event.is_set() for event in events]
 
     return asyncio.run(main())
@@ -78,13 +85,14 @@ def test_what_is_neither_a_chunk_nor_a_part_is_refused(span: tuple[int, int]) ->
         receive(span)
 
 
-def expecting_a_difference(base: int) -> tuple[Callable[..., Any], torch.Tensor, torch.Tensor, asyncio.Event]:
-    """Returns: (what delivers a frame to an inbox, the weights before, where those after go, whether they are here)."""
+@contextlib.contextmanager
+def expecting_a_difference(base: int) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, asyncio.Event]]:
+    """Yields: (what delivers a frame to an inbox, the weights before, where those after go, whether they are here)."""
     wire: Any = Wire()
     inbox = ChunkInbox(wire, compute=wire, vectors=VECTORS)
     before_N, into_N = torch.arange(26.0).bfloat16(), torch.zeros(26).bfloat16()
-    event = inbox.expect(HOLDER, WEIGHTS, 8, "layers.0", 0, 16, into_N, before_N=before_N, base=base)
-    return wire.deliver, before_N, into_N, event
+    with inbox.expecting(HOLDER, wanted(WEIGHTS, 8, 16, 26, base=base), into_N, before_N=before_N) as (event,):
+        yield wire.deliver, before_N, into_N, event
 
 
 def weights_meta(base: int) -> StateChunk:
@@ -93,13 +101,13 @@ def weights_meta(base: int) -> StateChunk:
 
 def test_a_difference_to_the_version_that_is_here_becomes_the_next_one_however_often_it_comes() -> None:
     async def main() -> None:
-        deliver, before_N, into_N, event = expecting_a_difference(7)
-        after_C = before_N[16:] * 1.01
-        payload = bytearray(VECTORS.difference_payload(before_N[16:], after_C))
-        for _ in range(2):
-            await deliver(HOLDER, weights_meta(7), payload)
-        assert event.is_set()
-        assert torch.equal(into_N[16:], after_C)
+        with expecting_a_difference(7) as (deliver, before_N, into_N, event):
+            after_C = before_N[16:] * 1.01
+            payload = bytearray(VECTORS.difference_payload(before_N[16:], after_C))
+            for _ in range(2):
+                await deliver(HOLDER, weights_meta(7), payload)
+            assert event.is_set()
+            assert torch.equal(into_N[16:], after_C)
 
     asyncio.run(main())
 
@@ -107,10 +115,10 @@ def test_a_difference_to_the_version_that_is_here_becomes_the_next_one_however_o
 @pytest.mark.parametrize("base", [-1, 6])
 def test_a_difference_to_another_version_or_none_at_all_is_let_fall(base: int) -> None:
     async def main() -> None:
-        deliver, _, into_N, event = expecting_a_difference(7)
-        await deliver(HOLDER, weights_meta(base), bytearray(20))
-        assert not event.is_set()
-        assert not into_N.any()
+        with expecting_a_difference(7) as (deliver, _, into_N, event):
+            await deliver(HOLDER, weights_meta(base), bytearray(20))
+            assert not event.is_set()
+            assert not into_N.any()
 
     asyncio.run(main())
 
@@ -118,11 +126,11 @@ def test_a_difference_to_another_version_or_none_at_all_is_let_fall(base: int) -
 @pytest.mark.parametrize("payload", [b"", bytes(9), bytes(11), bytes(31), b"\x80" + bytes(9), b"\x80" * 10])
 def test_what_is_no_difference_of_a_chunk_is_refused(payload: bytes) -> None:
     async def main() -> None:
-        deliver, _, into_N, event = expecting_a_difference(7)
-        with pytest.raises(RemoteError, match="difference"):
-            await deliver(HOLDER, weights_meta(7), bytearray(payload))
-        assert not event.is_set()
-        assert not into_N.any()
+        with expecting_a_difference(7) as (deliver, _, into_N, event):
+            with pytest.raises(RemoteError, match="difference"):
+                await deliver(HOLDER, weights_meta(7), bytearray(payload))
+            assert not event.is_set()
+            assert not into_N.any()
 
     asyncio.run(main())
 
@@ -131,9 +139,12 @@ def test_what_is_no_difference_of_a_chunk_is_refused(payload: bytes) -> None:
 def test_bytes_that_are_no_numbers_are_refused(era: int, num_bytes: int) -> None:
     async def main() -> None:
         wire: Any = Wire()
-        ChunkInbox(wire, compute=wire, vectors=VECTORS).expect(HOLDER, era, 7, "layers.0", 0, 0, torch.zeros(16))
+        inbox = ChunkInbox(wire, compute=wire, vectors=VECTORS)
         meta = StateChunk(stored_era=era, version=7, layer="layers.0", tensor=0, start=0)
-        with pytest.raises(RemoteError, match="as numbers of"):
+        with (
+            inbox.expecting(HOLDER, wanted(era, 7, 0, 16), torch.zeros(16)),
+            pytest.raises(RemoteError, match="as numbers of"),
+        ):
             await wire.deliver(HOLDER, meta, bytearray(num_bytes))
 
     asyncio.run(main())

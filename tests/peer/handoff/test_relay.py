@@ -61,13 +61,7 @@ class Node:
         relay = Relay(ERA, VERSION, others, vectors=self.vectors)
         self.server.pass_on(relay)
         self.fetches.append(relay)
-        fetcher = StateFetcher(
-            spec,
-            keys,
-            self.inbox,
-            device=CPU,
-            vectors=self.vectors,
-        )
+        fetcher = StateFetcher(spec, keys, self.inbox)
         holders = [node.peer.peer_id for node in nodes]
         state = await fetcher.fetch(holders, version=VERSION, stored_era=ERA, relay=relay, **how)
         relay.done()

@@ -1,17 +1,14 @@
-"""Keep the reduced gradients of the last steps, for peers that fetch layers in training.
-
-When a layout is about to end, other peers prepare to hold its layers. Such a peer fetches a layer at its present
-version and replays each step from there on, for which it needs only that layer's part of the reduced gradient. A
-gradient is kept until every such peer has replayed it.
-"""
+"""What this peer keeps of a layout that is about to end or has ended, for the holders of its layers in the next one."""
 
 import asyncio
 from collections.abc import Mapping
 
 from torch import Tensor
 
+from shoal.peer.model.state import LayerState
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX
+from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
@@ -20,33 +17,35 @@ more fetches that; one more step may come while the first is on its way."""
 
 
 class GradientLog:
-    """The kept gradients of all groups of one peer, in one generation."""
+    """The reduced gradients of the last steps of all groups of one peer, in one generation.
+
+    When a layout is about to end, other peers prepare to hold its layers. Such a peer fetches a layer at its present
+    version and replays each step from there on, for which it needs only that layer's part of the reduced gradient. A
+    gradient is kept until every such peer has replayed it.
+    """
 
     def __init__(self) -> None:
-        self._is_wanted, self._era = False, -1
+        self.is_wanted = False
+        """True if the layout is to end, so that peers may ask."""
+        self._era = -1
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
         """Replaying peer -> the oldest version that it has yet to step to, as far as it has asked."""
         self._noted = asyncio.Event()
 
-    @property
-    def is_wanted(self) -> bool:
-        """True if the layout is to end, so that peers may ask."""
-        return self._is_wanted
-
     def follow(self, plan: Plan) -> None:
         """Take a plan. Gradients are kept while its layout is to end, and until the next one is under way."""
-        self._is_wanted = bool(plan.next_layout)
+        self.is_wanted = bool(plan.next_layout)
         is_last = plan.not_started and plan.restore_era == self._era
-        if (self._is_wanted and plan.era == self._era) or is_last:
+        if (self.is_wanted and plan.era == self._era) or is_last:
             return
         self._era = plan.era
         self._steps, self._wanted_from = {}, {}
 
     def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
         """Record with which parts of the reduced gradient these layers have stepped to `version`."""
-        if not self._is_wanted or era != self._era:
+        if not self.is_wanted or era != self._era:
             return
         self._steps.setdefault(version, {}).update(gradients)
         keep_from = min((version, *self._wanted_from.values()))
@@ -71,7 +70,7 @@ class GradientLog:
         `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
-                while era == self._era and self._is_wanted and not self._has(version, key) and self._is_ahead(version):
+                while era == self._era and self.is_wanted and not self._has(version, key) and self._is_ahead(version):
                     await self._noted.wait()
         except TimeoutError:
             return None
@@ -82,3 +81,43 @@ class GradientLog:
 
     def _is_ahead(self, version: int) -> bool:
         return version >= max(self._steps, default=0)
+
+
+class RetainedLayers:
+    """The layers that this peer held when a layout ended, at one version of one era.
+
+    A layout ends at a version that its plan names (`Plan.cutover_version`), and commits nothing after it. The next one
+    begins from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
+    """
+
+    def __init__(self) -> None:
+        self._at = -1, 0
+        """(era, version)."""
+        self._layers: dict[str, LayerState] = {}
+
+    @property
+    def holding(self) -> Holding | None:
+        """The kept layers, for heartbeats."""
+        if not self._layers:
+            return None
+        return Holding(era=self._at[0], version=self._at[1], layers=tuple(self._layers))
+
+    def take(self, plan: Plan, version: int, layers: Mapping[str, LayerState]) -> None:
+        """Keep the layers of our group, which is at `version`, if the layout of `plan` ends there."""
+        if plan.cutover_version and plan.cutover_version == version:
+            self._begin((plan.era, version))
+            self._layers.update(layers)
+
+    def read(self, era: int, version: int) -> Mapping[str, LayerState]:
+        """Return the layers of that version of that era; none if another was kept."""
+        return self._layers if self._at == (era, version) else {}
+
+    def follow(self, plan: Plan) -> None:
+        """Forget layers that are neither the end of `plan` nor its beginning: all that need them have them."""
+        ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
+        if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
+            self._begin((-1, 0))
+
+    def _begin(self, at: tuple[int, int]) -> None:
+        if at != self._at:
+            self._at, self._layers = at, {}

@@ -1,0 +1,21 @@
+"""Going on when another peer does not do what it was asked."""
+
+from collections.abc import Callable
+
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+
+
+class Tolerating:
+    """A block that ends early if a peer is unreachable, refuses, or breaks the protocol; the log gets `what` and the
+    reason."""
+
+    def __init__(self, log: Callable[[str], None], what: str) -> None:
+        self._log, self._what = log, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        is_tolerated = isinstance(error, (Unreachable, Refused, RemoteError))
+        if is_tolerated:
+            self._log(f"{self._what}: {error}")
+        return is_tolerated
