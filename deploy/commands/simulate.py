@@ -197,7 +197,7 @@ def _show_arithmetic(
 
 
 def _show_figures(console: "Console", rows: "Sequence[OutcomeRow]") -> None:
-    from shoal.deploy.commands.plan_command import figures_view
+    from shoal.deploy.planning.plan_view import figures_view
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:

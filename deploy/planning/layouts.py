@@ -10,6 +10,7 @@ from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator, partition
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
@@ -35,6 +36,10 @@ class LayoutRequest:
     seed: int = 0
     seconds: float = 1.0
     """Approximate seconds of one core for a search; converted to a fixed amount of work, not timed."""
+
+    @property
+    def objective(self) -> ThroughputObjective:
+        return ThroughputObjective(self.topology, self.workload)
 
     @property
     def num_stages(self) -> int:
