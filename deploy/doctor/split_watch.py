@@ -8,8 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from shoal.deploy.doctor.diagnosis import members_of, split_of
 from shoal.deploy.doctor.findings import Problem
-from shoal.deploy.doctor.split import members_of, split_of
 from shoal.deploy.state.known_peers import Neighbourhood
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
