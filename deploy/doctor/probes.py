@@ -20,7 +20,7 @@ from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFo
 from shoal.deploy.doctor.knock import why_refused
 from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.state.spec_record import fetch_spec
-from shoal.deploy.visitor.visit import visiting
+from shoal.deploy.visitor.entrance import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable

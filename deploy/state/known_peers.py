@@ -6,9 +6,9 @@ belongs to another peer, libp2p's handshake fails, which does no harm.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +19,9 @@ from shoal.protocol.invite import Invite, split_address, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Clock, Disk
+
+if TYPE_CHECKING:
+    from shoal.protocol.live.transport import LiveTransport
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +44,6 @@ class KnownPeer(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     peers: tuple[KnownPeer, ...] = ()
-
-
-class Neighbourhood(Protocol):
-    """The part of a transport that `keep` needs."""
-
-    def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
-
-    async def connected(self) -> Collection[PeerID]: ...
 
 
 class KnownPeers:
@@ -116,7 +111,7 @@ def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, 
 
 async def keep(
     file: KnownPeers,
-    neighbourhood: Neighbourhood,
+    transport: "LiveTransport",
     clock: Clock,
     *,
     run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
@@ -125,7 +120,7 @@ async def keep(
     written: dict[PeerID, Sequence[str]] = {}
     written_s = clock.now_s()
     while True:
-        places, connected = neighbourhood.known(), await neighbourhood.connected()
+        places, connected = transport.known(), await transport.connected()
         seen = {peer: places[peer] for peer in connected if peer in places}
         if seen and (seen != written or clock.now_s() - written_s >= _REWRITE_S):
             now_s = clock.wall_s()
