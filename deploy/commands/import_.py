@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -24,9 +24,6 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
-
-_PASSES: Final = 3
-"""The data passes of a run without explicit steps: fine-tuning usually takes one to three."""
 
 
 @examples(
@@ -112,7 +109,8 @@ def import_(
     def steps_of(run: RunSpec) -> int:
         run, corpus = load_own_corpus(run)
         looked.append(corpus)
-        return max(1, round(run.training.steps * _PASSES / max(passes(corpus, run))))
+        # Three data passes: fine-tuning usually takes one to three.
+        return max(1, round(run.training.steps * 3 / max(passes(corpus, run))))
 
     with progress_bar("reading the weights") as tell:
         made = import_model(

@@ -30,13 +30,8 @@ from shoal.protocol.messages import SwarmStatus
 
 CLOCK_S_MAX = 3.0
 """hivemind refuses records of nodes with a clock that is off by more than this."""
-_CLOCK_UNEASY_S = 1.0
 DISK_BYTES_MIN = 64 * 2**20
 """Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
-DISK_BYTES_UNEASY = 2 * 2**30
-MEMORY_BYTES_MIN = 512 * 2**20
-"""A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB."""
-MEMORY_BYTES_UNEASY = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +60,14 @@ def _machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pr
     yield from _gpu_problems(machine.gpu, wants_cuda)
     yield from _disk_problems(machine)
     free = machine.memory_free_bytes
-    if free is not None and free < MEMORY_BYTES_UNEASY:
+    if free is not None and free < 2**30:
         yield Problem(
             code="memory",
             side="you",
             sentence=f"this machine has only {free / 1e6:,.0f} MB of memory left",
             remedy="end other programs, or give the container more: a peer takes 400 MB before it holds a layer",
-            fatal=free < MEMORY_BYTES_MIN,
+            # A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB.
+            fatal=free < 512 * 2**20,
         )
 
 
@@ -124,7 +120,7 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
 
 def _disk_problems(machine: MachineFound) -> Iterator[Problem]:
     free = machine.disk_free_bytes
-    if free is not None and free < DISK_BYTES_UNEASY:
+    if free is not None and free < 2 * 2**30:
         yield Problem(
             code="disk-full",
             side="you",
@@ -311,7 +307,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
         return
     middle_s = statistics.median(ahead_s)
     far_off = abs(middle_s) > CLOCK_S_MAX
-    if far_off or abs(middle_s) > _CLOCK_UNEASY_S:
+    if far_off or abs(middle_s) > 1.0:
         # A single other clock may be the wrong one; it is, if a time service keeps ours.
         theirs = findings.machine.clock_synchronised is True and len(ahead_s) == 1
         how = f"{abs(middle_s):.1f} s {'ahead of' if middle_s > 0 else 'behind'}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import adapter_names, magnitude_name
 
-_ABOVE_MAX: Final = 4
-"""The run's folder, which contains `FOLDER`, is at most this many levels above a snapshot."""
-
 
 class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
@@ -32,7 +28,8 @@ class BaseModel:
 
     def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:
         self._spec = spec
-        above = (place for path in near for place in list(path.resolve().parents)[:_ABOVE_MAX])
+        # The run's folder, which contains `FOLDER`, is at most four levels above a snapshot.
+        above = (place for path in near for place in list(path.resolve().parents)[:4])
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
         self._copy = open_copy(spec, folder) if folder is not None else None
         self._said = folder

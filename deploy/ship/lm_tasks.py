@@ -19,9 +19,6 @@ from shoal.peer.data.tokenizer import Detokenizer
 from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import LocalError
 
-_WRITTEN_MAX = 256
-"""Tokens to generate where the task does not say."""
-
 
 def check_library() -> None:
     """Check that lm-eval is installed. Raises: LocalError: it is not."""
@@ -164,7 +161,7 @@ def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) ->
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-    num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(predictor.tokenizer), ""
+    num, detokenizer, text = int(how.get("max_gen_toks") or 256), Detokenizer(predictor.tokenizer), ""
     # Like lm-eval's own models, keep the end of a prompt that is too long to leave room for the answer.
     prompt = prompt[-max(1, predictor.model.context - num) :] or [int(predictor.tokenizer.separator[-1])]
     sampler = Sampler(temperature=temperature, seed=0)

@@ -29,9 +29,6 @@ FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
 """Peers to dial at once: one of those seen last is up unless the whole run is down."""
-_FORGOTTEN_S = 30 * 24 * 3600.0
-_REWRITE_S = 300.0
-"""The interval of writes that only update times; the set of peers changes rarely."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
@@ -85,7 +82,7 @@ def ways_to(invite: Invite) -> tuple[str, ...]:
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
     """Return the peers `seen` now, then earlier ones, newest first, without too old ones and at most KEPT_MAX."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
-    former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < _FORGOTTEN_S]
+    former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < 30 * 24 * 3600.0]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
     return (*fresh, *former)[:KEPT_MAX]
 
@@ -122,7 +119,7 @@ async def keep(
     while True:
         places, connected = transport.known(), await transport.connected()
         seen = {peer: places[peer] for peer in connected if peer in places}
-        if seen and (seen != written or clock.now_s() - written_s >= _REWRITE_S):
+        if seen and (seen != written or clock.now_s() - written_s >= 300.0):  # the set of peers changes rarely
             now_s = clock.wall_s()
             try:
                 await run_blocking(lambda seen=seen, now_s=now_s: file.note(seen, now_s=now_s))  # type: ignore[misc]

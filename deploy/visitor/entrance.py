@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOBODY_S = 7.0
-"""The time to look if no peer of the invite answered the first dial; redials within it may reach one."""
 _PREFIX = "visit"
 
 
@@ -87,7 +85,7 @@ async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIte
     async with connecting(invite, owner=owner) as (endpoint, transport, named):
         directory = await LiveDirectory.start(transport, accept=record_rules(endpoint.gate))
         try:
-            timeout_s = FIND_S if await transport.connected() else NOBODY_S
+            timeout_s = FIND_S if await transport.connected() else 7.0  # enough for one redial
             spec, _ = await fetch_spec(directory, invite, timeout_s=timeout_s)
             connected = await transport.connected()
             peers = tuple(sorted(named, key=lambda peer: peer not in connected))

@@ -49,8 +49,6 @@ RESET_TERMS = 1000
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """Concurrent requests."""
-FOLLOW_S = 30.0
-"""The time to wait until the reachable peers obey the new plan."""
 _LOOK_AGAIN_S = 0.5
 
 
@@ -218,7 +216,7 @@ class Recovery:
 
     async def _followed(self, situation: Situation, coordinator: PeerID, override_epoch: int) -> Recovered:
         adverts = {found.peer: found.advert for found in situation.found}
-        until_s = self._clock.now_s() + FOLLOW_S
+        until_s = self._clock.now_s() + 30.0
         while True:
             found = await self._ask_all(adverts)
             following = [
