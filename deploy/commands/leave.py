@@ -32,8 +32,6 @@ def leave(
     json: Json = False,
 ) -> None:
     """Ask the peer on this machine to leave without losing work."""
-    import psutil
-
     leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []
     for label, note in leaving:
@@ -58,7 +56,6 @@ def leave(
 
 def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
-    import psutil
 
     def ended(process: psutil.Process) -> bool:
         try:
