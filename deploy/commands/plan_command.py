@@ -21,6 +21,7 @@ from shoal.deploy.planning.plan_view import (
     cost_table,
     figures_view,
     in_a_line,
+    print_notes,
     said_device,
     seconds,
     shown_name,
@@ -109,7 +110,7 @@ def show_plan(what: str, asked: PlanOptions) -> None:
         f"objective {aim}, seed {asked.seed}\n{WORLD}\n",
         style="dim",
     )
-    print_notes(console, scenario)
+    print_notes(console, scenario.notes)
     planning = _Planning(what=what, scenario=scenario, request=request, aim=aim, judge=judge, console=console)
     if asked.compare:
         reports = _show_comparison(planning)
@@ -125,13 +126,6 @@ def show_plan(what: str, asked: PlanOptions) -> None:
     if asked.json:
         reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
         say_json(reports if asked.compare else reports[0])
-
-
-def print_notes(console: Console, scenario: Scenario) -> None:
-    for note in scenario.notes:
-        tell(console, note, style="dim")
-    if scenario.notes:
-        console.print()
 
 
 def _show_one(planning: _Planning, wishes: Wishes, steps: int | None) -> PlanReport:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Column as Head
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +12,7 @@ from shoal.deploy.planning.figures import Figures, lines_of, said_gigabytes, sai
 from shoal.deploy.planning.left_out import LeftOut
 from shoal.deploy.planning.proposal import PlanReport, StageLine
 from shoal.deploy.planning.rows import Column
+from shoal.deploy.terminal.screen import tell
 from shoal.protocol.topology import Topology
 
 COMPARED = (
@@ -38,6 +39,14 @@ _PARTS = {
     "slowest_stage": "the slowest stage is stage",
     "memory": "the fullest memory",
 }
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """Print what was not read of a network file, and what is assumed beside it."""
+    for note in notes:
+        tell(console, note, style="dim")
+    if notes:
+        console.print()
 
 
 def shown_name(name: str) -> str:
