@@ -63,7 +63,6 @@ def _machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pr
     if free is not None and free < 2**30:
         yield Problem(
             code="memory",
-            side="you",
             sentence=f"this machine has only {free / 1e6:,.0f} MB of memory left",
             remedy="end other programs, or give the container more: a peer takes 400 MB before it holds a layer",
             # A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB.
@@ -76,7 +75,6 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",
-            side="you",
             sentence=f"torch cannot be loaded: {gpu.torch_error}",
             remedy="install it again: `pip install --force-reinstall torch`",
         )
@@ -86,14 +84,12 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
         if wants_cuda:
             yield Problem(
                 code="no-gpu",
-                side="you",
                 sentence="no GPU of NVIDIA's is in this machine, and --device asks for one",
                 remedy="leave --device away to compute on the CPU; in a container, pass the GPU through (`--gpus all`)",
             )
     elif gpu.driver == "":
         yield Problem(
             code="no-driver",
-            side="you",
             sentence="this machine has an NVIDIA GPU, but its driver is not loaded",
             remedy="install the driver and restart: `sudo ubuntu-drivers install`, or NVIDIA's own for your system",
             fatal=wants_cuda,
@@ -101,7 +97,6 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
     elif gpu.torch_cuda == "":
         yield Problem(
             code="torch-without-cuda",
-            side="you",
             sentence=f"torch {gpu.torch_version} was built without CUDA, so that the GPU in this machine stays idle",
             remedy="install the CUDA build: `pip install --force-reinstall torch --index-url` with the address that "
             "pytorch.org shows for your system",
@@ -110,7 +105,6 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
     elif gpu.usable == 0:
         yield Problem(
             code="cuda-unusable",
-            side="you",
             sentence=f"torch cannot use the GPU with driver {gpu.driver or 'unknown'}: "
             f"{gpu.torch_error or 'without a reason'}",
             remedy=f"upgrade the driver to one that supports CUDA {gpu.torch_cuda}, or restart after an upgrade of it",
@@ -123,7 +117,6 @@ def _disk_problems(machine: MachineFound) -> Iterator[Problem]:
     if free is not None and free < 2 * 2**30:
         yield Problem(
             code="disk-full",
-            side="you",
             sentence=f"the disk of {machine.folder} has only {free / 1e6:,.0f} MB left",
             remedy="make room: a peer keeps snapshots of what it holds; or give it another folder with --state-dir",
             fatal=free < DISK_BYTES_MIN,
@@ -131,7 +124,6 @@ def _disk_problems(machine: MachineFound) -> Iterator[Problem]:
     if machine.folder_error and (free is None or free >= DISK_BYTES_MIN):
         yield Problem(
             code="disk-not-writable",
-            side="you",
             sentence=f"nothing can be written to {machine.folder}: {machine.folder_error}",
             remedy="give this user the right to, or name another folder with --state-dir",
         )
@@ -145,7 +137,6 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
     if network.daemon_error:
         yield Problem(
             code="network-daemon",
-            side="you",
             sentence=f"the network part of shoal does not start on this machine: {network.daemon_error}",
             remedy="give another port with --listen, or free it; if it is not about a port, run again with --verbose",
         )
@@ -153,7 +144,6 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
     if network.online is False:
         yield Problem(
             code="offline",
-            side="you",
             sentence="this machine has no network: no interface has an address that leads anywhere",
             remedy="plug it in or connect to the Wi-Fi, and try again",
         )
@@ -344,7 +334,6 @@ def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) 
     if not any(ip.is_global for ip in own if ip.version == version):
         yield Problem(
             code="nat-without-relay",
-            side="you",
             sentence=f"nobody can connect to this machine: it is behind a router (NAT) that lets nothing in to port "
             f"{port}, and no relay leads around it",
             remedy="let the router forward TCP port 4001 here and join with `--listen :4001 --announce "
@@ -354,7 +343,6 @@ def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) 
     else:
         yield Problem(
             code="port-closed",
-            side="you",
             sentence=f"nobody can connect to this machine: a firewall keeps port {port} closed",
             remedy="open one, such as `sudo ufw allow 4001/tcp`, and join with `--listen :4001`",
             fatal=False,
