@@ -12,7 +12,7 @@ from shoal.coordinator.cost.placement import Objective, Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.base.words import counted, printable
 from shoal.deploy.commands.options import PlanOptions
-from shoal.deploy.planning.figures import Wishes, goal_of, parse_tokens, said_tokens
+from shoal.deploy.planning.figures import Wishes, parse_tokens, said_tokens
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, LayoutRequest
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.plan_view import (
@@ -76,7 +76,7 @@ class _Planning:
 
 def show_plan(what: str, asked: PlanOptions) -> None:
     """Make and print a plan. Raises: LocalError: no such network or objective, or no plan is possible."""
-    wishes = Wishes(tokens=None if asked.tokens is None else parse_tokens(asked.tokens), price_kwh=asked.price_kwh)
+    tokens = None if asked.tokens is None else parse_tokens(asked.tokens)
     run = None if asked.run is None else load_spec(asked.run)
     if asked.objective not in get_args(ObjectiveName):
         raise LocalError(f"{asked.objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
@@ -122,17 +122,14 @@ def show_plan(what: str, asked: PlanOptions) -> None:
         tell(console, said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s))
     else:
         steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
-        reports = [_show_one(planning, wishes, steps)]
+        reports = [_show_one(planning, Wishes(tokens=tokens, steps=steps, price_kwh=asked.price_kwh))]
     if asked.json:
         reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
         say_json(reports if asked.compare else reports[0])
 
 
-def _show_one(planning: _Planning, wishes: Wishes, steps: int | None) -> PlanReport:
-    """Print the layout by rule in a line, then the searched one with its costs.
-
-    Args: steps: as in `goal_of`. Raises: LocalError: none is possible.
-    """
+def _show_one(planning: _Planning, wishes: Wishes) -> PlanReport:
+    """Print the layout by rule in a line, then the searched one with its costs. Raises: LocalError: none is there."""
     request, scenario, console = planning.request, planning.scenario, planning.console
     first = planning.propose("at-once")
     if first.cost_s is not None:
@@ -148,8 +145,7 @@ def _show_one(planning: _Planning, wishes: Wishes, steps: int | None) -> PlanRep
     console.print()
     if short := said_of_memory(stages):
         tell(console, f"{short}\n")
-    goal = goal_of(wishes, scenario.spec, parameters=request.workload.num_parameters, steps=steps)
-    figures = predicted_figures(placement, request, scenario.watts, goal=goal, price_kwh=wishes.price_kwh)
+    figures = predicted_figures(placement, request, scenario.watts, wishes, scenario.spec)
     console.print(figures_view(figures))
     if formats := said_of_formats(placement, request, scenario.spec):
         tell(console, f"{formats}\n")

@@ -11,7 +11,7 @@ from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.workload import FormatBytes, experts_held
-from shoal.deploy.planning.figures import Figures, Goal, figures_of
+from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
 from shoal.deploy.planning.left_out import LeftOut
 from shoal.protocol.errors import LocalError, ShoalError
@@ -151,12 +151,7 @@ def said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec)
 
 
 def predicted_figures(
-    placement: Placement,
-    request: LayoutRequest,
-    watts: Sequence[float | None],
-    *,
-    goal: Goal,
-    price_kwh: float | None,
+    placement: Placement, request: LayoutRequest, watts: Sequence[float | None], wishes: Wishes, spec: RunSpec
 ) -> Figures:
     """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
     cost = request.objective.cost(placement)
@@ -170,10 +165,11 @@ def predicted_figures(
     return figures_of(
         request.topology,
         watts,
+        wishes,
+        spec,
+        parameters=request.workload.num_parameters,
         tokens_per_s=cost.parts["tokens_per_s"],
         step_s=cost.parts["foreseen_s"],
         sent_bytes=sent,
         received_bytes=sent,
-        goal=goal,
-        price_kwh=price_kwh,
     )
