@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 from rich.console import Console
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import short
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.pace import gaps_s
@@ -32,7 +33,6 @@ from shoal.deploy.record.report import (
 )
 from shoal.deploy.session.beside import Showing
 from shoal.deploy.terminal.presenter import Presenter
-from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
@@ -83,10 +83,8 @@ class Chronicle:
         """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
-                try:
+                with or_say(f"cannot write {json_path}"):
                     self._json = stack.enter_context(json_path.open("wb"))
-                except OSError as error:
-                    raise LocalError(f"cannot write {json_path}: {error.strerror}") from error
             stack.callback(self._presenter.close)
             self._presenter.draw()
             yield

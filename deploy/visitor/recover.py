@@ -26,6 +26,7 @@ from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.role import rank
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.state.spec_record import FIND_S
 from shoal.deploy.visitor.entrance import entering
 from shoal.protocol.durable import replace_file
@@ -295,10 +296,8 @@ def _mandated(disk: Disk, run: str) -> int:
 
 def _remember(disk: Disk, run: str, override_epoch: int) -> None:
     path = _override_epoch_file(run)
-    try:
+    with or_say(f"cannot write {disk.where(path)}"):
         replace_file(disk, path, b"%d\n" % override_epoch)
-    except OSError as error:
-        raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager
