@@ -24,7 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
 from shoal.deploy.base.children import CLI, Children, last_line
-from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, said_stages
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, check_writable, said_stages
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.driver import Demo, DemoOptions
 from shoal.deploy.demo.summary import DemoSummary
@@ -231,6 +231,8 @@ def tune_lines(summary: TuneSummary) -> Sequence[str]:
 
 def options_of(asked: argparse.Namespace) -> DemoOptions:
     """Return the options of the base's demo. Raises: LocalError."""
+    if asked.json is not None:
+        check_writable(asked.json)
     base = load_spec(asked.spec or (LONG_SPEC if asked.long else DEMO_SPEC))
     changes: dict[str, object] = {"seed": asked.seed, "swarm.min_peers": asked.peers}
     if asked.stages:
