@@ -35,7 +35,7 @@ demo: setup
 
 # A base, then adapters beside it on another text, and the losses of both: some ten minutes. ARGS=--long for an hour or more.
 demo-tune: setup
-	$(BIN)/shoal demo --tune $(ARGS)
+	$(BIN)/python tests/bench/tune.py $(ARGS)
 
 # The whole suite on two cores: real peers on one, the rest beside them. ARGS='-m "not process"' leaves the former out.
 test: setup
@@ -52,7 +52,7 @@ oracle: setup
 	$(BIN)/python tests/oracle/oracle.py $(or $(BASE),HEAD) $(ARGS)
 
 bench: setup
-	@set -e; for script in $(filter-out $(addprefix tests/bench/,gpu.py live_swarm.py peers.py hivemind_trainer.py),$(wildcard tests/bench/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix tests/bench/,gpu.py live_swarm.py peers.py hivemind_trainer.py tune.py),$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live; half an hour, as root: make bench-peers; what needs a card: make bench-gpu"
 

@@ -6,18 +6,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.options import Json, examples
 from shoal.deploy.commands.running import labelled_here
 from shoal.deploy.control import control_socket
 from shoal.deploy.manners.config import Settings, as_toml, config_path, in_toml, load_settings, set_one, unset_one
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say, say_json, say_result
 from shoal.protocol.errors import LocalError
 
 Name = Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]
 
 
 @examples("shoal config show  # all settings, and what each means", "shoal config show --json  # for a script")
-def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
+def show(json: Json = False) -> None:
     """Show all settings with their meaning."""
     settings = load_settings()
     if json:
@@ -36,14 +36,12 @@ def path() -> None:
     "shoal config check  # read the file, and say what is wrong with it",
     "shoal config check --json  # for a script; exit code 2 if something is",
 )
-def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
+def check(json: Json = False) -> None:
     """Check the settings file."""
     load_settings()
     file, exists = config_path(), config_path().exists()
-    if json:
-        say_json({"path": str(file), "exists": exists})
-        return
-    say(f"{file}: " + ("no fault in it" if exists else "not there, so all defaults hold"))
+    words = [f"{file}: " + ("no fault in it" if exists else "not there, so all defaults hold")]
+    say_result({"path": str(file), "exists": exists}, words, as_json=json)
 
 
 @examples(

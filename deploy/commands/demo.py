@@ -3,11 +3,9 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 
 from shoal.deploy.commands.options import (
     EXIT_INTERRUPTED,
@@ -19,14 +17,11 @@ from shoal.deploy.commands.options import (
     said_stages,
 )
 from shoal.deploy.dashboard.address import parse_address
-from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
+from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, with_changes
 from shoal.deploy.state import places
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.spec_file import load_spec
-
-if TYPE_CHECKING:
-    from shoal.deploy.demo.driver import DemoOptions
 
 
 @examples(
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch the swarm recover",
     "shoal demo --moe  # eight experts a layer on six peers, of which one with the busiest expert is killed",
     "shoal demo --stages auto --parts 1,1,2,2,4,4  # unequal devices, among which the coordinator divides the layers",
-    "shoal demo --tune  # train a base, then adapters beside it on another text, and evaluate both",
     "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
@@ -68,15 +62,6 @@ def demo(
         bool,
         typer.Option("--moe", help="Train a mixture of experts, and half-way kill a peer that holds the busiest one."),
     ] = False,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Then fine-tune the model on another text, and evaluate before and after.")
-    ] = False,
-    long: Annotated[
-        bool,
-        typer.Option(
-            "--long", help="With --tune: a model of 24 million parameters, not of one million. Takes about 100 minutes."
-        ),
-    ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
     chaos_seed: Annotated[
         int, typer.Option(min=0, help="Determines the faults, their times and the peers they hit.")
@@ -91,14 +76,9 @@ def demo(
     from shoal.deploy.demo.summary import summary_lines
     from shoal.deploy.session.open_files import allow_open_files
 
-    if long and not tune:
-        raise LocalError("--long is for the longer of two fine-tuning demos: say --tune, too")
-    barred = {"--moe": moe, "--chaos": chaos, "--data": data, "--seconds": seconds is not None}
-    if tune and (said := [option for option, is_said in barred.items() if is_said]):
-        raise LocalError(f"{said[0]} does not go with --tune, which has texts and an end of its own: leave one out")
     peers = peers or (8 if chaos else 6)
     changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
-    base = load_spec(spec or (MOE_SPEC if moe else LONG_SPEC if long else DEMO_SPEC))
+    base = load_spec(spec or (MOE_SPEC if moe else DEMO_SPEC))
     if moe and not base.swarm.expert_slots:
         raise LocalError(f"--moe needs a run with swarm.expert_slots; {spec} has none")
     if stages:
@@ -125,9 +105,6 @@ def demo(
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = open_console()
-    if tune:
-        _tune(chosen, console)
-        return
 
     async def run() -> bool:
         swarm = Demo(chosen, console)
@@ -138,16 +115,3 @@ def demo(
 
     if asyncio.run(run()):
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _tune(options: "DemoOptions", console: Console) -> None:
-    from shoal.deploy.demo.tuning import Tuning, tune_lines
-
-    summary = asyncio.run(Tuning(options, console).run())
-    if summary is None:
-        tell(console, f"stopped; all files so far are in {options.folder}")
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if options.json_path is not None:
-        options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")
-    for line in tune_lines(summary):
-        tell(console, line)

@@ -11,6 +11,7 @@ from shoal.deploy.commands.options import (
     EXIT_FAILED,
     EXIT_USER_ERROR,
     Device,
+    Json,
     Listen,
     StateDir,
     Verbose,
@@ -19,7 +20,7 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.commands.running import given_invite
 from shoal.deploy.state import places
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say, say_result
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 
@@ -44,7 +45,7 @@ def doctor(
     listen: Listen = DEFAULT_LISTEN,
     state_dir: StateDir = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Find what keeps this machine out of a run, and how to fix it."""
@@ -54,11 +55,7 @@ def doctor(
     from shoal.deploy.doctor.diagnosis import as_json, lines
 
     diagnosis = diagnosis_of(found, listen=listen_addresses(listen), state_dir=state_dir, device=device)
-    if json:
-        say_json(as_json(diagnosis))
-    else:
-        for line in lines(diagnosis):
-            say(line)
+    say_result(as_json(diagnosis), lines(diagnosis), as_json=json)
     if diagnosis.main is not None:
         raise typer.Exit(EXIT_FAILED)
 

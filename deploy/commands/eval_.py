@@ -7,7 +7,7 @@ import typer
 
 from shoal.deploy.commands.model import Model
 from shoal.deploy.commands.options import LocalText, data_source, examples, grouped, start_logging
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say_result
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -72,20 +72,13 @@ def eval_(
             from shoal.deploy.ship.lm_tasks import task_scores
 
             scores += task_scores(predictor, named, include=include, limit=limit, shots=shots)
-        origin = predictor.origin
-        if origin is not None:
+        said: dict[str, object] = {"model": predictor.name, "scores": scores}
+        words = [predictor.name, *(f"  {in_words(score)}" for score in scores)]
+        if (origin := predictor.origin) is not None:
             keep_evaluation(origin.run, origin.era, origin.version, scores)
-        if asked.json:
-            said: dict[str, object] = {"model": predictor.name, "scores": scores}
-            if origin is not None:
-                said |= {"run": origin.run, "era": origin.era, "version": origin.version}
-            say_json(said)
-            return
-        say(predictor.name)
-        for score in scores:
-            say(f"  {in_words(score)}")
-        if origin is not None:
-            say("`shoal export` writes these into the model's card")
+            said |= {"run": origin.run, "era": origin.era, "version": origin.version}
+            words.append("`shoal export` writes these into the model's card")
+        say_result(said, words, as_json=asked.json)
 
     asked.use("eval", evaluate, context=context, keeps_version=True)
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.deploy.commands.options import RunsBase, RunsTokenizer, Verbose, examples, start_logging
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.commands.options import Json, RunsBase, RunsTokenizer, Verbose, examples, start_logging
+from shoal.deploy.terminal.plain import say_result
 from shoal.protocol.errors import LocalError
 
 
@@ -37,7 +37,7 @@ def export(
     shard_gb: Annotated[float, typer.Option(min=0.001, help="The largest size of a file of weights, in GB.")] = 5.0,
     tokenizer: RunsTokenizer = None,
     base: RunsBase = None,
-    json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+    json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Write a snapshot for transformers, adapters for peft."""
@@ -61,13 +61,13 @@ def export(
             tokenizer=tokenizer,
             on_progress=tell,
         )
-    if json:
-        say_json(done)
-        return
     files = f"{done.shards} files" if done.shards > 1 else "one file"
-    say(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
-    say(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
+    load = f"transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})"
     if done.form == "peft":
-        say(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
-        return
-    say(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")
+        load = f"peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it"
+    words = [
+        f"run {done.run}, version {done.version}: {done.parameters:,} parameters",
+        f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}",
+        f"load it with {load}",
+    ]
+    say_result(done, words, as_json=json)

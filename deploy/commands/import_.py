@@ -1,23 +1,29 @@
 """`shoal import`: makes a run from existing weights."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
 from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import number_of_stages
-from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
+from shoal.deploy.commands.options import (
+    Json,
+    Verbose,
+    check_writable,
+    data_source,
+    examples,
+    said_stages,
+    start_logging,
+)
 from shoal.deploy.run.run_file import write_spec
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say_result
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
-
-_PASSES: Final = 3
-"""The data passes of a run without explicit steps: fine-tuning usually takes one to three."""
 
 
 @examples(
@@ -74,7 +80,7 @@ def import_(
     base: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
     ] = "bf16",
-    json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
+    json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Make a run spec with a model's weights as initial weights."""
@@ -97,14 +103,14 @@ def import_(
     from shoal.peer.data.corpus import Corpus
     from shoal.peer.data.microbatch import passes
     from shoal.peer.model.layout import num_parameters
-    from shoal.protocol.tensors import model_bytes, state_elements
 
     looked: list[Corpus] = []
 
     def steps_of(run: RunSpec) -> int:
         run, corpus = load_own_corpus(run)
         looked.append(corpus)
-        return max(1, round(run.training.steps * _PASSES / max(passes(corpus, run))))
+        # Three data passes: fine-tuning usually takes one to three.
+        return max(1, round(run.training.steps * 3 / max(passes(corpus, run))))
 
     with progress_bar("reading the weights") as tell:
         made = import_model(
@@ -123,42 +129,47 @@ def import_(
         made = _fitted(made, spec)
     with or_say(f"cannot write {run_toml}"):
         write_spec(made, run_toml, _comments(made))
-    if json:
-        said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
-        said["untied"] = has_tied_head(folder) and not made.model.tied
-        say_json(said)
-        return
-    mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
-    say(
-        f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {mlp}, "
-        f"{made.model.vocab_size:,} tokens, context {made.model.context}"
+    said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
+    said["untied"] = untied = has_tied_head(folder) and not made.model.tied
+    text = text_in_words(made, looked[0]) if looked else ()
+    say_result(said, _in_words(made, run_toml, untied=untied, text=text), as_json=json)
+
+
+def _in_words(made: RunSpec, run_toml: Path, *, untied: bool, text: Sequence[str]) -> Iterator[str]:
+    """Yield sentences about the run. Args: text: those about its text; none: it has the default one."""
+    from shoal.peer.model.layout import num_parameters
+    from shoal.protocol.tensors import model_bytes, state_elements
+
+    model, adapter, steps = made.model, made.adapter, made.training.steps
+    mlp = f"{model.num_experts} experts a layer" if model.num_experts else "dense"
+    yield (
+        f"{num_parameters(model):,} parameters in {model.num_layers} layers, {mlp}, "
+        f"{model.vocab_size:,} tokens, context {model.context}"
     )
-    if made.model.tied:
-        how = "adapters leave both as they are" if made.adapter else "both ends of the pipeline hold it"
-        say(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
-    elif has_tied_head(folder):
-        head = made.model.vocab_size * made.model.dim
-        say(
-            f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "
-            "parameters of its own, and `shoal export` says tie_word_embeddings = false"
+    if model.tied:
+        how = "adapters leave both as they are" if adapter else "both ends of the pipeline hold it"
+        yield f"its embedding and head are one matrix and stay so: {how}, and it counts once"
+    elif untied:
+        yield (
+            "its embedding and head were one matrix and are two from now on: the head begins as a copy, with "
+            f"{model.vocab_size * model.dim:,} parameters of its own, and `shoal export` says "
+            "tie_word_embeddings = false"
         )
-    if made.adapter is not None:
-        trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
-        of_what = ", the attention's; experts and routers stay as they are" if made.model.num_experts else ""
-        say(
-            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}{of_what}; the model's own stay, as "
-            f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
+    if adapter is not None:
+        trained = sum(state_elements(made, key) for key in all_layer_keys(model))
+        of_what = ", the attention's; experts and routers stay as they are" if model.num_experts else ""
+        yield (
+            f"{trained:,} parameters train, in adapters of rank {adapter.rank}{of_what}; the model's own stay, as "
+            f"{model_bytes(model, adapter.base) / 1e6:,.1f} MB of {adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
-    say(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
-    if looked:
-        for sentence in text_in_words(made, looked[0]):
-            say(sentence)
-        steps = made.training.steps
-        say(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
+    yield f"{made.data.named} in {cut}; the weights stay in {made.initial.source}"
+    yield from text
+    if text:
+        yield f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens"
     else:
-        say(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
-    say(f"look through {run_toml}, then: shoal host {run_toml}")
+        yield f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so"
+    yield f"look through {run_toml}, then: shoal host {run_toml}"
 
 
 def _comments(made: RunSpec) -> dict[str, str]:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from shoal.deploy.base.words import counted, duration
-from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.options import Json, examples
 from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.control.control_socket import ask
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say, say_result
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
 
@@ -27,7 +27,6 @@ Peers = Annotated[
     ),
 ]
 Qr = Annotated[bool, typer.Option("--qr", help="Also print the invite as a QR code.")]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @examples(
@@ -73,14 +72,9 @@ def new(
 def list_(state_dir: Running = None, json: Json = False) -> None:
     """List the invites and the excluded members of this run."""
     answer = ask(running_here(state_dir, hosts=True), "invite-list")
-    found = answer["invites"]
-    if json:
-        say_json(found)
-        return
-    for entry in found:
-        say(_sentence(entry))
-    for out in answer["excluded"]:
-        say(f"excluded from the run: {out}")
+    words = [_sentence(entry) for entry in answer["invites"]]
+    words += [f"excluded from the run: {out}" for out in answer["excluded"]]
+    say_result(answer["invites"], words, as_json=json)
 
 
 @examples("shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one")
@@ -91,10 +85,7 @@ def revoke(
 ) -> None:
     """Revoke an invite, and exclude the members that joined with it."""
     answer = ask(running_here(state_dir, hosts=True), "invite-revoke", name=name)
-    if json:
-        say_json(answer)
-    else:
-        say(_sentence(answer))
+    say_result(answer, [_sentence(answer)], as_json=json)
 
 
 @examples("shoal exclude bob  # the name or the last letters of the peer's ID, as `shoal status` shows them")
@@ -105,15 +96,13 @@ def exclude(
 ) -> None:
     """Exclude one member from the run. Only the run's host can do this."""
     answer = ask(running_here(state_dir, hosts=True), "exclude", peer=peer)
-    if json:
-        say_json(answer)
-    else:
-        say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
-        if answer["invite"]:
-            say(
-                f"it is the second excluded member of the invite {answer['invite']}, so the whole invite is excluded; "
-                f"`shoal readmit {answer['invite']}` readmits the others"
-            )
+    words = [f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run"]
+    if answer["invite"]:
+        words.append(
+            f"it is the second excluded member of the invite {answer['invite']}, so the whole invite is excluded; "
+            f"`shoal readmit {answer['invite']}` readmits the others"
+        )
+    say_result(answer, words, as_json=json)
 
 
 @examples(
@@ -130,10 +119,7 @@ def readmit(
     Only the run's host can do this. The member itself must be started again.
     """
     answer = ask(running_here(state_dir, hosts=True), "readmit", who=who)
-    if json:
-        say_json(answer)
-    else:
-        say(f"{answer['name']} may come back: `shoal join` there")
+    say_result(answer, [f"{answer['name']} may come back: `shoal join` there"], as_json=json)
 
 
 def _seconds(text: str) -> float:
@@ -146,12 +132,9 @@ def _seconds(text: str) -> float:
 
 
 def _show(answer: dict[str, Any], *, qr: bool, json: bool) -> None:
-    if json:
-        say_json(answer)
-    else:
-        say(answer["invite"])
-        if "name" in answer:
-            say(_sentence(answer), err=True)
+    say_result(answer, [answer["invite"]], as_json=json)
+    if "name" in answer and not json:
+        say(_sentence(answer), err=True)
     if qr:
         stream = sys.stderr if json else sys.stdout
         typer.echo(qr_code(str(answer["invite"]), coloured=stream.isatty()), file=stream, color=True)

@@ -2,17 +2,16 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import typer
 
-from shoal.deploy.commands.options import EXIT_FAILED, examples
+from shoal.deploy.commands.options import EXIT_FAILED, Json, examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
 from shoal.deploy.control.control_socket import ask
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say, say_result
 
-Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 _DRAIN_S_MAX = 120.0
 """Leaving takes at most half a minute, plus the time to write a large state."""
 
@@ -30,11 +29,9 @@ def leave(
     now: Annotated[
         bool, typer.Option("--now", help="Do not finish the work in hand; other peers do it again.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the peers that left, as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Ask the peer on this machine to leave without losing work."""
-    import psutil
-
     leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []
     for label, note in leaving:
@@ -46,12 +43,11 @@ def leave(
         if not json:
             say(f"{label}: leaving, once its work in flight is done")
     still = _wait(processes)
-    if json:
-        left = [
-            {"name": label, "folder": note.folder, "left": all(note.pid != late.pid for late in still)}
-            for label, note in leaving
-        ]
-        say_json(left)
+    left = [
+        {"name": label, "folder": note.folder, "left": all(note.pid != late.pid for late in still)}
+        for label, note in leaving
+    ]
+    say_result(left, (), as_json=json)
     for process in still:
         say(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
     if still:
@@ -60,7 +56,6 @@ def leave(
 
 def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
-    import psutil
 
     def ended(process: psutil.Process) -> bool:
         try:
@@ -93,12 +88,6 @@ def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = N
 def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, json: bool) -> None:
     found = which_peers(verb, name=name, everyone=everyone, state_dir=state_dir)
     answers = [{"name": label, "folder": note.folder} | ask(Path(note.folder), verb) for label, note in found]
-    if json:
-        say_json(answers)
-        return
-    for answer in answers:
-        say(f"{answer['name']}: {_state(answer)}")
-
-
-def _state(answer: dict[str, Any]) -> str:
-    return f"paused: {'; '.join(answer['reasons'])}" if answer["paused"] else "computing"
+    states = [f"paused: {'; '.join(answer['reasons'])}" if answer["paused"] else "computing" for answer in answers]
+    words = [f"{answer['name']}: {state}" for answer, state in zip(answers, states, strict=True)]
+    say_result(answers, words, as_json=json)

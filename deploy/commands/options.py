@@ -115,6 +115,7 @@ ScenarioName = Annotated[
 PriceKwh = Annotated[
     float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
 
 
@@ -159,7 +160,7 @@ class PlanOptions:
             metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
         ),
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
+    json: Json = False
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

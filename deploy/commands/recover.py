@@ -7,7 +7,7 @@ import typer
 
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
-from shoal.deploy.commands.options import DEFAULT_LISTEN, RunsInvite, Verbose, examples, start_logging
+from shoal.deploy.commands.options import DEFAULT_LISTEN, Json, RunsInvite, Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.state.runs import peer_folders
 from shoal.deploy.terminal.plain import say_json
@@ -27,7 +27,7 @@ def recover(
         int | None, typer.Option(help="Go back to the last snapshot of this era. Peers keep it for a week.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
+    json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Continue without half of the peers, or from an older era.

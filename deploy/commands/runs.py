@@ -7,13 +7,11 @@ import typer
 from rich.text import Text
 
 from shoal.deploy.base.words import printable
-from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.options import Json, examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.terminal.plain import say, say_json, say_result
 from shoal.deploy.terminal.screen import open_console
-
-Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
 
 @examples(
@@ -51,7 +49,7 @@ def remove(
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Say what was deleted as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Delete a run from this machine. Other machines keep their copies."""
     found = find(run, all_runs())
@@ -68,11 +66,8 @@ def remove(
             say("The key that owns the run goes too: nobody can continue it then.", err=json)
         typer.confirm("Delete it?", abort=True, err=json)
     freed = remove_runs(found)
-    if json:
-        told = {"run": first.run, "name": first.name, "folders": [one.folder for one in found], "bytes": freed}
-        say_json(told)
-    else:
-        say(f"deleted run {first.name or '?'} ({first.run}): {_size(freed)}")
+    told = {"run": first.run, "name": first.name, "folders": [one.folder for one in found], "bytes": freed}
+    say_result(told, [f"deleted run {first.name or '?'} ({first.run}): {_size(freed)}"], as_json=json)
 
 
 def _table(found: list[FoundRun]) -> object:

@@ -29,16 +29,15 @@ def status(
     """Show the peers, their layers, speed and loss."""
     found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
-    from shoal.deploy.visitor import status_view as terminal
-    from shoal.deploy.visitor.status_client import ask_swarm
+    from shoal.deploy.visitor import status as visitor
     from shoal.protocol.live.loop import run
 
     console = open_console()
     if watch:
-        run(terminal.watch(found, console, as_json=json))
+        run(visitor.watch(found, console, as_json=json))
         return
-    seen = run(ask_swarm(found))
+    seen = run(visitor.ask_swarm(found))
     if json:
         say_json(seen)
         return
-    terminal.show(seen, console)
+    visitor.show(seen, console)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.base.disk_error import or_say
-from shoal.deploy.commands.options import check_writable, data_source, examples
-from shoal.deploy.terminal.plain import say, say_json
+from shoal.deploy.commands.options import Json, check_writable, data_source, examples
+from shoal.deploy.terminal.plain import say, say_result
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec
 
@@ -29,7 +29,7 @@ def train(
     subset: Annotated[str, typer.Option(help="The subset, if the data set has several.")] = "",
     split: Annotated[str, typer.Option(help="The split of a data set.")] = "train",
     text_mb: Annotated[float, typer.Option(min=0.001, help="The largest amount of text to read, in MB.")] = 1000.0,
-    json: Annotated[bool, typer.Option("--json", help="Say what was learnt as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Learn a byte-level BPE vocabulary from a text."""
     if out.exists():
@@ -51,9 +51,9 @@ def train(
     found = FileTokenizer(data, name=str(out)).vocab_size
     with or_say(f"cannot write {out}"):
         out.write_bytes(data)
-    if json:
-        say_json({"tokenizer": str(out.resolve()), "vocab_size": found})
-        return
     note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
-    say(f"{out}: {found:,} tokens{note}")
-    say(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')
+    words = [
+        f"{out}: {found:,} tokens{note}",
+        f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]',
+    ]
+    say_result({"tokenizer": str(out.resolve()), "vocab_size": found}, words, as_json=json)

@@ -1,6 +1,7 @@
 """Reports a demo's events from its children's reports: on the terminal and in `--json`, with a summary."""
 
 import contextlib
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,10 @@ from typing import IO
 import msgspec
 from rich.console import Console
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import short
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.demo.pace import gaps_s
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.demo.summary import DemoRecord, DemoStepLine, DemoSummary, FaultLine
 from shoal.deploy.record.report import (
@@ -30,7 +33,6 @@ from shoal.deploy.record.report import (
 )
 from shoal.deploy.session.beside import Showing
 from shoal.deploy.terminal.presenter import Presenter
-from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
@@ -81,10 +83,8 @@ class Chronicle:
         """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
-                try:
+                with or_say(f"cannot write {json_path}"):
                     self._json = stack.enter_context(json_path.open("wb"))
-                except OSError as error:
-                    raise LocalError(f"cannot write {json_path}: {error.strerror}") from error
             stack.callback(self._presenter.close)
             self._presenter.draw()
             yield
@@ -167,16 +167,15 @@ class Chronicle:
     ) -> DemoSummary:
         """Make the summary. `watched_until_s`: the end of waiting for steps, in `time.monotonic()`."""
         record, book, spec = self.record, self._book, self._spec
-        first_step_s = record.step_times_s[0] - self.started_s if record.step_times_s else None
-        step_s = record.step_s_median()
+        times_s, gaps = record.step_times_s, gaps_s(record.step_times_s)
         summary = DemoSummary(
             steps=spec.training.steps if record.finished else record.steps_seen,
             finished=record.finished,
             loss_first=record.first.loss if record.first else None,
             loss_last=record.loss_last,
             val_loss=record.val_loss,
-            tokens_per_s=round(record.tokens_per_s(spec.tokens_per_step), 1),
-            staleness_mean=record.staleness_sum / len(record.step_times_s) if record.step_times_s else 0.0,
+            tokens_per_s=round(len(gaps) * spec.tokens_per_step / sum(gaps), 1) if any(gaps) else 0.0,
+            staleness_mean=record.staleness_sum / len(times_s) if times_s else 0.0,
             coordinator_terms=len(record.terms),
             peers=peers,
             rollbacks=record.rollbacks,
@@ -185,13 +184,13 @@ class Chronicle:
             given_up=book.given_up,
             dissenting=book.dissenting,
             stall_s_max=round(record.stall_s_max(watched_until_s), 3),
-            step_s_median=None if step_s is None else round(step_s, 3),
+            step_s_median=round(statistics.median(gaps), 3) if gaps else None,
             validations=dict(sorted(record.validations.items())),
             failed=record.failed,
             chaos=record.chaos() if chaos else None,
             experts=record.experts.figures,
             seconds=round(time.monotonic() - self.started_s, 1),
-            first_step_s=None if first_step_s is None else round(first_step_s, 1),
+            first_step_s=round(times_s[0] - self.started_s, 1) if times_s else None,
             rss_mb_max=dict(record.rss_mb_max),
             run=record.run,
             snapshot=snapshot,

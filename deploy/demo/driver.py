@@ -33,8 +33,6 @@ from shoal.protocol.spec import DataSpec, RunSpec
 _SAMPLER = "sampler"
 _END_S = 30.0
 """The time for the children to write their last snapshot and leave, after the first has done so."""
-_FINDS_ITS_WAY_S = 15.0
-"""The time after a suspension in which a peer surely catches up."""
 _EVERYWHERE = DataSpec()
 """The default text, which every machine has."""
 
@@ -180,9 +178,9 @@ class Demo:
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""
         self._chronicle.doing("leaving")
-        # A peer that has not joined, or not caught up after a suspension, would look for a run that has ended.
+        # A peer that has not joined, or not caught up within 15 s of a suspension, would look for a run that has ended.
         record = self._chronicle.record
-        since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
+        since_s = max([self._watched_until_s - 15.0, *record.step_times_s[:1]])
         lost = [m for m in self._crew.alive if not record.finished or not m.obeys or m.awake_since_s > since_s]
         self._crew.terminate(lost)
         if not await self._children.wait(timeout_s=_END_S):

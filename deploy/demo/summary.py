@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.deploy.base.words import printable
 from shoal.deploy.demo.expert_book import ExpertBook, ExpertFigures
-from shoal.deploy.demo.pace import gaps_s, longest_stall_s, lost_s, recovery_s
+from shoal.deploy.demo.pace import longest_stall_s, lost_s, recovery_s
 from shoal.deploy.record.report import StepDone, Validated
 from shoal.protocol.messages import SwarmStatus
 
@@ -131,7 +131,8 @@ class DemoRecord:
         self.experts = ExpertBook()
         self.run = ""
         self.finished = False
-        self._val_loss: float | None = None
+        self.val_loss: float | None = None
+        """The newest validation loss."""
 
     def add(self, step: StepDone, at_s: float) -> None:
         if self.first is None:
@@ -147,30 +148,18 @@ class DemoRecord:
 
     def validate(self, validated: Validated) -> None:
         self.validations[validated.report.step] = validated.report.loss
+        self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
         """Take a status. It lacks single steps, but also arrives while no child holds some stage."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
-        if status.validation_loss is not None:
-            self._val_loss = status.validation_loss
-
-    @property
-    def val_loss(self) -> float | None:
-        """The newest validation loss."""
-        return self.validations[max(self.validations)] if self.validations else self._val_loss
-
-    def tokens_per_s(self, tokens_per_step: int) -> float:
-        times = self.step_times_s
-        return (len(times) - 1) * tokens_per_step / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
+        if status.validation_loss is not None and not self.validations:
+            self.val_loss = status.validation_loss
 
     def stall_s_max(self, end_s: float) -> float:
         """Return the longest wait for a step, of an unfinished run also that until the demo's end at `end_s`."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
-
-    def step_s_median(self) -> float | None:
-        gaps = gaps_s(self.step_times_s)
-        return statistics.median(gaps) if gaps else None
 
     def chaos(self) -> ChaosFigures:
         kills = [(at_s, fault) for at_s, fault in self.faults if fault.kind in ("kill", "kill_coordinator")]

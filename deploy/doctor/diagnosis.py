@@ -5,6 +5,7 @@ symptoms, only the cause is reported: without a network nobody is told that the 
 """
 
 import ipaddress
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,24 @@ from typing import Any
 import msgspec
 
 from shoal.deploy.base.words import printable
-from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound, Problem
-from shoal.deploy.doctor.machine import machine_problems
-from shoal.deploy.doctor.split import split_of
+from shoal.deploy.doctor.findings import (
+    AddressFound,
+    Dial,
+    Findings,
+    GpuFound,
+    MachineFound,
+    NetworkFound,
+    PeerFound,
+    Problem,
+)
+from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.messages import SwarmStatus
 
 CLOCK_S_MAX = 3.0
 """hivemind refuses records of nodes with a clock that is off by more than this."""
-_CLOCK_UNEASY_S = 1.0
+DISK_BYTES_MIN = 64 * 2**20
+"""Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +48,88 @@ class Diagnosis:
 
 
 def diagnose(findings: Findings) -> Diagnosis:
-    problems = [*machine_problems(findings.machine, wants_cuda=findings.wants_cuda), *_network_problems(findings)]
+    problems = [*_machine_problems(findings.machine, wants_cuda=findings.wants_cuda), *_network_problems(findings)]
     ordered = sorted(problems, key=lambda problem: not problem.fatal)  # stable: keeps the order of discovery
     return Diagnosis(problems=tuple(ordered), fine=tuple(_fine(findings, {problem.code for problem in problems})))
+
+
+# --- the machine ---
+
+
+def _machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Problem]:
+    yield from _gpu_problems(machine.gpu, wants_cuda)
+    yield from _disk_problems(machine)
+    free = machine.memory_free_bytes
+    if free is not None and free < 2**30:
+        yield Problem(
+            code="memory",
+            sentence=f"this machine has only {free / 1e6:,.0f} MB of memory left",
+            remedy="end other programs, or give the container more: a peer takes 400 MB before it holds a layer",
+            # A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB.
+            fatal=free < 512 * 2**20,
+        )
+
+
+def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
+    """Check from the bus upwards: device, driver, torch's build, torch's error. Only the lowest fault is reported."""
+    if gpu.torch_version == "":
+        yield Problem(
+            code="torch-broken",
+            sentence=f"torch cannot be loaded: {gpu.torch_error}",
+            remedy="install it again: `pip install --force-reinstall torch`",
+        )
+    elif gpu.usable or gpu.present is None:
+        return
+    elif not gpu.present:
+        if wants_cuda:
+            yield Problem(
+                code="no-gpu",
+                sentence="no GPU of NVIDIA's is in this machine, and --device asks for one",
+                remedy="leave --device away to compute on the CPU; in a container, pass the GPU through (`--gpus all`)",
+            )
+    elif gpu.driver == "":
+        yield Problem(
+            code="no-driver",
+            sentence="this machine has an NVIDIA GPU, but its driver is not loaded",
+            remedy="install the driver and restart: `sudo ubuntu-drivers install`, or NVIDIA's own for your system",
+            fatal=wants_cuda,
+        )
+    elif gpu.torch_cuda == "":
+        yield Problem(
+            code="torch-without-cuda",
+            sentence=f"torch {gpu.torch_version} was built without CUDA, so that the GPU in this machine stays idle",
+            remedy="install the CUDA build: `pip install --force-reinstall torch --index-url` with the address that "
+            "pytorch.org shows for your system",
+            fatal=wants_cuda,
+        )
+    elif gpu.usable == 0:
+        yield Problem(
+            code="cuda-unusable",
+            sentence=f"torch cannot use the GPU with driver {gpu.driver or 'unknown'}: "
+            f"{gpu.torch_error or 'without a reason'}",
+            remedy=f"upgrade the driver to one that supports CUDA {gpu.torch_cuda}, or restart after an upgrade of it",
+            fatal=wants_cuda,
+        )
+
+
+def _disk_problems(machine: MachineFound) -> Iterator[Problem]:
+    free = machine.disk_free_bytes
+    if free is not None and free < 2 * 2**30:
+        yield Problem(
+            code="disk-full",
+            sentence=f"the disk of {machine.folder} has only {free / 1e6:,.0f} MB left",
+            remedy="make room: a peer keeps snapshots of what it holds; or give it another folder with --state-dir",
+            fatal=free < DISK_BYTES_MIN,
+        )
+    if machine.folder_error and (free is None or free >= DISK_BYTES_MIN):
+        yield Problem(
+            code="disk-not-writable",
+            sentence=f"nothing can be written to {machine.folder}: {machine.folder_error}",
+            remedy="give this user the right to, or name another folder with --state-dir",
+        )
+
+
+# --- the network ---
 
 
 def _network_problems(findings: Findings) -> Iterator[Problem]:
@@ -47,7 +137,6 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
     if network.daemon_error:
         yield Problem(
             code="network-daemon",
-            side="you",
             sentence=f"the network part of shoal does not start on this machine: {network.daemon_error}",
             remedy="give another port with --listen, or free it; if it is not about a port, run again with --verbose",
         )
@@ -55,7 +144,6 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
     if network.online is False:
         yield Problem(
             code="offline",
-            side="you",
             sentence="this machine has no network: no interface has an address that leads anywhere",
             remedy="plug it in or connect to the Wi-Fi, and try again",
         )
@@ -209,7 +297,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
         return
     middle_s = statistics.median(ahead_s)
     far_off = abs(middle_s) > CLOCK_S_MAX
-    if far_off or abs(middle_s) > _CLOCK_UNEASY_S:
+    if far_off or abs(middle_s) > 1.0:
         # A single other clock may be the wrong one; it is, if a time service keeps ours.
         theirs = findings.machine.clock_synchronised is True and len(ahead_s) == 1
         how = f"{abs(middle_s):.1f} s {'ahead of' if middle_s > 0 else 'behind'}"
@@ -246,7 +334,6 @@ def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) 
     if not any(ip.is_global for ip in own if ip.version == version):
         yield Problem(
             code="nat-without-relay",
-            side="you",
             sentence=f"nobody can connect to this machine: it is behind a router (NAT) that lets nothing in to port "
             f"{port}, and no relay leads around it",
             remedy="let the router forward TCP port 4001 here and join with `--listen :4001 --announce "
@@ -256,11 +343,43 @@ def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) 
     else:
         yield Problem(
             code="port-closed",
-            side="you",
             sentence=f"nobody can connect to this machine: a firewall keeps port {port} closed",
             remedy="open one, such as `sudo ufw allow 4001/tcp`, and join with `--listen :4001`",
             fatal=False,
         )
+
+
+# --- two swarms ---
+
+
+def members_of(status: SwarmStatus) -> set[PeerID]:
+    return {peer.peer for peer in status.peers}
+
+
+def split_of(statuses: Sequence[SwarmStatus]) -> Problem | None:
+    """Return a problem if two of these statuses of one run have no member in common.
+
+    This happens when members are invited by peers that were never introduced, or when a healed network partition goes
+    unnoticed; `split_watch.py` looks for it.
+    """
+    told = [status for status in statuses if status.peers]
+    for one, other in itertools.combinations(told, 2):
+        if one.coordinator != other.coordinator and not members_of(one) & members_of(other):
+            return Problem(
+                code="two-swarms",
+                side="host",
+                sentence=f"this run is trained by two swarms that do not know each other: {_called(one)}, and "
+                f"{_called(other)}",
+                remedy="let one peer leave and join again with an invite that names peers of both (`shoal invite` of "
+                "either); what the smaller swarm has trained since is lost",
+                fatal=False,
+            )
+    return None
+
+
+def _called(status: SwarmStatus) -> str:
+    count = len(members_of(status))
+    return f"{count} peer{'' if count == 1 else 's'} around {status.coordinator[-8:]} (term {status.term})"
 
 
 # --- what is well ---

@@ -128,7 +128,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     """A name for scripts, such as `clock`; the README lists them."""
-    side: Side
+    side: Side = "you"
     sentence: str
     """The fault, in one line without a full stop."""
     remedy: str

@@ -16,9 +16,6 @@ from shoal.peer.compute.cgroup import free_memory_bytes
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 """The PCI class of display and 3D controllers."""
-_CLOCK_UNSYNCHRONISED = 0x40
-"""STA_UNSYNC of adjtimex(2)."""
-_TIMEX_BYTES = 208
 _TIMEX_STATUS_OFFSET = 40
 """struct timex on 64-bit Linux: modes, offset, freq, maxerror, esterror, status; each but the last in 8 bytes."""
 
@@ -107,13 +104,13 @@ def disk(folder: Path) -> tuple[int | None, str]:
 def clock_synchronised() -> bool | None:
     """Return True if a time service keeps this machine's clock, according to the kernel; None: unknown."""
     try:
-        buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
+        buffer = ctypes.create_string_buffer(208)  # struct timex
         if ctypes.CDLL(None).adjtimex(buffer) < 0:
             return None
     except (OSError, AttributeError):
         return None
     status = int.from_bytes(buffer.raw[_TIMEX_STATUS_OFFSET : _TIMEX_STATUS_OFFSET + 4], "little")
-    return not status & _CLOCK_UNSYNCHRONISED
+    return not status & 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 def own_addresses() -> tuple[str, ...]:

@@ -5,18 +5,22 @@ Diagnosis is separate (`diagnosis.py`). No probe takes longer than joining would
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
+import re
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from shoal.deploy.doctor import dialling, local
+from shoal.deploy.doctor import local
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, NetworkFound, PeerFound
 from shoal.deploy.doctor.knock import why_refused
 from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.state.spec_record import fetch_spec
-from shoal.deploy.visitor.visit import visiting
+from shoal.deploy.visitor.entrance import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError, RunNotFound, ShoalError, TransportError, Unreachable
@@ -31,7 +35,10 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_S = 10.0
 _RECORD_S = 6.0
+_DIAL_S = 5.0
+"""The transport's timeout of a dial."""
 _NO_RUN = "doctor"
+_PLACE = re.compile(r"^/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)/tcp/(\d{1,5})")
 _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 
@@ -50,24 +57,18 @@ async def examine(
     return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
 
 
-async def examine_network(
-    invite: Invite | None,
-    *,
-    listen: Sequence[str],
-    more: Sequence[str] = (),
-    dial: dialling.Dialler = dialling.dial,
-) -> NetworkFound:
-    """Examine the network as `examine` does. Args: dial: tries a TCP connection to (host, port)."""
+async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
+    """Examine the network as `examine` does."""
 
     async def dialled(address: str) -> AddressFound:
         where, peer = split_address(address)
-        host, port = dialling.host_and_port(where)
+        host, port = host_and_port(where)
         outcome = await dial(host, port) if port else Dial.UNTRIED
         return AddressFound(peer=PeerID(peer), host=host, port=port, dial=outcome)
 
     own = local.own_addresses()
     addresses = tuple(await asyncio.gather(*map(dialled, invite.addresses if invite else ())))
-    local_only = all(dialling.is_loopback(address.host) for address in addresses)
+    local_only = all(is_loopback(address.host) for address in addresses)
     found = NetworkFound(online=bool(own) or (bool(addresses) and local_only), own_addresses=own, addresses=addresses)
     if invite is not None and not any(address.dial in _WORTH_ASKING for address in addresses):
         return found
@@ -90,7 +91,7 @@ async def _ask_around(
         except TransportError as error:
             return replace(found, daemon_error=str(error))
         stack.push_async_callback(transport.close)
-        port = next((port for _, port in map(dialling.host_and_port, transport.addresses()) if port), None)
+        port = next((port for _, port in map(host_and_port, transport.addresses()) if port), None)
         guests = dict.fromkeys(address.peer for address in found.addresses if address.dial in _WORTH_ASKING)
         places = {guest: [at for at in invited if split_address(at)[1] == guest] for guest in guests}
         peers = await asyncio.gather(*(_peer(transport, guest, places[guest], port or 0) for guest in guests))
@@ -159,3 +160,49 @@ async def _has_record(directory: LiveDirectory, invite: Invite) -> bool:
         return True
     except RunNotFound:
         return False
+
+
+# --- a TCP connection without libp2p: obstacles show at this level ---
+
+
+async def dial(host: str, port: int) -> Dial:
+    """Connect and hang up. The name is resolved first, to tell a silent DNS from a silent peer."""
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError):
+        return Dial.NO_NAME
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:  # TimeoutError is one
+        return of_error(error)
+    writer.close()
+    return Dial.ANSWERS
+
+
+def of_error(error: OSError) -> Dial:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return Dial.SILENT
+    if isinstance(error, socket.gaierror):
+        return Dial.NO_NAME
+    if isinstance(error, ConnectionError):
+        return Dial.REFUSED
+    if error.errno in (errno.EHOSTUNREACH, errno.EHOSTDOWN):
+        return Dial.SILENT  # a router reports that nobody is there
+    return Dial.NO_ROUTE
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and port at the start of a multiaddr; ("", 0) if it has none or leads over a relay."""
+    match = _PLACE.match(address)
+    if match is None or "/p2p-circuit" in address or not 0 < int(match[2]) <= 65535:
+        return "", 0
+    return match[1], int(match[2])
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,28 +5,24 @@ From time to time each peer asks some known peers that are not in its swarm.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
+from shoal.deploy.doctor.diagnosis import members_of, split_of
 from shoal.deploy.doctor.findings import Problem
-from shoal.deploy.doctor.split import members_of, split_of
-from shoal.deploy.state.known_peers import Neighbourhood
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StatusRequest, SwarmStatus
+
+if TYPE_CHECKING:
+    from shoal.protocol.live.transport import LiveTransport
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 _ASKED_MAX = 4
 """Peers asked per look: known peers outside our swarm are mostly dead."""
-
-
-class Around(Neighbourhood, Protocol):
-    """The part of the network that `look` needs."""
-
-    async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None: ...
 
 
 class SplitWatch:
@@ -40,7 +36,7 @@ class SplitWatch:
     def __init__(
         self,
         endpoint: Endpoint,
-        around: Around,
+        around: "LiveTransport",
         *,
         own_status: Callable[[], Awaitable[SwarmStatus]],
         say: Callable[[str], None],

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
-BUSY_SHARE = 0.1
-"""Above this share of the device others count as using it: an idle desktop takes less."""
 QUIET_S = 60.0
 """The time that the device must be quiet after use by others, since programs pause between two jobs."""
 
@@ -45,7 +43,7 @@ class Manners:
 
     def look(self, seen: Seen, *, now_s: float) -> None:
         self._seen = seen
-        if seen.others_share is not None and seen.others_share > BUSY_SHARE:
+        if seen.others_share is not None and seen.others_share > 0.1:  # an idle desktop takes less
             self._busy_until_s = now_s + QUIET_S
 
     def reasons(self, *, now_s: float) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from shoal.deploy.manners.core import Manners, Seen
 from shoal.deploy.manners.limits import AT_ONCE, Limits
 from shoal.deploy.manners.watching import ProcessorUse, gpu_others_share, input_idle_s
 from shoal.deploy.record import report
+from shoal.peer.membership.pausing import Pausing
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,6 @@ _TERMINAL = "terminal"
 _OWNERS_WORD = "you asked for it (`shoal resume` ends it)"
 PAUSED: Final = "paused"
 """A file in a peer's folder; it exists while the owner's pause lasts."""
-
-
-class Pausable(Protocol):
-    """The part of `peer.pausing.Pausing` that the keeper needs."""
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class Keeper:
@@ -53,7 +43,7 @@ class Keeper:
     def __init__(
         self,
         limits: Limits,
-        pausing: Pausable,
+        pausing: Pausing,
         *,
         say: Callable[[str], None],
         look: Callable[[], Seen],

@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def of_a_volunteer(self) -> "Limits":
         """The limits of a peer that joins: lowest priority unless its owner has set one."""
-        return self if self.nice is not None else msgspec.structs.replace(self, nice=NICE_MAX)
+        return self if self.nice is not None else msgspec.structs.replace(self, nice=19)
 
     def __post_init__(self) -> None:
         parse_hours(self.hours)
@@ -83,7 +83,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 AT_ONCE = ("upload_mbit_s", "hours", "only_when_idle", "idle_minutes")
 """Limits that a running peer applies at once; the others apply at its next start."""
-NICE_MAX = 19
 _UNITS = {
     "compute_share": "%",
     "memory_gb": "gb",

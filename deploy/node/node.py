@@ -46,8 +46,6 @@ from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
 """The time that a peer has to leave without losing work, if nobody is in a hurry."""
-_LINGER_HEARTBEATS = 4.0
-"""A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
@@ -260,7 +258,7 @@ class Node:
                 self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
         await self.peer.drain(10.0)  # the last validation
-        await asyncio.sleep(_LINGER_HEARTBEATS * heartbeat_s)
+        await asyncio.sleep(4.0 * heartbeat_s)  # answers peers and coordinators that missed the end
         return self._newer
 
     @property

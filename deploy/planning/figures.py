@@ -26,43 +26,33 @@ _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line's options."""
+    """What figures are asked for."""
 
     tokens: float | None = None
-    """The goal; None: the run's."""
+    """The goal of the command line; None: the run's."""
+    steps: int | None = None
+    """The run's steps, if they are set explicitly; None: a goal that suits the run."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of tokens to train on."""
-
-    tokens: float
-    why: str = ""
-    """The source of the number, for people; empty: the command line."""
-    is_assumed: bool = False
-    """True if neither the command line nor the run states it."""
-
-
-def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
-    """Return the command line's goal; else a run's explicit steps; else one that suits it.
+def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str, bool]:
+    """Return (tokens to train on, why so many, True if nobody has said it): those of the command line; else of the
+    run's explicit steps; else some that suit it.
 
     20 tokens a parameter suit training from scratch. A run with initial weights is past that: its goal is its own data,
-    for which its steps are chosen. Args: parameters: of the model; steps: of the run, if set explicitly.
+    for which its steps are chosen.
     """
     if wishes.tokens is not None:
-        return Goal(tokens=wishes.tokens)
-    if steps is not None:
-        return Goal(tokens=float(steps * spec.tokens_per_step), why=f"the run's {steps:,} steps")
+        return wishes.tokens, "", False
+    if wishes.steps is not None:
+        return float(wishes.steps * spec.tokens_per_step), f"the run's {wishes.steps:,} steps", False
     if spec.adapter is not None or spec.initial.digests:
         usual = TrainingSpec().steps
         why = f"{usual:,} steps, as a fine-tuning run that does not say; --tokens says another goal"
-        return Goal(tokens=float(usual * spec.tokens_per_step), why=why, is_assumed=True)
-    return Goal(
-        tokens=TOKENS_PER_PARAMETER * parameters,
-        why=f"{TOKENS_PER_PARAMETER:.0f} tokens a parameter; --tokens says another goal",
-        is_assumed=True,
-    )
+        return float(usual * spec.tokens_per_step), why, True
+    why = f"{TOKENS_PER_PARAMETER:.0f} tokens a parameter; --tokens says another goal"
+    return TOKENS_PER_PARAMETER * parameters, why, True
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,23 +87,25 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def figures_of(
     topology: Topology,
     watts: Sequence[float | None],
+    wishes: Wishes,
+    spec: RunSpec,
     *,
+    parameters: float,
     tokens_per_s: float,
     step_s: float,
     sent_bytes: dict[int, float],
     received_bytes: dict[int, float],
-    goal: Goal,
-    price_kwh: float | None,
 ) -> Figures:
     """Compute the figures.
 
     Args:
         watts: [N], None where unknown.
+        parameters: of the model.
         sent_bytes, received_bytes: device with a stage -> bytes per step.
-        price_kwh: None: `PRICE_KWH_ASSUMED`.
     """
+    goal_tokens, goal_why, goal_is_assumed = _goal(wishes, spec, parameters)
     per_day = tokens_per_s * _SECONDS_A_DAY
-    price = PRICE_KWH_ASSUMED if price_kwh is None else price_kwh
+    price = PRICE_KWH_ASSUMED if wishes.price_kwh is None else wishes.price_kwh
     drawn = {device: watts[device] or WATTS_ASSUMED for device in sent_bytes}
     kwh_per_day = sum(drawn.values()) / 1e3 * 24.0
     kwh_per_billion = kwh_per_day / per_day * 1e9
@@ -128,10 +120,10 @@ def figures_of(
         classes.setdefault((topology.regions[device] or topology.names[device], drawn[device]), []).append(device)
     return Figures(
         tokens_per_day=per_day,
-        goal_tokens=goal.tokens,
-        goal_is_assumed=goal.is_assumed,
-        goal_why=goal.why,
-        days_to_goal=goal.tokens / per_day,
+        goal_tokens=goal_tokens,
+        goal_is_assumed=goal_is_assumed,
+        goal_why=goal_why,
+        days_to_goal=goal_tokens / per_day,
         members=tuple(
             MemberFigures(
                 name=name,
@@ -146,9 +138,9 @@ def figures_of(
         kwh_per_day=kwh_per_day,
         kwh_per_billion_tokens=kwh_per_billion,
         price_kwh=price,
-        price_is_assumed=price_kwh is None,
+        price_is_assumed=wishes.price_kwh is None,
         cost_per_billion_tokens=kwh_per_billion * price,
-        cost_to_goal=kwh_per_billion * price * goal.tokens / 1e9,
+        cost_to_goal=kwh_per_billion * price * goal_tokens / 1e9,
     )
 
 

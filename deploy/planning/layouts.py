@@ -10,6 +10,7 @@ from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator, partition
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, SwarmSnapshot
 from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
@@ -18,8 +19,6 @@ from shoal.protocol.topology import Topology, WorkloadEntry
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
 """`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search with the DT-FM objective."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
-DEVICES_PER_STAGE = 8
-"""Devices per stage in layouts that do not choose the number of stages, as in the DT-FM paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,15 +36,22 @@ class LayoutRequest:
     """Approximate seconds of one core for a search; converted to a fixed amount of work, not timed."""
 
     @property
+    def objective(self) -> ThroughputObjective:
+        return ThroughputObjective(self.topology, self.workload)
+
+    @property
     def num_stages(self) -> int:
-        """The number of stages if the layout does not choose it. Raises: LocalError: more than devices or layers."""
+        """The number of stages if the layout does not choose it; by default one for 8 devices, as in the DT-FM paper.
+
+        Raises: LocalError: more than devices or layers.
+        """
         most = min(self.topology.num_devices, self.workload.num_layers)
         if self.stages is not None and not 0 < self.stages <= most:
             raise LocalError(
                 f"{self.stages} stages cannot be: there are {self.topology.num_devices} devices and "
                 f"{self.workload.num_layers} layers"
             )
-        return self.stages or max(1, min(most, math.ceil(self.topology.num_devices / DEVICES_PER_STAGE)))
+        return self.stages or max(1, min(most, math.ceil(self.topology.num_devices / 8)))
 
     @property
     def chosen_stages(self) -> int | None:

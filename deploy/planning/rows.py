@@ -8,9 +8,6 @@ from rich.text import Text
 
 from shoal.deploy.terminal.plain import wrapped
 
-_NARROWEST = 24
-"""The least width of the last, folding column; on a narrower terminal its text goes below the row."""
-
 
 class Column(NamedTuple):
     heading: str
@@ -39,7 +36,7 @@ class Rows:
             for cell, column in zip(cells, self._columns, strict=True)
         ]
         line = self._gap.join(padded)
-        if self._room >= _NARROWEST:
+        if self._room >= 24:  # else the text of the last, folding column goes below the row
             first, *others = wrapped(last, self._room)
             lines = [f"{line}  {first}", *(" " * (len(line) + 2) + more for more in others)]
         else:

@@ -13,7 +13,6 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec
 
 DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
-LONG_SPEC = DEMO_SPEC.with_name("long.toml")
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")

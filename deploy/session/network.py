@@ -11,7 +11,7 @@ from shoal.deploy.run.directory_rules import record_rules
 from shoal.deploy.session.background import ending
 from shoal.deploy.state.kept_addresses import keep_addresses, load_addresses
 from shoal.deploy.state.known_peers import KnownPeers, keep, whom_to_try
-from shoal.deploy.visitor.visit import sweep
+from shoal.deploy.visitor.entrance import sweep
 from shoal.protocol.access import Gate
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import Identity

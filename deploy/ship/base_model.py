@@ -1,8 +1,8 @@
 """Finds the base model of a snapshot's adapters on this machine, and merges both."""
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import adapter_names, magnitude_name
 
-_ABOVE_MAX: Final = 4
-"""The run's folder, which contains `FOLDER`, is at most this many levels above a snapshot."""
-
 
 class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
@@ -31,12 +28,14 @@ class BaseModel:
     """
 
     def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:
-        self._spec = spec
-        above = (place for path in near for place in list(path.resolve().parents)[:_ABOVE_MAX])
+        self._spec, self._said = spec, folder
+        self._kept: list[Path] = []
+        if folder is not None:
+            self._copy = open_copy(spec, folder)
+            return
+        # The run's folder, which contains `FOLDER`, is at most four levels above a snapshot.
+        above = (place for path in near for place in list(path.resolve().parents)[:4])
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
-        self._copy = open_copy(spec, folder) if folder is not None else None
-        self._said = folder
-        self._looked_elsewhere = folder is not None
 
     def layer(self, key: str) -> Tensor:
         """Return a layer in the form of `stored_base`, checked by its digest. Raises: LocalError: it is not here."""
@@ -54,21 +53,19 @@ class BaseModel:
         return stored
 
     def _found(self, key: str) -> Iterator[Tensor]:
-        for place in self._kept if self._said is None else ():
+        for place in self._kept:
             try:
                 data = (place / f"{key}.bin").read_bytes()
             except OSError:
                 continue
             if len(data) == 4 * base_numel(self._spec, key):
                 yield torch.frombuffer(bytearray(data), dtype=torch.float32)
-        if not self._looked_elsewhere:
-            self._looked_elsewhere = True
-            self._copy = self._elsewhere()
         if self._copy is not None:
             yield self._copy.layer(key)
 
-    def _elsewhere(self) -> FolderBase | None:
-        """Look in the folder named by the host, if it exists here, else in the Hugging Face cache."""
+    @cached_property
+    def _copy(self) -> FolderBase | None:
+        """The user's copy; else one in the folder that the host named, or in the Hugging Face cache."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +75,13 @@ def write(
         said = tokenizer.encode([prompt], special=True)[0].tolist()
         tokens = [*tokenizer.beginning, *said] or list(tokenizer.separator)
     check_vocabulary(predictor, max(tokens), "the prompt")
-    return _until(manner.end_text, _write(predictor, tokens, num_tokens, sampler, manner.end_tokens))
+    return _until(manner.end_text, sampled(predictor, tokens, num_tokens, sampler, manner.end_tokens))
 
 
-def _write(
-    predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: frozenset[int]
+def sampled(
+    predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: Container[int | None]
 ) -> Iterator[str]:
+    """Yield the text of up to `num_tokens` tokens, without one of `ends`, the last."""
     detokenizer = Detokenizer(predictor.tokenizer)
     for token in itertools.islice(predictor.stream(tokens, sampler), num_tokens):
         if token in ends:

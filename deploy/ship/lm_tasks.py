@@ -5,22 +5,18 @@ Data sets come from the hub, or from files named by the user's own tasks.
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoal.deploy.ship.evaluation import BATCH_TOKENS
+from shoal.deploy.ship.generate import sampled
 from shoal.deploy.ship.predictor import Predictor, check_vocabulary
 from shoal.deploy.ship.scores import Score
 from shoal.peer.data.labels import IGNORED
-from shoal.peer.data.tokenizer import Detokenizer
 from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import LocalError
-
-_WRITTEN_MAX = 256
-"""Tokens to generate where the task does not say."""
 
 
 def check_library() -> None:
@@ -164,14 +160,12 @@ def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) ->
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-    num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(predictor.tokenizer), ""
+    num, text = int(how.get("max_gen_toks") or 256), ""
     # Like lm-eval's own models, keep the end of a prompt that is too long to leave room for the answer.
     prompt = prompt[-max(1, predictor.model.context - num) :] or [int(predictor.tokenizer.separator[-1])]
     sampler = Sampler(temperature=temperature, seed=0)
-    for token in islice(predictor.stream(prompt, sampler), num):
-        if token == predictor.tokenizer.end_of_text:
-            break
-        text += detokenizer.feed(token)
+    for part in sampled(predictor, prompt, num, sampler, {predictor.tokenizer.end_of_text}):
+        text += part
         found = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
         if found:
             return text[: min(found)]

@@ -24,7 +24,6 @@ HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
 """The most bytes of a safetensors header: names, shapes and offsets of 300,000 tensors."""
 FILES_MAX: Final = 4096
 """The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
-CACHED_MODELS_MAX: Final = 64
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 CARD: Final = "README.md"
 _FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
@@ -98,7 +97,7 @@ def cached_models() -> list[Path]:
         found = [(path.stat().st_mtime, path) for path in hub.expanduser().glob("models--*/snapshots/*")]
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)][:CACHED_MODELS_MAX]
+    return [path for _, path in sorted(found, reverse=True)][:64]
 
 
 def tensor_files(folder: Path) -> list[Path]:

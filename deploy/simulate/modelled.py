@@ -91,19 +91,15 @@ class ModelledRun:
     """Called at every step with the share of the run that is over, in [0, 1]."""
 
 
-CHUNK_BYTES_MAX = 8 << 20
-_CHUNK_S = 0.4
-
-
 def chunk_bytes_on(topology: Topology) -> int:
     """Return the piece size of sums and states on this network, as fp32.
 
     A simulation spends its time on frames, so its pieces are larger than a real peer's. But no urgent frame interrupts
-    them, while a real line is free again after 25 ms of a frame. So a piece takes the slowest uplink `_CHUNK_S` in
+    them, while a real line is free again after 25 ms of a frame. So a piece takes the slowest uplink 0.4 s in
     fp32, an eighth of that in 4 bits; no piece is smaller than a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
-    return int(min(CHUNK_BYTES_MAX, max(BULK_CHUNK_BYTES, _CHUNK_S * slowest)))
+    return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))
 
 
 def run_modelled(run: ModelledRun) -> SimResult:

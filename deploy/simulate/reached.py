@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import printable
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import SETTLED_S
@@ -112,9 +113,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_step: int) -> Reached:
     """Read the file. Raises: LocalError, in one line: no such file, another swarm, or no live swarm in it."""
     try:
-        found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
-    except OSError as error:
-        raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+        with or_say(f"cannot read {path}"):
+            found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
     except msgspec.DecodeError as error:
         raise LocalError(f"{path} is no comparison that `shoal simulate --json` wrote: {error}") from error
     if (found.scenario, len(found.devices), found.tokens_per_step) != (scenario, num_devices, tokens_per_step):

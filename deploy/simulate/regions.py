@@ -66,20 +66,6 @@ class Region(Section, frozen=True):
         return self.place or self.name
 
 
-class Path(Section, frozen=True):
-    """A path between two places, or inside one that is named twice; the same both ways without `back_mbps`."""
-
-    between: tuple[str, str]
-    latency_ms: float
-    mbps: float
-    back_mbps: float | None = None
-    """The rate from the second place to the first."""
-
-    def __post_init__(self) -> None:
-        _require_link(self.latency_ms, self.mbps)
-        _require_link(self.latency_ms, self.mbps if self.back_mbps is None else self.back_mbps)
-
-
 class Elsewhere(Section, frozen=True):
     """The path between places that no path names."""
 
@@ -87,7 +73,21 @@ class Elsewhere(Section, frozen=True):
     mbps: float
 
     def __post_init__(self) -> None:
-        _require_link(self.latency_ms, self.mbps)
+        require(0.0 <= self.latency_ms < math.inf, f"latency_ms must be 0 or more, is {self.latency_ms}")
+        require(0.0 < self.mbps < math.inf, f"mbps must be positive, is {self.mbps}")
+
+
+class Path(Elsewhere, frozen=True):
+    """A path between two places, or inside one that is named twice; the same both ways without `back_mbps`."""
+
+    between: tuple[str, str]
+    back_mbps: float | None = None
+    """The rate from the second place to the first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        back = self.back_mbps
+        require(back is None or 0.0 < back < math.inf, f"mbps must be positive, is {back}")
 
 
 class NetworkSection(Section, frozen=True):
@@ -183,8 +183,3 @@ def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
 
 def _bytes_per_s(mbps: float) -> float:
     return mbps * 1e6 / 8.0
-
-
-def _require_link(latency_ms: float, mbps: float) -> None:
-    require(0.0 <= latency_ms < math.inf, f"latency_ms must be 0 or more, is {latency_ms}")
-    require(0.0 < mbps < math.inf, f"mbps must be positive, is {mbps}")

@@ -13,9 +13,6 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
-_SEED = 0x5EED
-"""Separates these draws from others of the run's seed."""
-
 
 class SimulatedRouting:
     """Draws the rows of each expert.
@@ -40,7 +37,8 @@ class SimulatedRouting:
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
         """Return each expert's rows by independent draws; more rows than tokens go on to the less loaded experts."""
-        rng = np.random.default_rng((_SEED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
+        # The first number separates these draws from others of the run's seed.
+        rng = np.random.default_rng((0x5EED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)
         beyond = 0
         for expert in np.argsort(-self._share_E, kind="stable"):

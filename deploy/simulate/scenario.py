@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.simulate.regions import NetworkSection, Section, require, topology_of
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.complaint import complaint
@@ -173,9 +174,8 @@ def find_scenario(what: str) -> Scenario:
 def read_scenario(path: Path) -> ScenarioFile:
     """Read a scenario file. Raises: LocalError."""
     try:
-        return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
-    except OSError as error:
-        raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
+        with or_say(f"cannot read the scenario {path}"):
+            return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
     except msgspec.DecodeError as error:  # ValidationError is a DecodeError
         raise LocalError(f"{path} is not a scenario: {complaint(error, ScenarioFile)}") from error
 

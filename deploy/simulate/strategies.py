@@ -14,7 +14,7 @@ from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.planning.figures import Figures, Wishes, figures_of, goal_of
+from shoal.deploy.planning.figures import Figures, Wishes, figures_of
 from shoal.deploy.planning.layouts import LayoutRequest, layout
 from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, absent_at_first, run_modelled
 from shoal.deploy.simulate.outcome import Outcome, pace
@@ -248,16 +248,16 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
     card = scenario.topology.card
     crossed = np.where(card[:, None] == card[None, :], 0.0, result.bytes_per_step)
     worked = [device for device, busy_s in enumerate(result.busy_s) if busy_s > 0.0]
-    parameters = Workload.of(scenario.spec).num_parameters
     return figures_of(
         scenario.topology,
         scenario.watts,
+        wishes,
+        scenario.spec,
+        parameters=Workload.of(scenario.spec).num_parameters,
         tokens_per_s=tokens_per_s,
         step_s=result.tokens_per_step / tokens_per_s,
         sent_bytes={device: float(crossed[device].sum()) for device in worked},
         received_bytes={device: float(crossed[:, device].sum()) for device in worked},
-        goal=goal_of(wishes, scenario.spec, parameters=parameters, steps=None),
-        price_kwh=wishes.price_kwh,
     )
 
 

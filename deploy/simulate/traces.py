@@ -25,7 +25,6 @@ from shoal.protocol.toml_file import read_at_most
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]
 """(line of the file, fields)."""
-_NODES_MAX = 100_000
 
 
 class TraceEvent(NamedTuple):
@@ -221,7 +220,7 @@ def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
     up: list[str] = []
     named = 0
     for line, at_s, (available,) in _in_order(rows):
-        if not available.isdecimal() or len(available) > 9 or int(available) > _NODES_MAX:
+        if not available.isdecimal() or len(available) > 9 or int(available) > 100_000:
             raise _BadLine(line, f"{available[:40]!r} is not a number of nodes")
         wanted = int(available)
         while len(up) > wanted:

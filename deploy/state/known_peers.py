@@ -6,9 +6,9 @@ belongs to another peer, libp2p's handshake fails, which does no harm.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,15 +20,15 @@ from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Clock, Disk
 
+if TYPE_CHECKING:
+    from shoal.protocol.live.transport import LiveTransport
+
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
 """Peers to dial at once: one of those seen last is up unless the whole run is down."""
-_FORGOTTEN_S = 30 * 24 * 3600.0
-_REWRITE_S = 300.0
-"""The interval of writes that only update times; the set of peers changes rarely."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
@@ -41,14 +41,6 @@ class KnownPeer(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     peers: tuple[KnownPeer, ...] = ()
-
-
-class Neighbourhood(Protocol):
-    """The part of a transport that `keep` needs."""
-
-    def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
-
-    async def connected(self) -> Collection[PeerID]: ...
 
 
 class KnownPeers:
@@ -90,7 +82,7 @@ def ways_to(invite: Invite) -> tuple[str, ...]:
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
     """Return the peers `seen` now, then earlier ones, newest first, without too old ones and at most KEPT_MAX."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
-    former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < _FORGOTTEN_S]
+    former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < 30 * 24 * 3600.0]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
     return (*fresh, *former)[:KEPT_MAX]
 
@@ -116,7 +108,7 @@ def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, 
 
 async def keep(
     file: KnownPeers,
-    neighbourhood: Neighbourhood,
+    transport: "LiveTransport",
     clock: Clock,
     *,
     run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
@@ -125,9 +117,9 @@ async def keep(
     written: dict[PeerID, Sequence[str]] = {}
     written_s = clock.now_s()
     while True:
-        places, connected = neighbourhood.known(), await neighbourhood.connected()
+        places, connected = transport.known(), await transport.connected()
         seen = {peer: places[peer] for peer in connected if peer in places}
-        if seen and (seen != written or clock.now_s() - written_s >= _REWRITE_S):
+        if seen and (seen != written or clock.now_s() - written_s >= 300.0):  # the set of peers changes rarely
             now_s = clock.wall_s()
             try:
                 await run_blocking(lambda seen=seen, now_s=now_s: file.note(seen, now_s=now_s))  # type: ignore[misc]

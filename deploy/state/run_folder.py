@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 RECORD: Final = "spec.record"
 STANDING: Final = "standing.json"
 _LOSSES: Final = "record.jsonl"
-_TAIL_BYTES: Final = 64 * 1024
 
 Role = Literal["host", "volunteer"]
 
@@ -175,7 +174,7 @@ class RunFolder:
         """Return the last known loss: from the run's record if this peer keeps one, else from `standing.json`."""
         with contextlib.suppress(OSError), (self.path / _LOSSES).open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            file.seek(max(0, file.tell() - 64 * 1024))
             for line in reversed(file.read().splitlines()):
                 loss = _loss_of(line)
                 if loss is not None:

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 FIND_S = 20.0
 """The time to look for a run: a directory that was just joined may be empty for a moment."""
-EXPIRES_S = 1800.0
 REFRESH_S = 300.0
 _ASK_AGAIN_S = 0.5
 
@@ -133,7 +132,7 @@ class SpecKeeper:
             try:
                 await self._look()
                 stored = await self._directory.store(
-                    record_key(self._endpoint.run), self._endpoint.peer_id, self._record, expires_in_s=EXPIRES_S
+                    record_key(self._endpoint.run), self._endpoint.peer_id, self._record, expires_in_s=1800.0
                 )
             except Exception as error:
                 logger.warning("the directory did not accept the run's spec: %r", error)

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 
 import msgspec
 import typer
@@ -31,6 +32,15 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
 def say_json(value: object) -> None:
     """Print a value as one line of JSON, for a script."""
     typer.echo(msgspec.json.encode(value).decode())
+
+
+def say_result(value: object, words: Iterable[str], *, as_json: bool) -> None:
+    """Print a command's result: `value` for a script, or the lines `words` for a person."""
+    if as_json:
+        say_json(value)
+        return
+    for line in words:
+        say(line)
 
 
 def wrapped(line: str, width: int) -> list[str]:

@@ -1,17 +1,29 @@
-"""Connects a visitor to a run: a throwaway identity on libp2p, the run's directory and its spec."""
+"""Connects a visitor to a run: a throwaway identity on libp2p, the run's directory and its spec.
 
+A visit has a folder of its own. Its network daemon has sockets in the system's temporary folder. On SIGTERM or a closed
+terminal the command stops the daemon and removes them. If it was killed, the next shoal command of this user does so:
+the sockets' names are in the folder, and the folder's lock is free.
+"""
+
+import asyncio
 import contextlib
+import logging
+import signal
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.deploy.control.control_socket import ask
+from shoal.deploy.state import places
 from shoal.deploy.state.spec_record import FIND_S, fetch_spec
-from shoal.deploy.visitor.visit import introduce, visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, peers_of
+from shoal.protocol.invite import Invite, parse_invite, peers_of
 from shoal.protocol.membership import renew
 from shoal.protocol.ports import Directory
 from shoal.protocol.spec import RunSpec
@@ -19,8 +31,9 @@ from shoal.protocol.spec import RunSpec
 if TYPE_CHECKING:
     from shoal.protocol.live.transport import LiveTransport
 
-NOBODY_S = 7.0
-"""The time to look if no peer of the invite answered the first dial; redials within it may reach one."""
+logger = logging.getLogger(__name__)
+
+_PREFIX = "visit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,7 @@ async def connecting(
 
     async with visiting() as folder:
         identity = Identity.generate()
-        await introduce(invite, identity.peer_id)
+        await asyncio.to_thread(_introduce, invite, identity.peer_id)
         gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
         if owner is not None and invite.key is not None:
             ends_s = int(time.time()) + 24 * 3600
@@ -72,10 +85,70 @@ async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIte
     async with connecting(invite, owner=owner) as (endpoint, transport, named):
         directory = await LiveDirectory.start(transport, accept=record_rules(endpoint.gate))
         try:
-            timeout_s = FIND_S if await transport.connected() else NOBODY_S
+            timeout_s = FIND_S if await transport.connected() else 7.0  # enough for one redial
             spec, _ = await fetch_spec(directory, invite, timeout_s=timeout_s)
             connected = await transport.connected()
             peers = tuple(sorted(named, key=lambda peer: peer not in connected))
             yield Entrance(endpoint=endpoint, directory=directory, spec=spec, peers=peers)
         finally:
             await directory.close()
+
+
+# --- the visit's folder ---
+
+
+@contextlib.asynccontextmanager
+async def visiting() -> AsyncIterator[Path]:
+    """Give this process a folder inside the context. SIGTERM and SIGHUP, if unhandled, cancel the entering task."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_signals())
+        try:
+            lock = await asyncio.to_thread(places.claim_first_free, _visits(), _PREFIX)
+        except LocalError as error:  # `shoal doctor` reports an unwritable state folder
+            logger.info("%s", error)
+            yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-visit-")))
+            return
+        stack.callback(lock.release)
+        await sweep()
+        yield lock.path
+
+
+def _introduce(invite: Invite, me: PeerID) -> None:
+    """Register `me` as a guest at this machine's peer if `invite` is its note's: that peer's own may have expired."""
+    for note in places.all_running():
+        with contextlib.suppress(ShoalError):
+            if note.folder and parse_invite(note.invite) == invite:
+                ask(Path(note.folder), "guest", timeout_s=2.0, peer=me)
+
+
+async def sweep() -> None:
+    """Remove what killed visitors have left. A peer's own folder is cleaned at its next start."""
+    from shoal.protocol.live import leftovers
+
+    for folder in sorted(_visits().glob(f"{_PREFIX}-*")):
+        try:
+            lock = places.claim_folder(folder)
+        except LocalError:
+            continue  # in use, maybe by us
+        try:
+            await leftovers.clear(folder)
+        finally:
+            lock.release()
+
+
+def _visits() -> Path:
+    return places.state_root() / "visits"
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in ours:
+            loop.remove_signal_handler(number)

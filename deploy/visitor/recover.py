@@ -26,6 +26,7 @@ from shoal.coordinator.chain_sync import VerifiedPlans
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import CheckpointCatalog
 from shoal.coordinator.role import rank
+from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.state.spec_record import FIND_S
 from shoal.deploy.visitor.entrance import entering
 from shoal.protocol.durable import replace_file
@@ -48,8 +49,6 @@ RESET_TERMS = 1000
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """Concurrent requests."""
-FOLLOW_S = 30.0
-"""The time to wait until the reachable peers obey the new plan."""
 _LOOK_AGAIN_S = 0.5
 
 
@@ -217,7 +216,7 @@ class Recovery:
 
     async def _followed(self, situation: Situation, coordinator: PeerID, override_epoch: int) -> Recovered:
         adverts = {found.peer: found.advert for found in situation.found}
-        until_s = self._clock.now_s() + FOLLOW_S
+        until_s = self._clock.now_s() + 30.0
         while True:
             found = await self._ask_all(adverts)
             following = [
@@ -296,10 +295,8 @@ def _mandated(disk: Disk, run: str) -> int:
 
 def _remember(disk: Disk, run: str, override_epoch: int) -> None:
     path = _override_epoch_file(run)
-    try:
+    with or_say(f"cannot write {disk.where(path)}"):
         replace_file(disk, path, b"%d\n" % override_epoch)
-    except OSError as error:
-        raise LocalError(f"cannot write {disk.where(path)}: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager

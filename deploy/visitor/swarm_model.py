@@ -36,14 +36,10 @@ logger = logging.getLogger(__name__)
 
 Work = TypeVar("Work")
 
-_GIVE_UP_S: Final = 120.0
-"""The time to retry one request: meanwhile peers may leave and layers may move to other stages."""
 _TRIES: Final = 5
 """The most attempts of work that needs a single version."""
 _KEEP_S: Final = 5.0
 """The interval of requests that make the swarm keep the version: a library may load for half a minute."""
-_REQUEST_TOKENS: Final = 1024
-"""Tokens per request. Several requests run at once, so that all stages have work and training never waits long."""
 
 
 class VersionGone(LocalError):
@@ -76,7 +72,7 @@ class SwarmModel:
                 raise LocalError(f"packed documents of {T:,} tokens cannot be evaluated through a swarm")
             found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
         else:
-            rows = max(1, _REQUEST_TOKENS // T)
+            rows = max(1, 1024 // T)  # several requests at once: all stages have work, and training never waits long
             parts = [slice(at, at + rows) for at in range(0, B, rows)]
             begins = [None if begins_BT is None else begins_BT[part] for part in parts]
             found = await asyncio.gather(
@@ -189,7 +185,8 @@ class SwarmModel:
             return await self._ask_until_answered(request)
 
     async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
-        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "no peer is known", ""
+        # Meanwhile peers may leave, and layers may move to other stages.
+        until_s, why, told = asyncio.get_running_loop().time() + 120.0, "no peer is known", ""
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
             self._asked_s = asyncio.get_running_loop().time()

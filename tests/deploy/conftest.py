@@ -79,9 +79,9 @@ class World:
         faults = [line for line in lines if line.get("event") == "fault"]
         return [line for line in lines if line not in faults], faults, summary
 
-    def shoal(self, *arguments: object, first: str = "") -> "Command":
-        """`first`: Python that the command's process runs before it."""
-        command = Command(self, len(self.commands), *map(str, arguments), first=first)
+    def shoal(self, *arguments: object, first: str = "", script: Path | None = None) -> "Command":
+        """`first`: Python that the command's process runs before it; `script`: what runs in place of `shoal`."""
+        command = Command(self, len(self.commands), *map(str, arguments), first=first, script=script)
         self.commands.append(command)
         return command
 
@@ -132,9 +132,9 @@ class World:
 class Command:
     """A `shoal` command that runs, its output in files: a pipe that nobody reads would stop it."""
 
-    def __init__(self, world: World, number: int, *arguments: str, first: str = "") -> None:
+    def __init__(self, world: World, number: int, *arguments: str, first: str = "", script: Path | None = None) -> None:
         patched = ["-c", f"{first}\nfrom shoal.deploy.cli import app\napp(prog_name='shoal')"]
-        program = patched if first else ["-m", "shoal.deploy.cli"]
+        program = [str(script)] if script else patched if first else ["-m", "shoal.deploy.cli"]
         self._world = world
         self._stdout = world.folder / f"command-{number}.out"
         self._stderr = world.folder / f"command-{number}.log"

@@ -24,7 +24,7 @@ from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.doctor.diagnosis import Diagnosis
 from shoal.deploy.doctor.findings import Problem
 from shoal.deploy.state import places
-from shoal.deploy.visitor import status_client
+from shoal.deploy.visitor import status
 from shoal.protocol.errors import LocalError, RunNotFound
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
@@ -339,7 +339,7 @@ def test_the_status_of_a_run_that_waits_is_what_it_waits_for(
     async def ask(invite: Invite) -> SwarmStatus:
         return waits
 
-    monkeypatch.setattr(status_client, "ask_swarm", ask)
+    monkeypatch.setattr(status, "ask_swarm", ask)
     result = CliRunner().invoke(cli.app, ["status", INVITE, *flags])
     assert result.exit_code == 0, result.output
     if flags:

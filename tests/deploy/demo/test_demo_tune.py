@@ -1,4 +1,4 @@
-"""`shoal demo --tune` with real peers: a base and its adapters, smaller than anybody would want them."""
+"""`make demo-tune` with real peers: a base and its adapters, smaller than anybody would want them."""
 
 import json
 import signal
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.deploy.demo.two_corpora import write_two_corpora
+from two_corpora import write_two_corpora
 
 STEPS = 20
+TUNE = Path(__file__).parents[2] / "bench" / "tune.py"
 
 
 def test_what_is_held_out_is_in_neither_text(tmp_path: Path) -> None:
@@ -31,8 +32,8 @@ def test_what_is_held_out_is_in_neither_text(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_base_is_trained_tuned_and_evaluated_in_one_command(world: Any) -> None:
     report = world.folder / "tuned.json"
-    argv = ("demo", "--tune", "--spec", world.spec(STEPS), "--peers", 2, "--stages", 2, "--json", report)
-    demo = world.shoal(*argv)
+    argv = ("--spec", world.spec(STEPS), "--peers", 2, "--stages", 2, "--json", report)
+    demo = world.shoal(*argv, script=TUNE)
     assert demo.wait(380) == 0, demo.output + demo.errors + world.logs()
     summary = json.loads(report.read_text())
     assert (summary["steps"], summary["tune_steps"]) == (STEPS, STEPS // 2)
@@ -51,28 +52,10 @@ def test_a_base_is_trained_tuned_and_evaluated_in_one_command(world: Any) -> Non
 @pytest.mark.process
 @pytest.mark.timeout(240)
 def test_ctrl_c_ends_it_with_all_its_peers(world: Any) -> None:
-    demo = world.shoal("demo", "--tune", "--spec", world.spec(100_000), "--peers", 2, "--stages", 2)
+    demo = world.shoal("--spec", world.spec(100_000), "--peers", 2, "--stages", 2, script=TUNE)
     demo.line("step ")
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait(100) == 130, demo.output + demo.errors
     assert "stopped; all files so far are in" in demo.output
     assert demo.errors == ""
     assert not world.ours()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--long",), "say --tune, too"),
-        (("--tune", "--moe"), "--moe does not go with --tune"),
-        (("--tune", "--data", "."), "--data does not go with --tune"),
-    ],
-)
-def test_what_does_not_go_together_is_said(arguments: tuple[str, ...], sentence: str) -> None:
-    from typer.testing import CliRunner
-
-    from shoal.deploy import cli
-
-    said = CliRunner().invoke(cli.app, ["demo", *arguments])
-    assert said.exit_code == 2
-    assert sentence in said.stderr

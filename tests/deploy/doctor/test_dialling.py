@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.deploy.doctor import dialling
-from shoal.deploy.doctor.dialling import dial, host_and_port, is_loopback, of_error
+from shoal.deploy.doctor import probes
 from shoal.deploy.doctor.findings import Dial
+from shoal.deploy.doctor.probes import dial, host_and_port, is_loopback, of_error
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_port_that_swallows_what_comes_is_silent(listener: socket.socket, monk
     async def nothing_comes_back(host: str, port: int) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(dialling, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(probes, "_DIAL_S", 0.05)
     monkeypatch.setattr(asyncio, "open_connection", nothing_comes_back)
     assert asyncio.run(dial("127.0.0.1", listener.getsockname()[1])) is Dial.SILENT
 
@@ -49,7 +49,7 @@ def test_a_name_that_leads_nowhere(silent: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
         return await dial("train.example.org", 4001)
 
-    monkeypatch.setattr(dialling, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(probes, "_DIAL_S", 0.05)
     assert asyncio.run(main()) is Dial.NO_NAME
 
 

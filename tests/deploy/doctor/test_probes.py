@@ -5,14 +5,15 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
-from shoal.deploy.doctor import dialling
+from shoal.deploy.doctor import probes
 from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
 from shoal.deploy.doctor.findings import Dial, Findings
-from shoal.deploy.doctor.probes import examine_network
+from shoal.deploy.doctor.probes import examine_network, host_and_port
 from shoal.deploy.run.run_file import DEMO_SPEC
 from shoal.deploy.state.spec_record import SpecKeeper, seal_spec
 from shoal.protocol.endpoint import Endpoint
@@ -40,9 +41,12 @@ RUN = run_id(SPEC, OWNER.peer_id)
 KEY = InviteKey.make(OWNER, run=RUN)
 
 
-async def looked(invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, **options: Any) -> Diagnosis:
+async def looked(
+    invite: Invite, *, listen: tuple[str, ...] = LOOPBACK, dial: Any = probes.dial, **options: Any
+) -> Diagnosis:
     """By the network alone: torch's import tells nothing here."""
-    return diagnose(Findings(network=await examine_network(invite, listen=listen, **options), invite=invite))
+    with mock.patch.object(probes, "dial", dial):
+        return diagnose(Findings(network=await examine_network(invite, listen=listen, **options), invite=invite))
 
 
 def beside_a_peer(
@@ -256,7 +260,7 @@ def test_a_stranger_is_called_back_only_where_it_is_and_not_below_1024(tmp_path:
             initial_peers=host.addresses(),
         )
         try:
-            _, port = dialling.host_and_port(guest.addresses()[0])
+            _, port = host_and_port(guest.addresses()[0])
             for asked, answer in ((0, None), (22, None), (70_000, None), (port, True)):
                 found = await about.ask_about(
                     guest.daemon, host.peer_id, me=guest.peer_id, run=RUN, port=asked, timeout_s=20

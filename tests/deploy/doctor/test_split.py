@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from shoal.deploy.doctor.split import split_of
+from shoal.deploy.doctor.diagnosis import split_of
 from shoal.deploy.doctor.split_watch import LOOK_S, SplitWatch
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID

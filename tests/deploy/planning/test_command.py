@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy import cli
-from shoal.deploy.commands.plan_command import Proposal, StageLine, _indexes, _short_of_memory, compared_cells
+from shoal.deploy.planning.plan_view import compared_cells, said_indexes
+from shoal.deploy.planning.proposal import PlanReport, StageLine, said_of_memory
 
 GOOD = {
     "title": "Two pairs",
@@ -80,10 +80,10 @@ def test_what_a_small_card_does_is_said_for_each_stage() -> None:
         return msgspec.structs.replace(line, needs_gb=needs_gb, least_gb=least_gb, has_gb=12.0)
 
     roomy, full, small = stage(0, 10.0, 6.0), stage(1, 20.0, 11.0), stage(2, 30.0, 16.0)
-    assert _short_of_memory([roomy]) == ""
-    assert _short_of_memory([roomy, full]).startswith("Cards of stage 1 are too small for all of it: moments")
-    assert "A member of stage 2 has too little even so" in _short_of_memory([roomy, full, small])
-    assert _short_of_memory([full, stage(3, 20.0, 11.0)]).startswith("Cards of stages 1 and 3 are too small")
+    assert said_of_memory([roomy]) == ""
+    assert said_of_memory([roomy, full]).startswith("Cards of stage 1 are too small for all of it: moments")
+    assert "A member of stage 2 has too little even so" in said_of_memory([roomy, full, small])
+    assert said_of_memory([full, stage(3, 20.0, 11.0)]).startswith("Cards of stages 1 and 3 are too small")
 
 
 def test_all_layouts_are_compared(tmp_path: Path) -> None:
@@ -312,15 +312,28 @@ def test_a_network_that_is_not_there() -> None:
 
 
 def test_indexes_are_said_as_ranges() -> None:
-    assert _indexes((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
+    assert said_indexes((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
 
 
 def test_a_cell_has_a_figure_or_a_word() -> None:
-    good = Placement(stages=((0,), (1,)), bounds=(0, 1, 2))
-    parts = {"tokens_per_s": 9.0, "foreseen_s": 2.0}
-    first = Proposal(name="at-once", placement=good, cost=Cost(seconds=1.9, parts=parts), seconds=0.5)
+    stages = tuple(StageLine(stage=k, first_layer=k, last_layer=k + 1, devices=(k,)) for k in range(2))
+
+    def report(layout: str, cost_s: float | None, took_s: float, **parts: float) -> PlanReport:
+        return PlanReport(
+            layout=layout,
+            objective="throughput",
+            seed=0,
+            stages=stages if cost_s else (),
+            spares=(),
+            cost_s=cost_s,
+            parts=parts,
+            why="" if cost_s else "too \x1b[31mlarge",
+            took_s=took_s,
+        )
+
+    first = report("at-once", 1.9, 0.5, tokens_per_s=9.0, foreseen_s=2.0)
     assert compared_cells(first, 2.0) == (("ours, at once", "2", "2.000 s", "1.00", "9", "500 ms"), "")
-    slower = Proposal(name="given", placement=good, cost=Cost(seconds=3.0), seconds=1.0)
+    slower = report("given", 3.0, 1.0)
     assert compared_cells(slower, 2.0) == (("given", "2", "3.000 s", "1.50", "not counted", "1.000 s"), "")
-    none = Proposal(name="mod", placement=None, cost=Cost.impossible("too \x1b[31mlarge"), seconds=0.0)
+    none = report("mod", None, 0.0)
     assert compared_cells(none, 2.0) == (("mod", "none", "cannot be", "none", "none", "0 ms"), "too ?[31mlarge")

@@ -23,7 +23,7 @@ from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
 from shoal.deploy.terminal.screen import Screen, open_console, tell
-from shoal.deploy.visitor.status_view import show
+from shoal.deploy.visitor.status import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
 from statuses import swarm_status

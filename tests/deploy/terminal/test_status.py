@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.deploy.visitor.status_view import PEERS_PER_SECOND, Watch, show
+from shoal.deploy.visitor.status import PEERS_PER_SECOND, Watch, show
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus

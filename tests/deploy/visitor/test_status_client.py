@@ -11,8 +11,8 @@ import pytest
 
 from shoal.deploy.state import places
 from shoal.deploy.state.known_peers import KnownPeers, all_known, ways_to
-from shoal.deploy.visitor.status_client import ask_swarm
-from shoal.deploy.visitor.visit import sweep
+from shoal.deploy.visitor.entrance import sweep
+from shoal.deploy.visitor.status import ask_swarm
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.identity import Identity, PeerID

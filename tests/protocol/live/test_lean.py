@@ -19,7 +19,7 @@ def test_a_peer_loads_nothing_that_a_dense_run_does_not_use() -> None:
 
 def test_a_command_that_only_asks_a_run_something_does_not_load_torch() -> None:
     program = (
-        "import sys, shoal.deploy.cli, shoal.deploy.visitor.status_view, shoal.deploy.visitor.status_client\n"
+        "import sys, shoal.deploy.cli, shoal.deploy.visitor.status\n"
         "import shoal.protocol.live.directory, shoal.deploy.visitor.recover\n"
         "print('torch' in sys.modules, 'hivemind.dht.node' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""Writes two texts that every Python includes, for `shoal demo --tune`: the sources of its library, and the
+"""Writes two texts that every Python includes, for `make demo-tune`: the sources of its library, and the
 documentation of its language in English (`pydoc_data`, as in `help("topics")`). A part of both is held out for `shoal
 eval`."""
 

@@ -1,12 +1,17 @@
-"""Trains a base and fine-tunes it, each with a swarm of real peers, and evaluates both (`shoal demo --tune`).
+"""Trains a base and fine-tunes it, each with a swarm of real peers, and evaluates both.
 
 All steps between the two swarms are ordinary commands, run as children of this small process: `shoal export`, `import`,
 `eval`. The base learns the sources of Python's library, the adapters its documentation in English; both are evaluated
 on held-out parts of both texts.
+
+Run by `make demo-tune`: a base of a million parameters, about ten minutes on two idle cores; with `ARGS=--long` one of
+24 million, an hour and forty minutes. All files stay in the state folder, below `demo/`.
 """
 
+import argparse
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,18 +21,25 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
 from shoal.deploy.base.children import CLI, Children, last_line
+from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, check_writable, said_stages
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.driver import Demo, DemoOptions
 from shoal.deploy.demo.summary import DemoSummary
-from shoal.deploy.demo.two_corpora import TwoCorpora, write_two_corpora
-from shoal.deploy.terminal.screen import tell
-from shoal.protocol.errors import LocalError
+from shoal.deploy.run.run_file import DEMO_SPEC, with_changes
+from shoal.deploy.session.open_files import allow_open_files
+from shoal.deploy.state import places
+from shoal.deploy.terminal.screen import open_console, tell
+from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import num_elements, state_elements
 from shoal.protocol.toml.spec_file import load_spec
+from two_corpora import TwoCorpora, write_two_corpora
 
+LONG_SPEC: Final = Path(__file__).with_name("long.toml")
 RANK: Final = 8
 _STEPS_SHARE: Final = 2
 """The ratio of the base's steps to the adapters'."""
@@ -215,3 +227,50 @@ def tune_lines(summary: TuneSummary) -> Sequence[str]:
         f"base      {summary.model}  # a folder for transformers",
         f"adapters  {summary.adapters}  # a folder for peft",
     ]
+
+
+def options_of(asked: argparse.Namespace) -> DemoOptions:
+    """Return the options of the base's demo. Raises: LocalError."""
+    if asked.json is not None:
+        check_writable(asked.json)
+    base = load_spec(asked.spec or (LONG_SPEC if asked.long else DEMO_SPEC))
+    changes: dict[str, object] = {"seed": asked.seed, "swarm.min_peers": asked.peers}
+    if asked.stages:
+        changes["swarm.stages"] = said_stages(asked.stages)
+    if asked.steps:
+        changes["training.steps"] = asked.steps
+        changes["optimizer.warmup_steps"] = min(base.optimizer.warmup_steps, asked.steps)
+    folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
+    return DemoOptions(spec=with_changes(base, changes), peers=asked.peers, folder=places.claim_folder(folder).path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="a base of 24 million parameters")
+    parser.add_argument("--spec", type=Path, help="the base's run spec")
+    parser.add_argument("--peers", type=int, default=6)
+    parser.add_argument("--stages", default="", metavar="N|auto")
+    parser.add_argument("--steps", type=int, help="of the base; the adapters take half as many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the summary to this file")
+    asked = parser.parse_args()
+    allow_open_files()
+    console = open_console()
+    try:
+        options = options_of(asked)
+        summary = asyncio.run(Tuning(options, console).run())
+    except ShoalError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    if summary is None:
+        tell(console, f"stopped; all files so far are in {options.folder}")
+        return EXIT_INTERRUPTED
+    if asked.json is not None:
+        asked.json.write_bytes(msgspec.json.encode(summary) + b"\n")
+    for line in tune_lines(summary):
+        tell(console, line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Makes and scores a layout, with the memory and the costs of its members: what `shoal plan --json` prints."""
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from shoal.coordinator.cost.format_choice import formats_of
+from shoal.coordinator.cost.memory import StageMemory
+from shoal.coordinator.cost.placement import Cost, Objective, Placement
+from shoal.coordinator.cost.workload import FormatBytes, experts_held
+from shoal.deploy.planning.figures import Figures, Wishes, figures_of
+from shoal.deploy.planning.layouts import LayoutName, LayoutRequest, layout
+from shoal.deploy.planning.left_out import LeftOut
+from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.spec import RunSpec
+
+
+class StageLine(msgspec.Struct, frozen=True, kw_only=True):
+    stage: int
+    first_layer: int
+    last_layer: int
+    """The first layer after the stage."""
+    devices: tuple[int, ...]
+    needs_gb: float | None = None
+    """GB that a peer needs with all state on its card, for the member with the least room; null: not computed."""
+    least_gb: float | None = None
+    """GB that it needs when the card is full and the moments are in the machine's memory."""
+    has_gb: float | None = None
+    """GB of this member's card."""
+
+
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout with its cost: the `--json` output."""
+
+    layout: str
+    notes: tuple[str, ...] = ()
+    """Notes on what was ignored in the network file, and what was assumed."""
+    objective: str
+    seed: int
+    stages: tuple[StageLine, ...]
+    spares: tuple[int, ...]
+    cost_s: float | None
+    """Seconds per step according to the objective; None: impossible."""
+    parts: dict[str, float]
+    why: str
+    """The reason for an impossible layout, which may have stages nevertheless."""
+    took_s: float
+    """Seconds of one core spent, loading the compiled kernels included."""
+    same_as: str = ""
+    """The earlier layout in a comparison that is equal; empty: none."""
+    figures: Figures | None = None
+    """Costs for the participants; null in a comparison."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Each kind of device without a place, with the reason; empty in a comparison."""
+    formats: str = ""
+    """The wire formats, and the speed with them; empty in a comparison, and if the run leaves no choice."""
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step, for people; the search compares a slightly different figure."""
+        return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
+
+    @property
+    def placement(self) -> Placement:
+        """The layout; without stages if there is none."""
+        return Placement(
+            stages=tuple(line.devices for line in self.stages), bounds=(0, *(line.last_layer for line in self.stages))
+        )
+
+
+def propose(name: LayoutName, request: LayoutRequest, judge: Objective, *, objective: str) -> PlanReport:
+    """Make and score a layout. An impossible one is reported too, with the reason. Args: objective: `judge`'s name."""
+    begun_s = time.process_time()
+    placement, why = None, ""
+    try:
+        placement = layout(name, request)
+    except ShoalError as error:
+        why = str(error)
+    took_s = time.process_time() - begun_s
+    cost = judge.cost(placement) if placement is not None else Cost.impossible(why)
+    held = zip(placement.stages, pairwise(placement.bounds), strict=True) if placement is not None else ()
+    return PlanReport(
+        layout=name,
+        objective=objective,
+        seed=request.seed,
+        stages=tuple(
+            StageLine(stage=k, first_layer=first, last_layer=last, devices=stage)
+            for k, (stage, (first, last)) in enumerate(held)
+        ),
+        spares=placement.spares(request.topology.num_devices) if placement is not None else (),
+        cost_s=cost.seconds if math.isfinite(cost.seconds) else None,
+        parts={name: value for name, value in cost.parts.items() if math.isfinite(value)},
+        why=cost.why,
+        took_s=took_s,
+    )
+
+
+def stages_with_memory(report: PlanReport, request: LayoutRequest, spec: RunSpec) -> tuple[StageLine, ...]:
+    """Return the stages with the memory needed on a member's card (`coordinator/cost/memory.py`)."""
+    present = request.topology.memory_bytes
+    needed, least = (
+        request.objective.needed_bytes(
+            report.placement, StageMemory.on_card(spec, experts_held=experts_held(spec), is_full=is_full)
+        )
+        for is_full in (False, True)
+    )
+    if needed is None or least is None:
+        return report.stages
+    lines = []
+    for line, needs, leasts in zip(report.stages, needed, least, strict=True):
+        fullest = max(range(len(needs)), key=lambda member: needs[member] / present[line.devices[member]])
+        gigabytes = [bytes_ / 1e9 for bytes_ in (needs[fullest], leasts[fullest], present[line.devices[fullest]])]
+        needs_gb, least_gb, has_gb = map(float, gigabytes)
+        lines.append(msgspec.structs.replace(line, needs_gb=needs_gb, least_gb=least_gb, has_gb=has_gb))
+    return tuple(lines)
+
+
+def said_of_memory(stages: Sequence[StageLine]) -> str:
+    """Return what real peers do where a card is too small; empty if all are large enough."""
+    short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
+    full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
+    told = []
+    if full:
+        told.append(
+            f"Cards of {_stages_said(full)} are too small for all of it: moments, and what corrects staleness, go to "
+            "the machine's memory there, and layers run one at a time again. Steps are slower for that."
+        )
+    if less := [line for line in short if line not in full]:
+        told.append(f"A member of {_stages_said(less)} has too little even so, and will get fewer layers.")
+    return "\n".join(told)
+
+
+def _stages_said(lines: Sequence[StageLine]) -> str:
+    """Format stage numbers: `stages 0, 1 and 4`."""
+    names = [str(line.stage) for line in lines]
+    return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
+
+
+def said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec) -> str:
+    """Return a sentence about the wire formats that a plan with this layout would choose; empty if the run leaves no
+    choice. All other figures assume the thinnest formats, which the search uses."""
+    takes = FormatBytes.of(spec)
+    if not takes.are_choices:
+        return ""
+    formats = formats_of(request.topology, request.workload, placement, takes)
+    cost = request.objective.cost(placement, takes.under(formats))
+    return f"{formats.sentence}: {cost.parts['tokens_per_s']:,.0f} tokens/s" if math.isfinite(cost.seconds) else ""
+
+
+def predicted_figures(
+    placement: Placement, request: LayoutRequest, watts: Sequence[float | None], wishes: Wishes, spec: RunSpec
+) -> Figures:
+    """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
+    cost = request.objective.cost(placement)
+    if not math.isfinite(cost.seconds):
+        raise LocalError(f"this plan cannot run: {cost.why}")
+    sent = {
+        device: sent_bytes
+        for stage, each in zip(placement.stages, request.objective.sent_bytes(placement), strict=True)
+        for device, sent_bytes in zip(stage, each, strict=True)
+    }
+    return figures_of(
+        request.topology,
+        watts,
+        wishes,
+        spec,
+        parameters=request.workload.num_parameters,
+        tokens_per_s=cost.parts["tokens_per_s"],
+        step_s=cost.parts["foreseen_s"],
+        sent_bytes=sent,
+        received_bytes=sent,
+    )
