@@ -35,6 +35,8 @@ from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.dashboard.view import Point, ValidationPoint, View
+from shoal.deploy.record.reading import Record
+from shoal.deploy.record.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,10 @@ class Dashboard:
     def __init__(
         self, feed: Feed, *, now_s: Callable[[], float], names: Sequence[str] = (), steering: Steering | None = None
     ) -> None:
+        self.steering = steering or Steering()
+        self.announcement = ""
+        """A line that tells a person the address."""
         self._feed, self._now_s = feed, now_s
-        self._steering = steering or Steering()
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
         self._closing = asyncio.Event()
@@ -92,12 +96,19 @@ class Dashboard:
                     Route("/metrics", self._metrics),
                     Route("/state.json", self._state),
                     WebSocketRoute("/live", self._live),
-                    *self._steering.routes,
+                    *self.steering.routes,
                     Mount("/static", StaticFiles(directory=STATIC)),
                 ]
             ),
             names=names,
         )
+
+    def take(self, report: Report) -> None:
+        self._feed.take(report, self._now_s())
+
+    def restore(self, record: Record) -> None:
+        """Fill the curves from the run's record of earlier starts."""
+        self._feed.restore(record)
 
     @property
     def is_watched(self) -> bool:
@@ -147,7 +158,7 @@ class Dashboard:
                 points=curves.points[sent:],
                 validations=curves.validations if news else None,
             )
-            update = Update(view=self._current(), curves=growth, steers=self._steering.works)
+            update = Update(view=self._current(), curves=growth, steers=self.steering.works)
             sent = len(curves.points)
             await socket.send_text(self._encoder.encode(update).decode())
             with contextlib.suppress(TimeoutError):

@@ -5,6 +5,7 @@ may die, the coordinator included. Only the table of the whole swarm comes from 
 """
 
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -194,6 +195,23 @@ Report = (
     | Phase
     | Left
 )
+
+
+class Reporter:
+    """Passes each report of a peer process to its listeners: a parent process or a person, the page, the record."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Report], None]] = []
+        self.polls: Callable[[], bool] = lambda: False
+        """True if a listener wants the swarm's status also while this peer does not coordinate."""
+
+    def say(self, report: Report) -> None:
+        for hear in self.listeners:
+            hear(report)
+
+    def note(self, text: str) -> None:
+        self.say(Note(text=text))
+
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

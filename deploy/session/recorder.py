@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -35,12 +35,10 @@ from shoal.deploy.record.lines import (
 )
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Reporter, Status, Validated
 from shoal.deploy.record.summary import in_words
 from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
-from shoal.deploy.session.beside import Showing
-from shoal.deploy.session.output import Beside, Output
 from shoal.peer.model.layout import num_trained
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.endpoint import Endpoint
@@ -50,6 +48,9 @@ from shoal.protocol.limits import HISTORY_PER_REPLY_MAX, PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import History, HistoryRequest, PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from shoal.deploy.dashboard.server import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +79,12 @@ class Keeping:
 
 
 class Recorder:
-    """Keeps one record. Args: keeping: the record and its place; spec: of the run."""
+    """Keeps one record. Args: keeping: the record and its place; spec: of the run; reports: of this peer."""
 
-    def __init__(self, keeping: Keeping, spec: RunSpec) -> None:
-        self._keeping, self._spec = keeping, spec
+    def __init__(self, keeping: Keeping, spec: RunSpec, reports: Reporter) -> None:
+        self._keeping, self._spec, self._reports = keeping, spec, reports
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
-        self._output: Output | None = None
         self._file: RecordFile | None = None
         self._events: EventsFile | None = None
         self._wandb: WandbRun | None = None
@@ -104,6 +104,7 @@ class Recorder:
 
     def open(self) -> Record:
         """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
+        self._reports.listeners.append(self.take)
         folder, record = self._keeping.folder, Record()
         if folder is None:
             return record
@@ -142,11 +143,6 @@ class Recorder:
             return (*lines, f"  look back    shoal report {self._keeping.run}")
         except LocalError as error:
             return (str(error),)
-
-    def beside(self, output: Output) -> Output:
-        """Return an output that also records its reports from now on."""
-        self._output = output
-        return Beside(hear=self.take, output=output)
 
     def take(self, report: Report) -> None:
         match report:
@@ -336,12 +332,11 @@ class Recorder:
                 return
             await asyncio.to_thread(self._write, lines)
             for trouble in self._troubles:
-                if self._output is not None:
-                    self._output.say(Note(text=trouble))
+                self._reports.note(trouble)
             self._troubles.clear()
         validations = tuple(line for line in lines if isinstance(line, ValidationLine))
-        if self._output is not None and (steps or validations):
-            self._output.say(Recorded(steps=steps, validations=validations))
+        if steps or validations:
+            self._reports.say(Recorded(steps=steps, validations=validations))
 
     def _write(self, lines: list[Line]) -> None:
         if self._file is None:
@@ -411,20 +406,21 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def recording(
-    keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
-) -> AsyncIterator[tuple[Recorder | None, Output]]:
-    """Keep the record inside the context; yield (the recorder to run, the output to report to). Raises: LocalError.
+    keeping: Keeping, spec: RunSpec, dashboard: "Dashboard | None", reports: Reporter
+) -> AsyncIterator[Recorder | None]:
+    """Keep the record inside the context; yield the recorder to run. Raises: LocalError.
 
     Without a folder and a dashboard there is no recorder, and no peer is asked.
     """
-    beside = showing.beside(output)
-    if keeping.folder is None and not showing.is_on:
-        yield None, beside
+    if keeping.folder is None and dashboard is None:
+        yield None
         return
-    recorder = Recorder(keeping, spec)
-    showing.restore(await asyncio.to_thread(recorder.open))
+    recorder = Recorder(keeping, spec, reports)
+    before = await asyncio.to_thread(recorder.open)
+    if dashboard is not None:
+        dashboard.restore(before)
     try:
-        yield recorder, recorder.beside(beside)
+        yield recorder
     finally:
         await asyncio.to_thread(recorder.close)
 

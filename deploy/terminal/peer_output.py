@@ -14,13 +14,11 @@ _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDE
 
 
 class PeerOutput:
-    """Implements `Output` for a person.
+    """Shows a peer's reports to a person.
 
     Steps come from the coordinator's status, about one a second: a peer that does not coordinate has no other source
     for the whole run.
     """
-
-    polls = True
 
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
         self._facts = facts
