@@ -4,12 +4,13 @@ The owner passes every report to `take`; displays call `view` and read `curves`.
 texts of other peers are stripped of control characters and cut to a length.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from shoal.deploy.base.words import ENDING
+from shoal.deploy.base.words import ENDING, short
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
@@ -225,15 +226,16 @@ class Feed:
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
             return  # from a former coordinator that was suspended and has not noticed
         self._status, self._status_at_s, self._run = status, now_s, clean(status.run)
-        joined, gone = self._census.take(status, now_s)
+        joined, _, gone = self._census.take(status, now_s)
         for note in status.plans:
             self._take_plan(note, now_s)
         if self._plan is None or (status.term, status.plan_sequence) > (self._plan.term, self._plan.sequence):
             self._plan = PlanNote(status.term, status.plan_sequence, 0.0, status.coordinator, status.plan_reason)
         for peer in joined:
-            self._note(now_s, "joined", f"{peer[-8:]} joined")
+            if math.isfinite(self._census.since_s(peer.peer)):  # peers of the first table did not just arrive
+                self._note(now_s, "joined", f"{short(peer.peer)} joined")
         for departure in gone:
-            self._note(now_s, "left", f"{departure.peer[-8:]} left")
+            self._note(now_s, "left", f"{short(departure.peer)} left")
         phase = run_phase(status)
         if phase != FIRST_STEP or self._phase != "left":
             self._phase = phase

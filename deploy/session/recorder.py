@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -45,7 +44,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import HISTORY_PER_REPLY_MAX, PEER_NAME_CHARS_MAX
-from shoal.protocol.messages import History, HistoryRequest, PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import History, HistoryRequest, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
@@ -66,23 +65,22 @@ LAST_WORDS_S: Final = 3.0
 """The time that `finish` waits for the last steps; the last request may take longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """The record to keep of a run, and its place."""
-
-    run: str
-    peer: PeerID
-    peer_name: str
-    folder: Path | None
-    """The run's folder in the peer's; None: nothing is written."""
-    wandb: str = ""
-
-
 class Recorder:
-    """Keeps one record. Args: keeping: the record and its place; spec: of the run; reports: of this peer."""
+    """Keeps one record.
 
-    def __init__(self, keeping: Keeping, spec: RunSpec, reports: Reporter) -> None:
-        self._keeping, self._spec, self._reports = keeping, spec, reports
+    Args:
+        start: the first line; it says what is recorded and by whom.
+        spec: of the run.
+        reports: of this peer.
+        folder: the run's in the peer's; None: nothing is written.
+        wandb: the project at Weights & Biases to which the record is also sent; empty: none.
+    """
+
+    def __init__(
+        self, start: StartLine, spec: RunSpec, reports: Reporter, *, folder: Path | None, wandb: str = ""
+    ) -> None:
+        self.folder = folder
+        self._start, self._spec, self._reports, self._project = start, spec, reports, wandb
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
         self._file: RecordFile | None = None
@@ -96,7 +94,7 @@ class Recorder:
         self._step = 0
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
-        self._people = _People()
+        self._census = Census()
         self._turn = 0
         self._missing_at_s = self._validations_at_s = 0.0
         self._flushed_s = 0.0
@@ -105,7 +103,7 @@ class Recorder:
     def open(self) -> Record:
         """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
         self._reports.listeners.append(self.take)
-        folder, record = self._keeping.folder, Record()
+        folder, record = self.folder, Record()
         if folder is None:
             return record
         try:
@@ -116,12 +114,12 @@ class Recorder:
         self._validated = {(line.era, line.step) for line in record.validations}
         self._plans = {(line.term, line.sequence) for line in record.plans}
         self._file = RecordFile(folder / RECORD, say=self._troubles.append, now_s=time.monotonic)
-        start = start_line(self._keeping, self._spec)
+        start = self._start
         self._waiting.append(start)
-        if self._keeping.wandb:
+        if self._project:
             config = {name: getattr(start, name) for name in StartLine.__struct_fields__ if name != "time"}
             self._wandb = WandbRun(
-                self._keeping.wandb,
+                self._project,
                 run=f"{start.run}-{start.peer[-8:]}",
                 name=start.name,
                 folder=str(folder),
@@ -130,24 +128,20 @@ class Recorder:
         self._begin_events(record)
         return record
 
-    @property
-    def is_kept(self) -> bool:
-        return self._file is not None
-
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
         """Return a summary of the run for the terminal, after `finish`. Args: unsaved: about steps that no disk has."""
-        if self._keeping.folder is None:
+        if self.folder is None:
             return ()
         try:
-            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD, unsaved)
-            return (*lines, f"  look back    shoal report {self._keeping.run}")
+            lines = in_words(read_record(self.folder), self.folder / RECORD, unsaved)
+            return (*lines, f"  look back    shoal report {self._start.run}")
         except LocalError as error:
             return (str(error),)
 
     def take(self, report: Report) -> None:
         match report:
             case Joined() if report.name:
-                self._people.names.name(report.peer, report.name)
+                self._census.name(report.peer, report.name)
             case Obeys():
                 self._take_plan(report)
             case Status():
@@ -295,7 +289,18 @@ class Recorder:
         if status.validation_loss is not None and status.validation_step is not None:
             microbatches = self._spec.training.validation_microbatches
             self._take_validation((status.era, status.validation_step), status.validation_loss, microbatches, now_s)
-        self._waiting += self._people.take(status, now_s)
+        joined, moved, gone = self._census.take(status, now_s)
+        for change, peers in (("joined", joined), ("moved", moved)):
+            for peer in peers:
+                device = clean(peer.device, PEER_NAME_CHARS_MAX)
+                self._add_peer(peer.peer, change, now_s, device=device, stage=peer.stage)
+        for departure in gone:
+            self._add_peer(departure.peer, "left", now_s)
+
+    def _add_peer(self, peer: PeerID, change: str, now_s: float, *, device: str = "", stage: int | None = None) -> None:
+        name = self._census.name_of(peer)
+        line = PeerLine(time=_ms(now_s), peer=peer, name=name, device=device, change=change, stage=stage)
+        self._waiting.append(line)
 
     def _take_validation(self, key: Key, loss: float, microbatches: int, at_s: float) -> None:
         value = perplexity(loss)
@@ -359,9 +364,9 @@ class Recorder:
     def _write_events(self, told: list[StepLine | ValidationLine]) -> None:
         assert self._events is not None
         newest = max(line.era for line in told)
-        if newest > self._events_era and self._keeping.folder is not None:
+        if newest > self._events_era and self.folder is not None:
             self._events.close()
-            self._begin_events(read_record(self._keeping.folder))  # the run went back: earlier events are void
+            self._begin_events(read_record(self.folder))  # the run went back: earlier events are void
             return
         self._events.add(told)
         if time.monotonic() >= self._flushed_s + 5.0:
@@ -369,10 +374,10 @@ class Recorder:
             self._flushed_s = time.monotonic()
 
     def _begin_events(self, record: Record) -> None:
-        assert self._keeping.folder is not None
+        assert self.folder is not None
         self._events_era = record.reached[0]
         try:
-            self._events = EventsFile(self._keeping.folder)
+            self._events = EventsFile(self.folder)
             self._events.add(sorted((*record.steps, *record.validations), key=lambda line: line.step))
             self._events.flush()
         except OSError as error:
@@ -405,17 +410,14 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def recording(
-    keeping: Keeping, spec: RunSpec, dashboard: "Dashboard | None", reports: Reporter
-) -> AsyncIterator[Recorder | None]:
+async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[Recorder | None]:
     """Keep the record inside the context; yield the recorder to run. Raises: LocalError.
 
-    Without a folder and a dashboard there is no recorder, and no peer is asked.
+    Without a folder and a dashboard there is nothing to run, and no peer is asked.
     """
-    if keeping.folder is None and dashboard is None:
+    if recorder.folder is None and dashboard is None:
         yield None
         return
-    recorder = Recorder(keeping, spec, reports)
     before = await asyncio.to_thread(recorder.open)
     if dashboard is not None:
         dashboard.restore(before)
@@ -425,14 +427,14 @@ async def recording(
         await asyncio.to_thread(recorder.close)
 
 
-def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
-    """Return the line about the run and the peer that keeps the record."""
+def start_line(spec: RunSpec, *, run: str, peer: PeerID, peer_name: str) -> StartLine:
+    """Return the line about the run `run` and the peer that keeps the record."""
     return StartLine(
         time=_ms(time.time()),
-        run=keeping.run,
+        run=run,
         name=spec.name,
-        peer=keeping.peer,
-        peer_name=keeping.peer_name,
+        peer=peer,
+        peer_name=peer_name,
         steps=spec.training.steps,
         tokens_per_step=spec.tokens_per_step,
         num_parameters=num_trained(spec),
@@ -449,35 +451,6 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
             "staleness": f"{counted(spec.training.s_max, 'step')} at most",
         },
     )
-
-
-class _People:
-    """Detects arrivals, moves and departures of peers in the coordinator's table."""
-
-    def __init__(self) -> None:
-        self.names = Census()
-        self._stages: dict[PeerID, int | None] = {}
-
-    def take(self, status: SwarmStatus, now_s: float) -> list[PeerLine]:
-        _, gone = self.names.take(status, now_s)
-        lines = [
-            self._line(peer, now_s) for peer in status.peers if (peer.peer, peer.stage) not in self._stages.items()
-        ]
-        self._stages.update((peer.peer, peer.stage) for peer in status.peers)
-        for departure in gone:
-            self._stages.pop(departure.peer, None)
-            lines.append(PeerLine(time=_ms(now_s), peer=departure.peer, name=departure.name, change="left"))
-        return lines
-
-    def _line(self, peer: PeerStatus, now_s: float) -> PeerLine:
-        return PeerLine(
-            time=_ms(now_s),
-            peer=peer.peer,
-            name=self.names.name_of(peer.peer),
-            device=clean(peer.device, PEER_NAME_CHARS_MAX),
-            change="moved" if peer.peer in self._stages else "joined",
-            stage=peer.stage,
-        )
 
 
 def _num_groups(plan: Plan | None) -> int:

@@ -52,7 +52,7 @@ from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import serving
 from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
-from shoal.deploy.session.recorder import Keeping, Recorder, recording
+from shoal.deploy.session.recorder import Recorder, recording, start_line
 from shoal.deploy.session.standing_note import StandingNote
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.ship.import_model import open_copy
@@ -292,14 +292,11 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
         if dashboard is not None:
             reports.note(dashboard.announcement)  # not on the page: it contains the page's key
             reports.listeners.append(dashboard.take)
-        keeping = Keeping(
-            run=network.transport.run,
-            peer=network.identity.peer_id,
-            peer_name=options.name,
-            folder=options.folder / network.transport.run if options.records.keeps else None,
-            wandb=options.records.wandb,
-        )
-        recorder = await stack.enter_async_context(recording(keeping, run.spec, dashboard, reports))
+        peer = network.identity.peer_id
+        start = start_line(run.spec, run=network.transport.run, peer=peer, peer_name=options.name)
+        folder = options.folder / network.transport.run if options.records.keeps else None
+        keeper = Recorder(start, run.spec, reports, folder=folder, wandb=options.records.wandb)
+        recorder = await stack.enter_async_context(recording(keeper, dashboard))
         return await _train(network, run, options, stop, reports, dashboard, recorder)
 
 
@@ -429,7 +426,7 @@ async def _train(
             say(f"the run's owner has continued it: it goes on to step {newer[0].training.steps}")
             return newer
         reports.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
-        if recorder is not None and recorder.is_kept:
+        if recorder is not None and recorder.folder is not None:
             reports.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
         if node.peer.unsaved:
             raise LocalError(node.peer.unsaved)

@@ -13,7 +13,7 @@ from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
 from shoal.deploy.record.report import Note, Obeys, Recorded, Report, Reporter, Status, Validated
 from shoal.deploy.session import recorder as recorder_module
-from shoal.deploy.session.recorder import Keeping, Recorder, recording
+from shoal.deploy.session.recorder import Recorder, recording, start_line
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
@@ -97,8 +97,8 @@ def commit(stage: int, step: int, era: int = 0) -> CommitReport:
     )
 
 
-def keeping(folder: Path | None) -> Keeping:
-    return Keeping(run="r", peer=HOST, peer_name="host", folder=folder)
+def recorder_in(folder: Path | None, reports: Reporter) -> Recorder:
+    return Recorder(start_line(SPEC, run="r", peer=HOST, peer_name="host"), SPEC, reports, folder=folder)
 
 
 def sitting(folder: Path | None, world: World, *, finished: bool = False, says: Sequence[Report] = ()) -> list[Report]:
@@ -108,7 +108,7 @@ def sitting(folder: Path | None, world: World, *, finished: bool = False, says: 
     async def main() -> None:
         reports = Reporter()
         reports.listeners.append(heard.append)
-        recorder = Recorder(keeping(folder), SPEC, reports)
+        recorder = recorder_in(folder, reports)
         recorder.open()
         for report in says:
             reports.say(report)
@@ -279,7 +279,7 @@ def test_without_a_folder_nothing_is_written_and_the_steps_are_told(tmp_path: Pa
 def test_who_wants_neither_record_nor_page_asks_nobody(tmp_path: Path) -> None:
     async def main() -> None:
         reports = Reporter()
-        async with recording(keeping(None), SPEC, None, reports) as recorder:
+        async with recording(recorder_in(None, reports), None) as recorder:
             assert recorder is None
             assert reports.listeners == []
 
