@@ -50,6 +50,7 @@ from shoal.deploy.record.report import (
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import serving
+from shoal.deploy.session.fetch_watch import FetchWatch
 from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.recorder import Recorder, recording, start_line
@@ -60,9 +61,9 @@ from shoal.deploy.ship.scores import tell_scores
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.spec_record import FIND_S, Found, fetch_spec, seal_spec
-from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say_or_report
+from shoal.deploy.terminal.progress import progress_bar
 from shoal.peer.compute.cgroup import processors
 from shoal.peer.compute.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
@@ -208,10 +209,18 @@ async def join_run(invite: Invite, options: Options) -> None:
         raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    with JoiningView(reports=options.reports) as view:
-        view.tell("starting the network")
+    with contextlib.ExitStack() as until_found:
+        bar = None if options.reports else until_found.enter_context(progress_bar(""))
+
+        def tell(phase: str) -> None:
+            if bar is None:
+                write_report(Phase(name=phase))
+            else:
+                bar.begin(phase)
+
+        tell("starting the network")
         async with _network(identity, invite, options) as network:
-            view.tell("looking for the run")
+            tell("looking for the run")
             patience_s = FIND_S if await network.transport.connected() else _FIND_ANYBODY_S
             if reason := await why_refused(network.transport, identity):
                 raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
@@ -225,15 +234,15 @@ async def join_run(invite: Invite, options: Options) -> None:
                 # All peers may have been down: the first one to return finds nobody.
                 spec, record = known
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
-            view.tell("reading the text")
+            tell("reading the text")
             text, initial = options.text, None
-            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=view.reached)
+            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=bar)
             corpus = await in_background(reading)  # a large text takes minutes; Ctrl-C does not wait
             if spec.adapter is not None:
                 initial = await in_background(partial(open_copy, spec, text.base))
             if spec.adapter is not None and spec.initial.digests:
                 options = replace(options, first_said=(*options.first_said, _NO_COPY if initial is None else _COPY))
-            view.close()
+            until_found.close()
             network.gate.members.is_open = spec.swarm.open
             run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, initial=initial, key=invite.key)
             newer = await _take_part(network, run, options, stop)

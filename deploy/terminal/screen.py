@@ -37,15 +37,11 @@ class Screen:
         """True if a picture can be redrawn in place; false in a file or pipe."""
         return self._console.is_terminal
 
-    def draw(self, picture: Callable[[], RenderableType], *, frames_per_s: float = 2.0, stays: bool = True) -> None:
-        """Draw `picture` at this rate until `close`; no effect if the screen does not redraw.
-
-        Args: stays: the last frame remains on the terminal after `close`.
-        """
+    def draw(self, picture: Callable[[], RenderableType]) -> None:
+        """Draw `picture` twice a second until `close`, which leaves the last frame; no effect if the screen does not
+        redraw."""
         if self.redraws and self._live is None:
-            self._live = Live(
-                get_renderable=picture, console=self._console, refresh_per_second=frames_per_s, transient=not stays
-            )
+            self._live = Live(get_renderable=picture, console=self._console, refresh_per_second=2.0)
             self._live.start()
 
     def say(self, text: str) -> None:
