@@ -13,7 +13,6 @@ from shoal.protocol.toml.defaults import (
     microbatches_of,
     millions,
     size_of,
-    stages_fed,
     thousands,
     warmup_steps_of,
 )
@@ -39,7 +38,7 @@ def advice(spec: RunSpec, *, training_tokens: int, text_vocab_size: int) -> list
 
 
 def _rate_advice(spec: RunSpec) -> list[str]:
-    optimizer, size = spec.optimizer, size_of(spec)
+    optimizer, size = spec.optimizer, size_of(spec.model)
     if optimizer.name == "sgd":
         return []
     tunes = bool(spec.initial.digests)
@@ -91,15 +90,9 @@ def _warmup_advice(spec: RunSpec) -> list[str]:
 
 
 def _batch_advice(spec: RunSpec) -> list[str]:
-    training, usual = spec.training, batch_tokens_of(size_of(spec))
-    model, stages = spec.model, spec.swarm.stages_max
-    number, samples = microbatches_of(
-        usual,
-        context=model.context,
-        stages=stages_fed(stages, num_layers=model.num_layers),
-        dim=model.written_width,
-        experts=model.experts_computed,
-    )
+    training, stages = spec.training, spec.swarm.stages_max
+    usual = batch_tokens_of(size_of(spec.model))
+    number, samples = microbatches_of(usual, spec.model, stages)
     remedy = f"Set training.microbatches_per_step = {number} and training.microbatch_size = {samples}"
     tokens = thousands(spec.tokens_per_step)
     found = []
