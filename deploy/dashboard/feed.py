@@ -35,6 +35,7 @@ from shoal.deploy.record.lines import StepLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import (
     Contribution,
+    Given,
     Joined,
     Left,
     Note,
@@ -396,16 +397,16 @@ class Feed:
         held = stages[told.stage] if told.stage is not None and told.stage < len(stages) else (0, 0)
         swarm_tokens_per_s = status.tokens_per_s if status else 0.0
         layers = tokens_per_s * (held[1] - held[0]) / facts.num_layers
-        fields = {name: getattr(told, name) for name in MineView.__struct_fields__ if hasattr(told, name)} | {
-            "name": self._census.name_of(told.peer),
-            "limited_by": limited_by(told, status.peers if status else (), num_stages=len(stages)),
-            "tokens_per_s": tokens_per_s,
-            "work_share": min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
-            "sent_bytes_per_s": sum(sent for _, sent, _ in told.links),
-            "received_bytes_per_s": sum(received for _, _, received in told.links),
-            "tokens_total": told.microbatches_total * facts.tokens_per_microbatch,
-        }
-        return MineView(**fields)
+        given = {name: getattr(told, name) for name in Given.__struct_fields__}
+        return MineView(
+            **given | {"name": self._census.name_of(told.peer)},
+            limited_by=limited_by(told, status.peers if status else (), num_stages=len(stages)),
+            tokens_per_s=tokens_per_s,
+            work_share=min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
+            sent_bytes_per_s=sum(sent for _, sent, _ in told.links),
+            received_bytes_per_s=sum(received for _, _, received in told.links),
+            tokens_total=told.microbatches_total * facts.tokens_per_microbatch,
+        )
 
     def _named(self, change: ChangeView) -> ChangeView:
         coordinator = self._census.name_of(PeerID(change.coordinator)) if change.coordinator else ""
