@@ -24,7 +24,6 @@ from shoal.deploy.dashboard.view import (
     GoneView,
     MineView,
     PeerView,
-    Point,
     View,
     peer_state,
     run_phase,
@@ -159,20 +158,23 @@ class Feed:
             case StepDone():
                 self._phase, self._step = TRAINING, report
                 if not self._is_recorded:
-                    point = Point(
-                        at_s=now_s + self._wall_s,
+                    line = StepLine(
+                        time=now_s + self._wall_s,
                         step=report.step + 1,
+                        era=report.era,
                         loss=report.loss,
+                        tokens=self._facts.tokens_per_step,
                         tokens_per_s=report.tokens_per_s,
-                        staleness_steps_mean=report.staleness_mean,
+                        staleness=report.staleness_mean,
                         learning_rate=report.learning_rate,
                         gradient_norm=report.gradient_norm,
+                        peers=report.peers,
                     )
-                    self._add_point(report.era, point)
+                    self._add_step(line)
             case Recorded():
                 self._is_recorded = True
                 for line in report.steps:
-                    self._add_point(line.era, _point(line))
+                    self._add_step(line)
                 for validation in report.validations:
                     self._validate(validation.step, validation.loss, validation.time)
             case Validated():
@@ -243,31 +245,35 @@ class Feed:
         if status.validation_loss is not None and status.validation_step is not None:
             self._validate(status.validation_step, status.validation_loss, now_s + self._wall_s)
         if status.step > 0 and not self._is_recorded:
-            point = Point(
-                at_s=now_s + self._wall_s,
+            line = StepLine(
+                time=now_s + self._wall_s,
                 step=status.step,
+                era=status.era,
                 loss=status.loss,
+                tokens=self._facts.tokens_per_step,
                 tokens_per_s=status.tokens_per_s,
-                staleness_steps_mean=status.staleness_steps_mean,
+                staleness=status.staleness_steps_mean,
+                learning_rate=None,
+                peers=len(status.peers),
             )
-            self._add_point(status.era, point)
+            self._add_step(line)
 
     def restore(self, record: Record) -> None:
         """Fill the curves from the run's record of earlier starts."""
         self._told = record.reached
-        self.curves.restore(_point(line) for line in record.steps)
+        self.curves.restore(record.steps)
         for line in record.validations:
             self._validate(line.step, line.loss, line.time)
 
-    def _add_point(self, era: int, point: Point) -> None:
-        if (era, point.step) <= self._told:
+    def _add_step(self, line: StepLine) -> None:
+        if (line.era, line.step) <= self._told:
             return
-        if era > self._told[0]:
-            self.curves.go_back(point.step)
-            if self._validation is not None and self._validation[0] >= point.step:
+        if line.era > self._told[0]:
+            self.curves.go_back(line.step)
+            if self._validation is not None and self._validation[0] >= line.step:
                 self._validation = None
-        self._told = era, point.step
-        self.curves.add(point)
+        self._told = line.era, line.step
+        self.curves.add(line)
 
     def _validate(self, step: int, loss: float, at_s: float) -> None:
         if self._validation is None or (step, loss) != self._validation:
@@ -422,16 +428,4 @@ def _says(plan: ChangeView, change: ChangeView) -> bool:
         and change.kind in ("joined", "left")
         and change.text in plan.text
         and abs(change.at_s - plan.at_s) < SAME_S
-    )
-
-
-def _point(line: StepLine) -> Point:
-    return Point(
-        at_s=line.time,
-        step=line.step,
-        loss=line.loss,
-        tokens_per_s=line.tokens_per_s,
-        staleness_steps_mean=line.staleness,
-        learning_rate=line.learning_rate,
-        gradient_norm=line.gradient_norm,
     )

@@ -34,7 +34,7 @@ from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.dashboard.view import Point, ValidationPoint, View
+from shoal.deploy.dashboard.view import ValidationPoint, View
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import Report
 
@@ -52,7 +52,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: int
     first: int
-    points: Sequence[Point]
+    points: Sequence[tuple[float | None, ...]]
     validations: Sequence[ValidationPoint] | None = None
     """All validations; None: unchanged."""
 
@@ -155,7 +155,7 @@ class Dashboard:
             growth = Growth(
                 generation=generation,
                 first=sent,
-                points=curves.points[sent:],
+                points=[line.point for line in curves.points[sent:]],
                 validations=curves.validations if news else None,
             )
             update = Update(view=self._current(), curves=growth, steers=self.steering.works)

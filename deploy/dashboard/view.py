@@ -215,20 +215,6 @@ class View(msgspec.Struct, frozen=True):
     changes: tuple[ChangeView, ...]
 
 
-class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One point of the curves."""
-
-    at_s: float
-    """Seconds since 1970, on this machine's clock."""
-    step: int
-    loss: float | None
-    tokens_per_s: float | None
-    staleness_steps_mean: float
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    """The norm of the whole model's gradient before clipping; None: unknown."""
-
-
 class ValidationPoint(msgspec.Struct, frozen=True, array_like=True):
     """One validation on the curves."""
 

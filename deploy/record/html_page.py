@@ -15,10 +15,9 @@ from string import Template
 import msgspec
 
 from shoal.deploy.base.words import short
-from shoal.deploy.record.lines import StepLine, ValidationLine
+from shoal.deploy.record.lines import StepLine, ValidationLine, merged
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, what_was_lost
-from shoal.deploy.record.writing import merged
 
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"
@@ -43,11 +42,7 @@ def render_page(record: Record) -> str:
         "starts": record.starts,
         "plans": sorted(record.plans, key=lambda line: (line.term, line.sequence)),
         "names": {short(line.peer): line.name for line in record.peers},
-        # In the fields of `dashboard.view.Point`.
-        "points": [
-            (line.time, line.step, line.loss, line.tokens_per_s, line.staleness, line.learning_rate, line.gradient_norm)
-            for line in steps
-        ],
+        "points": [line.point for line in steps],
         "validations": [(made.get(line.step, line.time), line.step, line.loss) for line in record.validations],
     }
     return one_file(

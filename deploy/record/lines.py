@@ -25,6 +25,7 @@ committed it, as reported by a member.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -64,7 +65,8 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     loss: float | None = None
     """Nats a token, the mean over microbatches with the weights before the step; None: no remaining peer knows it."""
     perplexity: float | None = None
-    learning_rate: float
+    learning_rate: float | None
+    """None: unknown to a peer without the run's spec, which writes no record."""
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
@@ -89,6 +91,19 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """Groups without a report that any remaining peer has."""
     steps: int = 1
     """How many steps the line stands for, up to `step`: several after an old part of the record was thinned."""
+
+    @property
+    def point(self) -> tuple[float | None, ...]:
+        """The line as a point of the plots; `COLUMNS` of `charts.js` names its parts."""
+        return (
+            self.time,
+            self.step,
+            self.loss,
+            self.tokens_per_s,
+            self.staleness,
+            self.learning_rate,
+            self.gradient_norm,
+        )
 
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
@@ -155,3 +170,28 @@ def decode_line(data: bytes) -> Line | None:
 def perplexity(loss: float | None) -> float | None:
     """Return e^loss for a loss in nats a token; None if there is none or it is not finite."""
     return math.exp(min(loss, _LOSS_MAX)) if loss is not None and math.isfinite(loss) else None
+
+
+def merged(steps: Sequence[StepLine]) -> StepLine:
+    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]
+        return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
+
+    loss = mean(line.loss for line in steps)
+    return msgspec.structs.replace(
+        steps[-1],
+        steps=sum(line.steps for line in steps),
+        loss=loss,
+        perplexity=perplexity(loss),
+        gradient_norm=mean(line.gradient_norm for line in steps),
+        gradient_norms=(),
+        tokens=sum(line.tokens for line in steps),
+        tokens_per_s=mean(line.tokens_per_s for line in steps),
+        staleness=mean(line.staleness for line in steps) or 0.0,
+        given_up=sum(line.given_up for line in steps),
+        duplicates=sum(line.duplicates for line in steps),
+        dissenting=sum(line.dissenting for line in steps),
+        unheard=sum(line.unheard for line in steps),
+    )

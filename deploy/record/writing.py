@@ -3,13 +3,11 @@
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLine, decode_line, encode_line, perplexity
+from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLine, decode_line, encode_line, merged
 from shoal.protocol.identity import PeerID
 
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -162,28 +160,3 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
                 known |= {line.peer} if isinstance(line, PeerLine) else set()
                 kept.append(line)
     return [*kept, waiting] if waiting is not None else kept
-
-
-def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
-
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]
-        return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
-
-    loss = mean(line.loss for line in steps)
-    return msgspec.structs.replace(
-        steps[-1],
-        steps=sum(line.steps for line in steps),
-        loss=loss,
-        perplexity=perplexity(loss),
-        gradient_norm=mean(line.gradient_norm for line in steps),
-        gradient_norms=(),
-        tokens=sum(line.tokens for line in steps),
-        tokens_per_s=mean(line.tokens_per_s for line in steps),
-        staleness=mean(line.staleness for line in steps) or 0.0,
-        given_up=sum(line.given_up for line in steps),
-        duplicates=sum(line.duplicates for line in steps),
-        dissenting=sum(line.dissenting for line in steps),
-        unheard=sum(line.unheard for line in steps),
-    )

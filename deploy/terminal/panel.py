@@ -133,7 +133,7 @@ def _figures(view: View, curves: Curves) -> RenderableType:
     rate.append(sparkline(rates, _SPARKLINE_COLUMNS), style="not bold cyan")
     validated = "" if view.validation_loss is None else f"val {view.validation_loss:.3f} (step {view.validation_step})"
     stale = Text(f"staleness {view.staleness_steps_mean:.2f} ", style="dim")
-    stale.append(sparkline([point.staleness_steps_mean for point in points], _SPARKLINE_COLUMNS), style="magenta")
+    stale.append(sparkline([point.staleness for point in points], _SPARKLINE_COLUMNS), style="magenta")
     flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
     return WrappedParts(rate, loss, Text(validated), stale, Text(flow, style="dim"))
 
