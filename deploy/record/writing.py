@@ -75,15 +75,14 @@ class RecordFile:
     def _write(self) -> None:
         file = self._file if self._file is not None else self._open()
         while self._waiting:
-            batch = b"".join(self._waiting)
-            data = b"\n" + batch if self._torn else batch
+            data = b"\n" * self._torn + self._waiting[0]
             written = os.write(file, data)
             if written < len(data):
-                self._keep_whole_lines(file, written - (len(data) - len(batch)))
+                os.ftruncate(file, self._size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += written
-            self._waiting.clear()
             self._torn = False
+            self._waiting.popleft()
         if self._now_s() >= self._synced_s + SYNC_S:
             os.fsync(file)
             self._synced_s = self._now_s()
@@ -92,17 +91,6 @@ class RecordFile:
             self._size = thin(self.path)
             # If thinning saved little, do not repeat it at every line.
             self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
-
-    def _keep_whole_lines(self, file: int, written: int) -> None:
-        """Drop the completely written lines from the queue after a partial write, and cut the torn one off the file."""
-        if written >= 0:  # else the newline after an older torn line is missing too
-            self._size += int(self._torn)
-            self._torn = False
-        while self._waiting and written >= len(self._waiting[0]):
-            line = self._waiting.popleft()
-            self._size += len(line)
-            written -= len(line)
-        os.ftruncate(file, self._size)
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
