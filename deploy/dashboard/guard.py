@@ -3,7 +3,7 @@
 A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
 127.0.0.1 (DNS rebinding) still sends its own name here.
-- **Origin**, where there is one, must be the Host: WebSockets know no other rule. No CORS header is ever sent.
+- **Origin**, where there is one, must be the Host. No CORS header is ever sent.
 - **Sec-Fetch-Site** of another site is allowed only for a link that the user follows.
 
 The page is read-only except for two actions of the key's holder (`steering.py`); any other method is refused.
@@ -44,16 +44,8 @@ class Guard:
         self._names = frozenset(name.lower() for name in names) | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"), scope["path"])
-        if scope["type"] == "websocket":
-            if complaint:
-                await send({"type": "websocket.close", "code": 4403, "reason": complaint})
-            else:
-                await self._app(scope, receive, send)
-            return
+        assert scope["type"] == "http", "uvicorn is told to speak nothing else"
+        complaint = self.complaint(Headers(scope=scope), scope["method"], scope["path"])
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
