@@ -100,7 +100,7 @@ class PartOptions:
         settings = load_settings().record
         project = self.wandb or ("" if self.record is False else settings.wandb_project)
         if project:
-            from shoal.deploy.record.wandb_run import need_wandb
+            from shoal.deploy.record.exports import need_wandb
 
             need_wandb()
         wanted = next(choice for choice in (self.record, settings.keep_record, default) if choice is not None)

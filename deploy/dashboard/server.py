@@ -35,6 +35,7 @@ from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.dashboard.view import ValidationPoint, View
+from shoal.deploy.record.lines import point_of
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import Report
 
@@ -153,7 +154,7 @@ class Dashboard:
             growth = Growth(
                 generation=generation,
                 first=sent,
-                points=[line.point for line in curves.points[sent:]],
+                points=[point_of(line) for line in curves.points[sent:]],
                 validations=curves.validations if news else None,
             )
             update = Update(view=self._current(), curves=growth, steers=self.steering.works)

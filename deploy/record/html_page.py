@@ -15,7 +15,7 @@ from string import Template
 import msgspec
 
 from shoal.deploy.base.words import short
-from shoal.deploy.record.lines import StepLine, ValidationLine, merged
+from shoal.deploy.record.lines import StepLine, ValidationLine, merged, point_of
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, what_was_lost
 
@@ -42,7 +42,7 @@ def render_page(record: Record) -> str:
         "starts": record.starts,
         "plans": sorted(record.plans, key=lambda line: (line.term, line.sequence)),
         "names": {short(line.peer): line.name for line in record.peers},
-        "points": [line.point for line in steps],
+        "points": [point_of(line) for line in steps],
         "validations": [(made.get(line.step, line.time), line.step, line.loss) for line in record.validations],
     }
     return one_file(

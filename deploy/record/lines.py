@@ -26,6 +26,7 @@ committed it, as reported by a member.
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -92,19 +93,6 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     steps: int = 1
     """How many steps the line stands for, up to `step`: several after an old part of the record was thinned."""
 
-    @property
-    def point(self) -> tuple[float | None, ...]:
-        """The line as a point of the plots; `COLUMNS` of `charts.js` names its parts."""
-        return (
-            self.time,
-            self.step,
-            self.loss,
-            self.tokens_per_s,
-            self.staleness,
-            self.learning_rate,
-            self.gradient_norm,
-        )
-
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
     step: int
@@ -165,6 +153,10 @@ def decode_line(data: bytes) -> Line | None:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "learning_rate", "gradient_norm")
+"""Returns a step as a point of the plots; `COLUMNS` of `charts.js` names its parts."""
 
 
 def perplexity(loss: float | None) -> float | None:

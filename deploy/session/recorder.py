@@ -19,7 +19,7 @@ import msgspec
 from shoal.deploy.base.words import counted
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.record.book import AGO_S_MAX, Book, Key
-from shoal.deploy.record.events_file import EventsFile
+from shoal.deploy.record.exports import EventsFile, WandbRun
 from shoal.deploy.record.lines import (
     RECORD,
     EndLine,
@@ -36,7 +36,6 @@ from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
 from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Reporter, Status, Validated
 from shoal.deploy.record.summary import in_words
-from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
 from shoal.peer.model.layout import num_trained
 from shoal.peer.model.schedule import rate_of
@@ -84,10 +83,8 @@ class Recorder:
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
         self._file: RecordFile | None = None
-        self._events: EventsFile | None = None
-        self._wandb: WandbRun | None = None
+        self._exports: list[EventsFile | WandbRun] = []
         self._book = self._new_book(None)
-        self._events_era = 0
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
         """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
@@ -97,7 +94,6 @@ class Recorder:
         self._census = Census()
         self._turn = 0
         self._missing_at_s = self._validations_at_s = 0.0
-        self._flushed_s = 0.0
         self._lock = asyncio.Lock()
 
     def open(self) -> Record:
@@ -114,18 +110,13 @@ class Recorder:
         self._validated = {(line.era, line.step) for line in record.validations}
         self._plans = {(line.term, line.sequence) for line in record.plans}
         self._file = RecordFile(folder / RECORD, say=self._troubles.append, now_s=time.monotonic)
-        start = self._start
-        self._waiting.append(start)
+        self._waiting.append(self._start)
         if self._project:
-            config = {name: getattr(start, name) for name in StartLine.__struct_fields__ if name != "time"}
-            self._wandb = WandbRun(
-                self._project,
-                run=f"{start.run}-{start.peer[-8:]}",
-                name=start.name,
-                folder=str(folder),
-                facts=config,
-            )
-        self._begin_events(record)
+            self._exports.append(WandbRun(self._project, self._start, folder))
+        try:
+            self._exports.append(EventsFile(folder, record))
+        except OSError as error:
+            self._troubles.append(_trouble(EventsFile, error))
         return record
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
@@ -348,54 +339,23 @@ class Recorder:
             return
         self._file.append(lines)
         told = [line for line in lines if isinstance(line, StepLine | ValidationLine)]
-        if self._events is not None and told:
+        for export in tuple(self._exports) if told else ():
             try:
-                self._write_events(told)
-            except OSError as error:
-                self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
-                self._events = None
-        if self._wandb is not None:
-            try:
-                self._wandb.add(told)
+                export.add(told)
             except Exception as error:  # wandb raises several kinds
-                self._troubles.append(f"Weights & Biases has failed, and gets no more: {error}")
-                self._wandb = None
-
-    def _write_events(self, told: list[StepLine | ValidationLine]) -> None:
-        assert self._events is not None
-        newest = max(line.era for line in told)
-        if newest > self._events_era and self.folder is not None:
-            self._events.close()
-            self._begin_events(read_record(self.folder))  # the run went back: earlier events are void
-            return
-        self._events.add(told)
-        if time.monotonic() >= self._flushed_s + 5.0:
-            self._events.flush()
-            self._flushed_s = time.monotonic()
-
-    def _begin_events(self, record: Record) -> None:
-        assert self.folder is not None
-        self._events_era = record.reached[0]
-        try:
-            self._events = EventsFile(self.folder)
-            self._events.add(sorted((*record.steps, *record.validations), key=lambda line: line.step))
-            self._events.flush()
-        except OSError as error:
-            self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
-            self._events = None
+                self._troubles.append(_trouble(type(export), error))
+                self._exports.remove(export)
 
     def close(self) -> None:
         """Write what waits, and close the files. It blocks."""
         if self._file is not None:
             self._file.append(self._waiting)
             self._file.close()
-        if self._events is not None:
+        for export in self._exports:
             try:
-                self._events.close()
+                export.close()
             except OSError as error:
-                logger.warning("TensorBoard's file: %s", error)
-        if self._wandb is not None:
-            self._wandb.close()
+                logger.warning("%s", _trouble(type(export), error))
 
     # --- the run ---
 
@@ -451,6 +411,10 @@ def start_line(spec: RunSpec, *, run: str, peer: PeerID, peer_name: str) -> Star
             "staleness": f"{counted(spec.training.s_max, 'step')} at most",
         },
     )
+
+
+def _trouble(export: type[EventsFile | WandbRun], error: Exception) -> str:
+    return export.trouble.format(getattr(error, "strerror", None) or error)
 
 
 def _num_groups(plan: Plan | None) -> int:

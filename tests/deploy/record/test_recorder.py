@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.deploy.record.events_file import scalars
+from shoal.deploy.record.exports import scalars
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
 from shoal.deploy.record.report import Note, Obeys, Recorded, Report, Reporter, Status, Validated
