@@ -77,7 +77,6 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.membership import Members
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
@@ -156,17 +155,6 @@ class _Run(NodeRun):
     """The invite key that this peer passes on; None: the run is open to anyone."""
     invites: InviteBook | None = None
     """All invites given out by the run's host; None on other peers."""
-
-    def key_to_give(self, members: Members) -> InviteKey | None:
-        """Return the key with which new peers can join now. Raises: LocalError: there is none."""
-        if self.invites is None:
-            if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
-                raise LocalError(
-                    "the invite with which this peer joined has expired: `shoal invite` on the host prints one"
-                )
-            return self.key
-        present = members.planned or frozenset()
-        return self.invites.default(seats=_seats(self.spec), taken=lambda key: members.seats_taken(key, present))
 
     def invite(self, addresses: Sequence[str]) -> Invite:
         return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
@@ -396,9 +384,7 @@ async def _train(
     if dashboard is not None:
         dashboard.steering.hand(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    verbs = HostVerbs(
-        node, network.transport, run.invites, invite=run.invite(()), key=lambda: run.key_to_give(network.gate.members)
-    )
+    verbs = HostVerbs(node, network.transport, run.invites, invite=run.invite(()), seats=_seats(run.spec))
     verbs.install(control)
     try:
         await control.try_start()
