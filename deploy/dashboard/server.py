@@ -34,7 +34,7 @@ from shoal.deploy.dashboard.feed import Feed
 from shoal.deploy.dashboard.guard import Guard
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.dashboard.view import ValidationPoint, View
+from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.lines import point_of
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import Report
@@ -44,25 +44,6 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 PERIOD_S = 1.0
 VIEWERS_MAX = 16
-
-
-class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """Points of the curves from number `first` on; if `generation` is new, a reader discards its points."""
-
-    generation: int
-    first: int
-    points: Sequence[tuple[float | None, ...]]
-    validations: Sequence[ValidationPoint] | None = None
-    """All validations; None: unchanged."""
-
-
-class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """One message to a viewer."""
-
-    view: View
-    curves: Growth
-    steers: bool
-    """True if a viewer with the key can pause the peer."""
 
 
 class Dashboard:
@@ -144,20 +125,27 @@ class Dashboard:
         return show
 
     async def _updates(self) -> AsyncIterator[bytes]:
-        """Yield updates until the dashboard closes."""
+        """Yield updates until the dashboard closes.
+
+        `curves` has the points from number `first` on, for a reader that discards its own if `generation` is new, and
+        all validations if they have changed. `steers`: a viewer with the key can pause the peer.
+        """
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
             curves = self._feed.curves
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
             news, told = curves.validations is not told, curves.validations
-            growth = Growth(
-                generation=generation,
-                first=sent,
-                points=[point_of(line) for line in curves.points[sent:]],
-                validations=curves.validations if news else None,
-            )
-            update = Update(view=self._current(), curves=growth, steers=self.steering.works)
+            update = {
+                "view": self._current(),
+                "curves": {
+                    "generation": generation,
+                    "first": sent,
+                    "points": [point_of(line) for line in curves.points[sent:]],
+                    "validations": curves.validations if news else None,
+                },
+                "steers": self.steering.works,
+            }
             sent = len(curves.points)
             yield b"data: " + self._encoder.encode(update) + b"\n\n"
             with contextlib.suppress(TimeoutError):

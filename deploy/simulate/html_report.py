@@ -40,11 +40,11 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     about: str
-    pace: tuple[tuple[float, float, float], ...]
+    pace: tuple[tuple[float, float, float], ...] = ()
     """(from, to, tokens/s) each."""
-    events: tuple[tuple[float, str, str], ...]
-    gantt: Chart
-    maps: tuple[Map, ...]
+    events: tuple[tuple[float, str, str], ...] = ()
+    gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
+    maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
     """(stage, layers, number of devices, description of the devices) each."""
 
@@ -104,15 +104,7 @@ def _figures(rows: Sequence[OutcomeRow]) -> PageFigures:
 
 def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
     result, topology = outcome.result, scenario.topology
-    shown = Shown(
-        name=outcome.strategy.name,
-        about=outcome.problem,
-        pace=(),
-        events=(),
-        gantt=Chart(start=0.0, end=1.0, unit=1.0, rows=()),
-        maps=(),
-        layout=_layout(outcome, topology),
-    )
+    shown = Shown(name=outcome.strategy.name, about=outcome.problem, layout=_layout(outcome, topology))
     if result is None:
         return shown
     return msgspec.structs.replace(

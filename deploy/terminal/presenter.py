@@ -11,14 +11,16 @@ from typing import Final
 
 import msgspec
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.text import Text
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.report import Note, Phase, Report, StepDone
 from shoal.deploy.terminal.lines import current_risks, expert_lines, status_lines, step_line, trouble
 from shoal.deploy.terminal.panel import run_panel
-from shoal.deploy.terminal.screen import Screen
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.terminal.tables import tables
 
 RECOVERED_STEPS: Final = 3
@@ -46,7 +48,8 @@ class Presenter:
         self.footer: Sequence[Text] = ()
         self.doing = ""
         """This process's activity, where it says more than the run's phase; empty: show the phase."""
-        self._screen = Screen(console)
+        self._console = console or open_console()
+        self._live: Live | None = None
         self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
         self._started_s = time.monotonic()
         self._counts_up, self._shows_mine = counts_up, shows_mine
@@ -62,15 +65,20 @@ class Presenter:
 
     @property
     def redraws(self) -> bool:
-        return self._screen.redraws
+        """True if a panel can be redrawn in place; false in a file or pipe."""
+        return self._console.is_terminal
 
     def draw(self) -> None:
         """Show the panel if the terminal can be redrawn."""
-        self._screen.draw(self.panel)
+        if self.redraws and self._live is None:
+            self._live = Live(get_renderable=self.panel, console=self._console, refresh_per_second=2.0)
+            self._live.start()
 
     def close(self) -> None:
-        """Stop drawing; the panel's last frame stays."""
-        self._screen.close()
+        """Stop drawing; the panel's last frame stays. Safe to call twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def view(self) -> View:
         with self._lock:
@@ -105,8 +113,8 @@ class Presenter:
     # --- what is printed ---
 
     def say(self, text: str) -> None:
-        """Print one permanent line, above the panel if there is one."""
-        self._screen.say(text)
+        """Print one permanent line above the panel; line breaks, maybe another peer's, become `?`."""
+        tell(self._console, printable(text))
 
     def tell_step(self, step: StepDone) -> None:
         """Print a line for `step`, unless a panel shows it."""
@@ -132,7 +140,7 @@ class Presenter:
         for line in status_lines(view):
             self.say(line)
         for table in tables(view):
-            self._screen.show(table)
+            self._console.print(table)
 
     def tell_experts(self) -> None:
         """Print a line for each stage with experts, unless a panel shows them."""
