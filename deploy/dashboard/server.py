@@ -6,7 +6,7 @@
 | `/live` | server-sent events: the view every second, and new points of the curves |
 | `/state.json` | the view, once |
 | `/metrics` | the same for Prometheus |
-| `/pause`, `/resume` | POST, for holders of the key (`steering.py`) |
+| `/pause`, `/resume` | POST, for holders of the key (`guard.py`) |
 
 To cost the peer little, a view is built at most about once a second for all viewers, and never without one.
 """
@@ -31,9 +31,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shoal.deploy.dashboard.address import BACKLOG, Address
 from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, LIVE, Connection, Connections
 from shoal.deploy.dashboard.feed import Feed
-from shoal.deploy.dashboard.guard import Guard
+from shoal.deploy.dashboard.guard import Guard, Steering
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
-from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.lines import point_of
 from shoal.deploy.record.reading import Record

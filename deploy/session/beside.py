@@ -32,8 +32,8 @@ async def serving(
     if address is None:
         yield None
         return
+    from shoal.deploy.dashboard.guard import Steering
     from shoal.deploy.dashboard.server import Dashboard, DashboardServer  # most peers need no web server
-    from shoal.deploy.dashboard.steering import Steering
 
     kept = load_addresses(folder) if folder is not None else KeptAddresses()
     steering = Steering(key=kept.dashboard_key) if kept.dashboard_key else Steering()

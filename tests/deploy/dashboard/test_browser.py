@@ -16,8 +16,8 @@ import pytest
 from pretend_swarm import Pretend
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import Steering
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.dashboard.steering import Steering
 from shoal.deploy.record.report import Joined, LimitsNow, Note, Status
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -16,8 +16,8 @@ from shoal.deploy.dashboard import connections
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.connections import ANSWER_S, CONNECTIONS_MAX, LIVE, REQUEST_S, Connections
 from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import KEY_HEADER, Steering
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.dashboard.steering import KEY_HEADER, Steering
 from viewers import looking
 
 SILENT = 130

@@ -17,8 +17,8 @@ import uvloop
 
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import KEY_HEADER, Steering
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.dashboard.steering import KEY_HEADER, Steering
 
 CASES = int(os.environ.get("SHOAL_FUZZ_CASES", "400"))
 KEY = "k" * 22

@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import KEY_HEADER, Steering
 from shoal.deploy.dashboard.server import Dashboard
-from shoal.deploy.dashboard.steering import KEY_HEADER, Steering
 from viewers import looking, served
 
 BASE = "http://127.0.0.1:8640"
