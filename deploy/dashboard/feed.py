@@ -53,16 +53,11 @@ from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
-CHANGES_MAX = 200
 CHANGES_SHOWN = 60
 NEW_S = 20.0
 """The time for which a peer is shown as new, or a departed one as gone."""
-SAME_S = 30.0
-"""A plan and the table report the same arrival within this time."""
 _MANY = 4096
 """The number of elements for which formats are compared."""
-CONTRIBUTION_S = 20.0
-"""The time for which a peer's report about itself counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +284,7 @@ class Feed:
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]
-        self._changes = sorted([*kept, change], key=lambda known: known.at_s)[-CHANGES_MAX:]
+        self._changes = sorted([*kept, change], key=lambda known: known.at_s)[-200:]
 
     # --- what is shown ---
 
@@ -303,9 +298,8 @@ class Feed:
             tokens_per_s = self._step.tokens_per_s
         comparison = status.comparison if status and not is_old else None
         coordinator = plan.coordinator if plan else PeerID("")
-        contributions = {
-            peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
-        }
+        # What a peer reported about itself does not count for long.
+        contributions = {peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < 20.0}
         steps = status.steps if status else self._facts.steps
         step, loss, staleness_steps = self._newest_step()
         bytes_per_s = tuple((tokens_per_s or 0.0) * each for each in self._facts.activation_bytes(status))
@@ -423,9 +417,10 @@ class Feed:
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
+    """True if a plan reports this arrival or departure, which the table reports within half a minute of it."""
     return (
         plan.kind == "plan"
         and change.kind in ("joined", "left")
         and change.text in plan.text
-        and abs(change.at_s - plan.at_s) < SAME_S
+        and abs(change.at_s - plan.at_s) < 30.0
     )

@@ -35,7 +35,6 @@ from shoal.deploy.dashboard.guard import Guard, Steering
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.lines import point_of
-from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import Report
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Dashboard:
         self.steering = steering or Steering()
         self.announcement = ""
         """A line that tells a person the address."""
-        self._feed, self._now_s = feed, now_s
+        self.feed, self._now_s = feed, now_s
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
         self._closing = asyncio.Event()
@@ -83,11 +82,7 @@ class Dashboard:
         )
 
     def take(self, report: Report) -> None:
-        self._feed.take(report, self._now_s())
-
-    def restore(self, record: Record) -> None:
-        """Fill the curves from the run's record of earlier starts."""
-        self._feed.restore(record)
+        self.feed.take(report, self._now_s())
 
     @property
     def is_watched(self) -> bool:
@@ -131,7 +126,7 @@ class Dashboard:
         """
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
-            curves = self._feed.curves
+            curves = self.feed.curves
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
             news, told = curves.validations is not told, curves.validations
@@ -155,7 +150,7 @@ class Dashboard:
         """Return the view, built once for all requests within half a period."""
         now_s = self._now_s()
         if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
-            self._view, self._view_at_s = self._feed.view(now_s), now_s
+            self._view, self._view_at_s = self.feed.view(now_s), now_s
         return self._view
 
 

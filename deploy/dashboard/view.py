@@ -12,14 +12,12 @@ from shoal.deploy.record.report import Given
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
-SILENT_S = 3.0
-
 PeerState = Literal["training", "light", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
     """Return a peer's state; the worst one if several apply."""
-    if peer.seen_s_ago > SILENT_S:
+    if peer.seen_s_ago > 3.0:
         return "silent"
     if peer.paused_s is not None:
         return "paused"  # a long pause also drains, which says less

@@ -34,8 +34,6 @@ import msgspec
 from shoal.protocol.identity import PeerID
 
 RECORD: Final = "record.jsonl"
-_LOSS_MAX: Final = 80.0
-"""Above it a perplexity is meaningless: e^80 is 5e34."""
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, omit_defaults=True):
@@ -160,8 +158,8 @@ point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "lear
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return e^loss for a loss in nats a token; None if there is none or it is not finite."""
-    return math.exp(min(loss, _LOSS_MAX)) if loss is not None and math.isfinite(loss) else None
+    """Return e^loss for a loss in nats a token, at most e^80; None if there is none or it is not finite."""
+    return math.exp(min(loss, 80.0)) if loss is not None and math.isfinite(loss) else None
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:

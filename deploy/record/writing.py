@@ -16,8 +16,6 @@ WAITING_MAX: Final = 100_000
 """Lines kept in memory while the disk fails; beyond that the oldest are lost."""
 AGAIN_S: Final = 10.0
 """The time until the disk is tried again after an error."""
-SYNC_S: Final = 30.0
-"""The fsync interval: a power failure loses the lines of this time."""
 
 
 class RecordFile:
@@ -83,7 +81,7 @@ class RecordFile:
             self._size += written
             self._torn = False
             self._waiting.popleft()
-        if self._now_s() >= self._synced_s + SYNC_S:
+        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of this time
             os.fsync(file)
             self._synced_s = self._now_s()
         if self._size > self._thin_at:

@@ -34,7 +34,7 @@ from shoal.deploy.record.lines import (
 )
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Reporter, Status, Validated
+from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Reporter, Status
 from shoal.deploy.record.summary import in_words
 from shoal.deploy.record.writing import RecordFile
 from shoal.peer.model.layout import num_trained
@@ -137,9 +137,6 @@ class Recorder:
                 self._take_plan(report)
             case Status():
                 self._take_status(report.status)
-            case Validated():
-                said = report.report
-                self._take_validation((said.era, said.step), said.loss, said.microbatches, time.time())
             case Note():
                 self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text)))
 
@@ -380,7 +377,7 @@ async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncI
         return
     before = await asyncio.to_thread(recorder.open)
     if dashboard is not None:
-        dashboard.restore(before)
+        dashboard.feed.restore(before)
     try:
         yield recorder
     finally:

@@ -22,9 +22,7 @@ from shoal.deploy.simulate.table import LEGEND, cells, headings
 from shoal.protocol.topology import Floats, Topology
 
 PAGE = Path(__file__).parent / "page"
-_POINTS_MAX = 400
 _LABELS_MAX = 80
-_EVENTS_MAX = 2000
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +109,7 @@ def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
         shown,
         about=_about(outcome, result),
         pace=pace(result),
-        events=tuple((e.at_s, e.change, e.text) for e in result.events[-_EVENTS_MAX:]),
+        events=tuple((e.at_s, e.change, e.text) for e in result.events[-2000:]),
         gantt=chart_of(result, outcome.placement, topology),
         maps=_maps(outcome, result, topology),
     )
@@ -130,7 +128,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
     """Return (from, to, tokens/s) between commits; in a long run the means of several steps."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
-    every = max(1, len(commits_s) // _POINTS_MAX)
+    every = max(1, len(commits_s) // 400)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
     return tuple(
         (commits_s[a], commits_s[b], (b - a) * result.tokens_per_step / (commits_s[b] - commits_s[a]))

@@ -7,7 +7,6 @@ standstill and its end, and for each risk. Both use the same `View` as the dashb
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -22,9 +21,6 @@ from shoal.deploy.terminal.lines import current_risks, expert_lines, status_line
 from shoal.deploy.terminal.panel import run_panel
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.terminal.tables import tables
-
-RECOVERED_STEPS: Final = 3
-"""A standstill is over after this many steps without another: a single step may be followed by another wait."""
 
 
 class Presenter:
@@ -165,5 +161,5 @@ class Presenter:
 
 
 def _has_recovered(view: View, stood_at: int) -> bool:
-    """True if the run has made enough steps since `stood_at` that the next standstill is news."""
-    return view.step >= min(stood_at + RECOVERED_STEPS, view.steps) or view.step < stood_at
+    """True if the run has made three steps since `stood_at`: a single step may be followed by another wait."""
+    return view.step >= min(stood_at + 3, view.steps) or view.step < stood_at

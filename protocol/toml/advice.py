@@ -14,7 +14,6 @@ from shoal.protocol.toml.defaults import (
     microbatches_of,
     millions,
     size_of,
-    thousands,
     warmup_steps_of,
 )
 
@@ -88,7 +87,7 @@ def _batch_advice(spec: RunSpec) -> Iterator[str]:
     usual = batch_tokens_of(size_of(spec.model))
     number, samples = microbatches_of(usual, spec.model, stages)
     remedy = f"Set training.microbatches_per_step = {number} and training.microbatch_size = {samples}"
-    tokens = thousands(spec.tokens_per_step)
+    tokens = f"{spec.tokens_per_step:,}"
     if spec.tokens_per_step > BATCH_RANGE * usual:
         yield (
             f"a step of {tokens} tokens is {spec.tokens_per_step / usual:.0f} times what suits a model of this size: "

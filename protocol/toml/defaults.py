@@ -35,14 +35,7 @@ AUTO: Final = "auto"
 
 TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
-_WIDE: Final = 2048
-"""Models of at least this width have heads of 128."""
-_NARROW: Final = 1024
-"""Below this width `ffn_dim` is a multiple of 32: rounding to 256 would make a width of 128 half as large again."""
 MICROBATCHES_PER_STAGE: Final = 4
-_WARMUP_SHARE: Final = 0.01
-_WARMUP_STEPS_MAX: Final = 2000
-"""The warm-up of DeepSeek LLM, Step Law and Llama."""
 _TUNING: Final = 1 / 15
 """The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
 _ADAPTING: Final = 10 / 15
@@ -96,7 +89,7 @@ def size_of(model: Model) -> Size:
 
 def heads_of(dim: int) -> int:
     """Return the number of query heads, of an even size that divides `dim`, the nearest to 64 (128 if wide)."""
-    wanted = 128 if dim >= _WIDE else 64
+    wanted = 128 if dim >= 2048 else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
 
@@ -108,7 +101,7 @@ def kv_heads_of(num_heads: int) -> int:
 
 def ffn_dim_of(dim: int) -> int:
     """Return the hidden width of SwiGLU at which its three matrices are as large as two of 4 D²."""
-    multiple = 32 if dim < _NARROW else 256
+    multiple = 32 if dim < 1024 else 256  # rounding to 256 would make a width of 128 half as large again
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
@@ -150,8 +143,8 @@ def learning_rate_of(
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
     """Return the steps until the rate's peak: twice the memory of Adam's second moment, 1 % of a long run, and at most
     a tenth of a short one. All runs of 400 to 4,000 steps with a `beta2` of 0.95 get the same."""
-    wanted = max(2.0 / (1.0 - beta2), _WARMUP_SHARE * steps)
-    return round(min(wanted, _WARMUP_STEPS_MAX, 0.1 * steps))
+    wanted = max(2.0 / (1.0 - beta2), 0.01 * steps)
+    return round(min(wanted, 2000, 0.1 * steps))  # 2,000 steps have DeepSeek LLM, Step Law and Llama
 
 
 def microbatches_of(
@@ -213,8 +206,8 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
         number=filling.said("training.microbatches_per_step"),
         samples=filling.said("training.microbatch_size"),
     )
-    told = f"{number} x {samples} samples are {thousands(number * samples * context)} tokens a step"
-    law = f"{told}; Step Law takes {thousands(batch)} for {millions(size.parameters)} parameters"
+    told = f"{number} x {samples} samples are {number * samples * context:,} tokens a step"
+    law = f"{told}; Step Law takes {batch:,.0f} for {millions(size.parameters)} parameters"
     number = filling.choose("training.microbatches_per_step", number, law)
     samples = filling.choose("training.microbatch_size", samples, law)
     optimizer = filling.text("optimizer.name")
@@ -301,10 +294,6 @@ def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool, adapts:
     if adapts:
         return f"two thirds of {law}, as only adapters are trained: ten times the rate at which all weights are tuned"
     return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
-
-
-def thousands(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def millions(value: float) -> str:
