@@ -65,7 +65,7 @@ LAST_WORDS_S: Final = 3.0
 
 
 class Recorder:
-    """Keeps one record.
+    """Keeps one record, from `open` to `close`; before `open` it asks nobody.
 
     Args:
         start: the first line; it says what is recorded and by whom.
@@ -78,7 +78,7 @@ class Recorder:
     def __init__(
         self, start: StartLine, spec: RunSpec, reports: Reporter, *, folder: Path | None, wandb: str = ""
     ) -> None:
-        self.folder = folder
+        self.folder, self._is_open = folder, False
         self._start, self._spec, self._reports, self._project = start, spec, reports, wandb
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
@@ -99,6 +99,7 @@ class Recorder:
     def open(self) -> Record:
         """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
         self._reports.listeners.append(self.take)
+        self._is_open = True
         folder, record = self.folder, Record()
         if folder is None:
             return record
@@ -144,7 +145,7 @@ class Recorder:
 
     async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
         """Keep the record until cancelled. No error here stops training."""
-        while True:
+        while self._is_open:
             live = plan()
             await asyncio.sleep(max(PERIOD_S, _num_groups(live) / GROUPS_A_SECOND))
             try:
@@ -155,6 +156,8 @@ class Recorder:
 
     async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
         """Write the last steps and the end line."""
+        if not self._is_open:
+            return
         step = self._spec.training.steps if finished else self._step
         until_s = time.monotonic() + LAST_WORDS_S
         while True:
@@ -367,19 +370,16 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[Recorder | None]:
-    """Keep the record inside the context; yield the recorder to run. Raises: LocalError.
-
-    Without a folder and a dashboard there is nothing to run, and no peer is asked.
-    """
+async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[None]:
+    """Keep the record inside the context, unless there is neither a folder nor a dashboard. Raises: LocalError."""
     if recorder.folder is None and dashboard is None:
-        yield None
+        yield
         return
     before = await asyncio.to_thread(recorder.open)
     if dashboard is not None:
         dashboard.feed.restore(before)
     try:
-        yield recorder
+        yield
     finally:
         await asyncio.to_thread(recorder.close)
 

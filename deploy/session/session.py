@@ -292,8 +292,8 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
         peer = network.identity.peer_id
         start = start_line(run.spec, run=network.transport.run, peer=peer, peer_name=options.name)
         folder = options.folder / network.transport.run if options.records.keeps else None
-        keeper = Recorder(start, run.spec, reports, folder=folder, wandb=options.records.wandb)
-        recorder = await stack.enter_async_context(recording(keeper, dashboard))
+        recorder = Recorder(start, run.spec, reports, folder=folder, wandb=options.records.wandb)
+        await stack.enter_async_context(recording(recorder, dashboard))
         return await _train(network, run, options, stop, reports, dashboard, recorder)
 
 
@@ -357,7 +357,7 @@ async def _train(
     stop: Stop,
     reports: Reporter,
     dashboard: "Dashboard | None",
-    recorder: Recorder | None,
+    recorder: Recorder,
 ) -> Found | None:
     say = reports.note
     compute = _make_compute(options)
@@ -421,7 +421,7 @@ async def _train(
             say(f"the run's owner has continued it: it goes on to step {newer[0].training.steps}")
             return newer
         reports.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
-        if recorder is not None and recorder.folder is not None:
+        if recorder.folder is not None:
             reports.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
         if node.peer.unsaved:
             raise LocalError(node.peer.unsaved)
@@ -439,7 +439,7 @@ async def _until_done(
     reports: Reporter,
     stop: Stop,
     meter: ContributionMeter,
-    recorder: Recorder | None,
+    recorder: Recorder,
     keeper: Keeper,
 ) -> tuple[bool, Found | None]:
     """Wait until the run is done, a stop is requested, or the spec has a newer revision.
@@ -447,7 +447,8 @@ async def _until_done(
     Returns: True if the run is done; the newer revision.
     """
     split = SplitWatch(node.endpoint, transport, own_status=node.status, say=reports.note)
-    recording = asyncio.create_task(_record(node, recorder), name="record the run")
+    plan = partial(_plan_of, node)
+    recording = asyncio.create_task(recorder.run(node.endpoint, node.past, plan), name="record the run")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
     async with ending(
@@ -470,9 +471,8 @@ async def _until_done(
             await node.leave(within_s=stop.within_s)
         finished = is_done and newer is None
         recording.cancel()
-        if recorder is not None:
-            await asyncio.gather(recording, return_exceptions=True)
-            await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+        await asyncio.gather(recording, return_exceptions=True)
+        await recorder.finish(node.endpoint, node.past, plan(), finished=finished)
         return finished, newer
 
 
@@ -489,11 +489,6 @@ async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None
                 continue
             fresh.told(named, time.monotonic())
             reports.say(Invites(peer=me, invite=invite, peers=len(named)))
-
-
-async def _record(node: Node, recorder: Recorder | None) -> None:
-    if recorder is not None:
-        await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
 
 
 def _plan_of(node: Node) -> Plan | None:

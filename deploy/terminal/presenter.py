@@ -146,11 +146,13 @@ class Presenter:
 
     def _tell_trouble(self, view: View) -> None:
         now = trouble(view)
+        # A single step may be followed by another wait, so the run goes on after three.
+        is_early = self._stood_at <= view.step < min(self._stood_at + 3, view.steps)
         if now:
             self._stood_at = view.step
             if now != self._trouble:
                 self.say(f"{view.standstill}: {view.phase}")
-        elif self._trouble and not _has_recovered(view, self._stood_at):
+        elif self._trouble and is_early:
             now = self._trouble
         elif self._trouble:
             self.say("the run goes on")
@@ -158,8 +160,3 @@ class Presenter:
         for risk in risks if risks != self._risks else ():
             self.say(risk)
         self._trouble, self._risks = now, risks
-
-
-def _has_recovered(view: View, stood_at: int) -> bool:
-    """True if the run has made three steps since `stood_at`: a single step may be followed by another wait."""
-    return view.step >= min(stood_at + 3, view.steps) or view.step < stood_at

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -279,9 +279,11 @@ def test_without_a_folder_nothing_is_written_and_the_steps_are_told(tmp_path: Pa
 def test_who_wants_neither_record_nor_page_asks_nobody(tmp_path: Path) -> None:
     async def main() -> None:
         reports = Reporter()
-        async with recording(recorder_in(None, reports), None) as recorder:
-            assert recorder is None
+        recorder, nobody, past = recorder_in(None, reports), cast(Any, None), Past(Clock())
+        async with recording(recorder, None):
             assert reports.listeners == []
+            await recorder.run(nobody, past, lambda: PLAN)
+            await recorder.finish(nobody, past, PLAN, finished=True)
 
     asyncio.run(main())
 
