@@ -14,9 +14,8 @@ class FetchWatch:
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
         """Return new progress to report, or None. A phase without `part` means that the fetch is over."""
         if progress is not self._progress:
-            over = progress is None
             self._progress, self._began_s = progress, now_s
-            if over:
+            if progress is None:
                 return Phase(name="catching up")
         if progress is None:
             return None

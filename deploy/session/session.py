@@ -198,13 +198,12 @@ async def join_run(invite: Invite, options: Options) -> None:
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     with contextlib.ExitStack() as until_found:
-        bar = None if options.reports else until_found.enter_context(progress_bar(""))
+        bar = until_found.enter_context(progress_bar("", hides=options.reports))
 
         def tell(phase: str) -> None:
-            if bar is None:
+            bar.begin(phase)
+            if options.reports:
                 write_report(Phase(name=phase))
-            else:
-                bar.begin(phase)
 
         tell("starting the network")
         async with _network(identity, invite, options) as network:

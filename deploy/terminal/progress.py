@@ -8,20 +8,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class PhaseBar:
-    """A bar that takes the done share, in [0, 1]; 0 means unknown. Thread-safe. Args: progress: None: draws nothing."""
+    """A bar that takes the done share, in [0, 1]; 0 means unknown. Thread-safe."""
 
-    def __init__(self, progress: Progress | None, what: str) -> None:
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task(what, total=None)
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress, self._task = progress, progress.add_task(what, total=None)
 
     def __call__(self, share: float) -> None:
-        if self._progress is not None and self._task is not None and share > 0:
+        if share > 0:
             self._progress.update(self._task, completed=share, total=1.0)
 
     def begin(self, what: str) -> None:
         """Begin the next phase of the work."""
-        if self._progress is not None and self._task is not None:
-            self._progress.reset(self._task, description=what, total=None)
+        self._progress.reset(self._task, description=what, total=None)
 
 
 @contextlib.contextmanager
@@ -33,12 +31,9 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, *, console: Console | None = None) -> Iterator[PhaseBar]:
-    """Show a bar inside the context, labelled `what`, a word or two."""
+def progress_bar(what: str, *, console: Console | None = None, hides: bool = False) -> Iterator[PhaseBar]:
+    """Show a bar inside the context, labelled `what`, a word or two. Args: hides: show nothing."""
     console = console or Console(stderr=True, highlight=False, emoji=False)
-    if not console.is_terminal:
-        yield PhaseBar(None, what)
-        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -47,5 +42,5 @@ def progress_bar(what: str, *, console: Console | None = None) -> Iterator[Phase
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=hides or not console.is_terminal) as progress:
         yield PhaseBar(progress, what)
