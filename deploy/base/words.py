@@ -38,6 +38,10 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
 def listed(names: Sequence[str], most: int = NAMED_MAX) -> str:
     """Name the first things: `a, b, c and 2 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -69,3 +73,23 @@ def quantity(value: float, unit: str) -> str:
     while value >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000.0, power + 1
     return f"{value:.3g} {_PREFIXES[power]}{unit}"
+
+
+def span(seconds: float) -> str:
+    """Format a duration: `45 s`, `12 min 5 s`, `3 h 10 min`, `2 d 4 h`."""
+    for unit, name, smaller, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= unit:
+            return f"{int(seconds // unit)} {name} {int(seconds % unit // smaller)} {less}"
+    return f"{seconds:.0f} s"
+
+
+def amount(number: float) -> str:
+    """Format a number: `9,812`, `35.1 k`, `3.3 M`."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit and number >= 1e4:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:,.0f}"
+
+
+def said_loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"

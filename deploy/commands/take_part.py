@@ -38,7 +38,7 @@ from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_or_report
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.identity import Identity
 from shoal.protocol.spec import RunSpec
@@ -100,7 +100,7 @@ class PartOptions:
         settings = load_settings().record
         project = self.wandb or ("" if self.record is False else settings.wandb_project)
         if project:
-            from shoal.deploy.record.wandb_run import need_wandb
+            from shoal.deploy.record.exports import need_wandb
 
             need_wandb()
         wanted = next(choice for choice in (self.record, settings.keep_record, default) if choice is not None)
@@ -248,13 +248,9 @@ def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
 
 
 def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool) -> None:
-    from shoal.deploy.record.report import Left, Note, write_report
+    from shoal.deploy.record.report import Left, write_report
 
-    for sentence in sentences:
-        if reports:
-            write_report(Note(text=sentence.strip()))
-        else:
-            say(sentence)
+    say_or_report(sentences, reports=reports)
     if reports:
         me = Identity.load_or_create(peer_folder / "identity.key").peer_id
         write_report(Left(peer=me, state_dir=str(peer_folder), finished=True))

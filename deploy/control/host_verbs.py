@@ -1,6 +1,7 @@
 """Answers commands about admission to a run. Every peer makes invites; the host also revokes and excludes."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,21 +22,15 @@ class HostVerbs:
 
     Args:
         book: None: this peer is not the run's host, or the run is open to anyone.
-        invite: of this run; its addresses are replaced each time.
-        key: returns the invite key: on the run's host one with a free seat, on other peers their own.
+        invite: of this run, with this peer's own key; its addresses are replaced each time.
+        seats: of a new invite.
     """
 
     def __init__(
-        self,
-        node: Node,
-        transport: LiveTransport,
-        book: InviteBook | None,
-        *,
-        invite: Invite,
-        key: Callable[[], InviteKey | None],
+        self, node: Node, transport: LiveTransport, book: InviteBook | None, *, invite: Invite, seats: int
     ) -> None:
         self._coordination, self._members, self._status = node.coordination, node.endpoint.members, node.status
-        self._transport, self._book, self._invite, self._key = transport, book, invite, key
+        self._transport, self._book, self._invite, self._seats = transport, book, invite, seats
 
     def install(self, control: ControlServer) -> None:
         control.on("invite", self._answer)
@@ -60,6 +55,17 @@ class HostVerbs:
         addresses = whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
         return msgspec.structs.replace(self._invite, addresses=addresses, key=key or self._key()).encode(), named
+
+    def _key(self) -> InviteKey | None:
+        """Return the key with which new peers can join now; None: the run is open to anyone."""
+        key, present = self._invite.key, self._members.planned or frozenset()
+        if self._book is not None:
+            return self._book.default(seats=self._seats, taken=lambda key: self._members.seats_taken(key, present))
+        if key is not None and 0 < key.delegation.expires_s < time.time():
+            raise LocalError(
+                "the invite with which this peer joined has expired: `shoal invite` on the host prints one"
+            )
+        return key
 
     async def others(self) -> dict[PeerID, tuple[str, ...]]:
         """Return the other members that an invite can name, and their addresses."""

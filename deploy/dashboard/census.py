@@ -47,17 +47,19 @@ class Census:
         self._by_ending: dict[str, str] = {}
         self._began = False
 
-    def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerID], list[DepartedPeer]]:
-        """Take a new table. Returns: (arrivals, departures) since the previous table; none for the first one."""
-        joined = []
+    def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerStatus], list[PeerStatus], list[DepartedPeer]]:
+        """Take a new table. Returns: (arrivals, moves to another stage, departures) since the previous table; all peers
+        of the first table have arrived."""
+        joined, moved = [], []
         for peer in status.peers:
             known = self._known.get(peer.peer)
             if known is None:
-                # Peers of the first table did not just arrive.
                 since_s = now_s if self._began else -float("inf")
                 self._known[peer.peer] = _Known(status=peer, since_s=since_s, seen_s=now_s)
-                joined += [peer.peer] if self._began else []
+                joined.append(peer)
             else:
+                if known.status.stage != peer.stage:
+                    moved.append(peer)
                 known.status, known.seen_s, known.missed = peer, now_s, 0
             self.name(peer.peer, peer.name)
         self._began = self._began or bool(status.peers)
@@ -72,7 +74,7 @@ class Census:
                 del self._known[id_]
                 gone.append(DepartedPeer(peer=id_, name=self.name_of(id_), stage=known.status.stage, at_s=now_s))
         self.departures = (self.departures + gone)[-NAMES_MAX:]
-        return joined, gone
+        return joined, moved, gone
 
     def since_s(self, peer: PeerID) -> float:
         """Return when the peer came; minus infinity: before the first table."""

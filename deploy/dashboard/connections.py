@@ -4,10 +4,9 @@ connection that sends none.
 | state of a connection | time limit |
 |---|---|
 | has not sent the complete head of its first or next request | `REQUEST_S` |
-| has asked for a WebSocket and got no answer (uvicorn ignores a broken head) | `REQUEST_S` |
 | is being answered, until the last byte has left | `ANSWER_S` |
-| was a viewer, and does not receive what was sent before the end | `ANSWER_S` |
-| is a viewer | none but uvicorn's pings: after 40 s without an answer it stops being one |
+| is a viewer that does not receive what was sent | `ANSWER_S` |
+| is any other viewer | none |
 
 Above `CONNECTIONS_MAX` one connection that is no viewer is closed: from the host with the most connections; waiting
 ones before ones being answered; the oldest first. So a flood from one host closes only that host's connections.
@@ -19,7 +18,6 @@ from collections import Counter
 from typing import NamedTuple
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
@@ -29,13 +27,14 @@ REQUEST_S = 10.0
 ANSWER_S = 60.0
 """Enough for 100 KB at 14 kbit/s."""
 
-_Protocol = H11Protocol | WebSocketsSansIOProtocol
+LIVE = "/live"
+"""The path of the viewers, whose answer ends with the dashboard."""
 
 
 class _Errand(NamedTuple):
     """The present activity of a connection; another request is another errand."""
 
-    connection: _Protocol
+    connection: H11Protocol
     request: object
     bound_s: float
     """The time limit; infinite for a viewer."""
@@ -55,7 +54,7 @@ class Connections(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self._since_s: dict[_Errand, float] = {}
-        self._ended: set[_Protocol] = set()
+        self._ended: set[H11Protocol] = set()
         """Aborted connections that uvicorn still lists."""
 
     def look(self, now_s: float) -> None:
@@ -77,7 +76,7 @@ class Connections(ServerState):
                 self._end(errand)
 
     def _errands(self) -> list[_Errand]:
-        here = {one for one in self.connections if isinstance(one, H11Protocol | WebSocketsSansIOProtocol)}
+        here = {one for one in self.connections if isinstance(one, H11Protocol)}
         self._ended &= here
         return [_errand(connection) for connection in here - self._ended]
 
@@ -96,12 +95,10 @@ class Connection(H11Protocol):
         self.server_state.look(self.loop.time())
 
 
-def _errand(connection: _Protocol) -> _Errand:
-    if isinstance(connection, H11Protocol):
-        request = connection.cycle  # None before the first request
-        is_answered = request is None or request.response_complete
-        waits = is_answered and connection.transport.get_write_buffer_size() == 0
-        return _Errand(connection, request, REQUEST_S if waits else ANSWER_S)
-    if connection.transport.is_closing():
-        return _Errand(connection, None, ANSWER_S)
-    return _Errand(connection, None, math.inf if connection.handshake_complete else REQUEST_S)
+def _errand(connection: H11Protocol) -> _Errand:
+    request = connection.cycle  # None before the first request
+    is_sent = connection.transport.get_write_buffer_size() == 0
+    if request is None or request.response_complete:
+        return _Errand(connection, request, REQUEST_S if is_sent else ANSWER_S)
+    is_viewer = request.scope["path"] == LIVE
+    return _Errand(connection, request, math.inf if is_viewer and is_sent else ANSWER_S)

@@ -1,9 +1,9 @@
 """Keeps a run's history, step by step, in bounded memory. Pure."""
 
-from collections.abc import Iterable, Sequence
-from statistics import fmean
+from collections.abc import Iterable
 
-from shoal.deploy.dashboard.view import Point, ValidationPoint
+from shoal.deploy.dashboard.view import ValidationPoint
+from shoal.deploy.record.lines import StepLine, merged
 
 POINTS_MAX = 1200
 """About two points per pixel of a wide screen. At this number neighbours are merged in pairs."""
@@ -16,27 +16,27 @@ class Curves:
 
     def __init__(self) -> None:
         self.generation = 0
-        self.points: list[Point] = []
+        self.points: list[StepLine] = []
         self.validations: list[ValidationPoint] = []
         self._stride = 1
         """How many points are merged into one."""
-        self._open: list[Point] = []
+        self._open: list[StepLine] = []
 
-    def add(self, point: Point) -> None:
+    def add(self, point: StepLine) -> None:
         """Add a step later than all others."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return
-        self.points.append(_merged(self._open))
+        self.points.append(merged(self._open))
         self._open.clear()
         if len(self.points) >= POINTS_MAX:
-            self.points = [_merged(self.points[index : index + 2]) for index in range(0, len(self.points), 2)]
+            self.points = [merged(self.points[index : index + 2]) for index in range(0, len(self.points), 2)]
             self._stride *= 2
             self.generation += 1
 
     def validate(self, at_s: float, step: int, loss: float) -> None:
         """Add the validation of version `step`. The last one of a version counts: the run may go back and repeat it."""
-        made_s = next((point.at_s for point in reversed(self.points) if point.step <= step), None)
+        made_s = next((point.time for point in reversed(self.points) if point.step <= step), None)
         made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
         kept = [known for known in self.validations if known.step != step]
         kept.append(ValidationPoint(at_s=made_s, step=step, loss=loss))
@@ -53,7 +53,7 @@ class Curves:
             self.points = kept
             self.generation += 1
 
-    def restore(self, points: Iterable[Point]) -> None:
+    def restore(self, points: Iterable[StepLine]) -> None:
         """Add the points of earlier starts."""
         for point in points:
             self.add(point)
@@ -62,24 +62,3 @@ class Curves:
     @property
     def _newest(self) -> int:
         return max((line.step for line in (*self.points[-1:], *self._open[-1:])), default=0)
-
-
-def _merged(points: Sequence[Point]) -> Point:
-    """Merge points: position of the last one, means of the values."""
-    last = points[-1]
-    if len(points) == 1:
-        return last
-    return Point(
-        at_s=last.at_s,
-        step=last.step,
-        loss=_mean([point.loss for point in points]),
-        tokens_per_s=_mean([point.tokens_per_s for point in points]),
-        staleness_steps_mean=fmean(point.staleness_steps_mean for point in points),
-        learning_rate=last.learning_rate,
-        gradient_norm=_mean([point.gradient_norm for point in points]),
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

@@ -4,12 +4,13 @@ The owner passes every report to `take`; displays call `view` and read `curves`.
 texts of other peers are stripped of control characters and cut to a length.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from shoal.deploy.base.words import ENDING
+from shoal.deploy.base.words import ENDING, short
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
@@ -23,7 +24,6 @@ from shoal.deploy.dashboard.view import (
     GoneView,
     MineView,
     PeerView,
-    Point,
     View,
     peer_state,
     run_phase,
@@ -34,6 +34,7 @@ from shoal.deploy.record.lines import StepLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.report import (
     Contribution,
+    Given,
     Joined,
     Left,
     Note,
@@ -52,16 +53,11 @@ from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
-CHANGES_MAX = 200
 CHANGES_SHOWN = 60
 NEW_S = 20.0
 """The time for which a peer is shown as new, or a departed one as gone."""
-SAME_S = 30.0
-"""A plan and the table report the same arrival within this time."""
 _MANY = 4096
 """The number of elements for which formats are compared."""
-CONTRIBUTION_S = 20.0
-"""The time for which a peer's report about itself counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +153,23 @@ class Feed:
             case StepDone():
                 self._phase, self._step = TRAINING, report
                 if not self._is_recorded:
-                    point = Point(
-                        at_s=now_s + self._wall_s,
+                    line = StepLine(
+                        time=now_s + self._wall_s,
                         step=report.step + 1,
+                        era=report.era,
                         loss=report.loss,
+                        tokens=self._facts.tokens_per_step,
                         tokens_per_s=report.tokens_per_s,
-                        staleness_steps_mean=report.staleness_mean,
+                        staleness=report.staleness_mean,
                         learning_rate=report.learning_rate,
                         gradient_norm=report.gradient_norm,
+                        peers=report.peers,
                     )
-                    self._add_point(report.era, point)
+                    self._add_step(line)
             case Recorded():
                 self._is_recorded = True
                 for line in report.steps:
-                    self._add_point(line.era, _point(line))
+                    self._add_step(line)
                 for validation in report.validations:
                     self._validate(validation.step, validation.loss, validation.time)
             case Validated():
@@ -225,46 +224,51 @@ class Feed:
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
             return  # from a former coordinator that was suspended and has not noticed
         self._status, self._status_at_s, self._run = status, now_s, clean(status.run)
-        joined, gone = self._census.take(status, now_s)
+        joined, _, gone = self._census.take(status, now_s)
         for note in status.plans:
             self._take_plan(note, now_s)
         if self._plan is None or (status.term, status.plan_sequence) > (self._plan.term, self._plan.sequence):
             self._plan = PlanNote(status.term, status.plan_sequence, 0.0, status.coordinator, status.plan_reason)
         for peer in joined:
-            self._note(now_s, "joined", f"{peer[-8:]} joined")
+            if math.isfinite(self._census.since_s(peer.peer)):  # peers of the first table did not just arrive
+                self._note(now_s, "joined", f"{short(peer.peer)} joined")
         for departure in gone:
-            self._note(now_s, "left", f"{departure.peer[-8:]} left")
+            self._note(now_s, "left", f"{short(departure.peer)} left")
         phase = run_phase(status)
         if phase != FIRST_STEP or self._phase != "left":
             self._phase = phase
         if status.validation_loss is not None and status.validation_step is not None:
             self._validate(status.validation_step, status.validation_loss, now_s + self._wall_s)
         if status.step > 0 and not self._is_recorded:
-            point = Point(
-                at_s=now_s + self._wall_s,
+            line = StepLine(
+                time=now_s + self._wall_s,
                 step=status.step,
+                era=status.era,
                 loss=status.loss,
+                tokens=self._facts.tokens_per_step,
                 tokens_per_s=status.tokens_per_s,
-                staleness_steps_mean=status.staleness_steps_mean,
+                staleness=status.staleness_steps_mean,
+                learning_rate=None,
+                peers=len(status.peers),
             )
-            self._add_point(status.era, point)
+            self._add_step(line)
 
     def restore(self, record: Record) -> None:
         """Fill the curves from the run's record of earlier starts."""
         self._told = record.reached
-        self.curves.restore(_point(line) for line in record.steps)
+        self.curves.restore(record.steps)
         for line in record.validations:
             self._validate(line.step, line.loss, line.time)
 
-    def _add_point(self, era: int, point: Point) -> None:
-        if (era, point.step) <= self._told:
+    def _add_step(self, line: StepLine) -> None:
+        if (line.era, line.step) <= self._told:
             return
-        if era > self._told[0]:
-            self.curves.go_back(point.step)
-            if self._validation is not None and self._validation[0] >= point.step:
+        if line.era > self._told[0]:
+            self.curves.go_back(line.step)
+            if self._validation is not None and self._validation[0] >= line.step:
                 self._validation = None
-        self._told = era, point.step
-        self.curves.add(point)
+        self._told = line.era, line.step
+        self.curves.add(line)
 
     def _validate(self, step: int, loss: float, at_s: float) -> None:
         if self._validation is None or (step, loss) != self._validation:
@@ -280,7 +284,7 @@ class Feed:
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]
-        self._changes = sorted([*kept, change], key=lambda known: known.at_s)[-CHANGES_MAX:]
+        self._changes = sorted([*kept, change], key=lambda known: known.at_s)[-200:]
 
     # --- what is shown ---
 
@@ -294,9 +298,8 @@ class Feed:
             tokens_per_s = self._step.tokens_per_s
         comparison = status.comparison if status and not is_old else None
         coordinator = plan.coordinator if plan else PeerID("")
-        contributions = {
-            peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < CONTRIBUTION_S
-        }
+        # What a peer reported about itself does not count for long.
+        contributions = {peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < 20.0}
         steps = status.steps if status else self._facts.steps
         step, loss, staleness_steps = self._newest_step()
         bytes_per_s = tuple((tokens_per_s or 0.0) * each for each in self._facts.activation_bytes(status))
@@ -394,16 +397,16 @@ class Feed:
         held = stages[told.stage] if told.stage is not None and told.stage < len(stages) else (0, 0)
         swarm_tokens_per_s = status.tokens_per_s if status else 0.0
         layers = tokens_per_s * (held[1] - held[0]) / facts.num_layers
-        fields = {name: getattr(told, name) for name in MineView.__struct_fields__ if hasattr(told, name)} | {
-            "name": self._census.name_of(told.peer),
-            "limited_by": limited_by(told, status.peers if status else (), num_stages=len(stages)),
-            "tokens_per_s": tokens_per_s,
-            "work_share": min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
-            "sent_bytes_per_s": sum(sent for _, sent, _ in told.links),
-            "received_bytes_per_s": sum(received for _, _, received in told.links),
-            "tokens_total": told.microbatches_total * facts.tokens_per_microbatch,
-        }
-        return MineView(**fields)
+        given = {name: getattr(told, name) for name in Given.__struct_fields__}
+        return MineView(
+            **given | {"name": self._census.name_of(told.peer)},
+            limited_by=limited_by(told, status.peers if status else (), num_stages=len(stages)),
+            tokens_per_s=tokens_per_s,
+            work_share=min(1.0, layers / swarm_tokens_per_s) if swarm_tokens_per_s > 0.0 else 0.0,
+            sent_bytes_per_s=sum(sent for _, sent, _ in told.links),
+            received_bytes_per_s=sum(received for _, _, received in told.links),
+            tokens_total=told.microbatches_total * facts.tokens_per_microbatch,
+        )
 
     def _named(self, change: ChangeView) -> ChangeView:
         coordinator = self._census.name_of(PeerID(change.coordinator)) if change.coordinator else ""
@@ -414,21 +417,10 @@ class Feed:
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
+    """True if a plan reports this arrival or departure, which the table reports within half a minute of it."""
     return (
         plan.kind == "plan"
         and change.kind in ("joined", "left")
         and change.text in plan.text
-        and abs(change.at_s - plan.at_s) < SAME_S
-    )
-
-
-def _point(line: StepLine) -> Point:
-    return Point(
-        at_s=line.time,
-        step=line.step,
-        loss=line.loss,
-        tokens_per_s=line.tokens_per_s,
-        staleness_steps_mean=line.staleness,
-        learning_rate=line.learning_rate,
-        gradient_norm=line.gradient_norm,
+        and abs(change.at_s - plan.at_s) < 30.0
     )

@@ -1,25 +1,37 @@
-"""Keeps pages of other sites from reading, framing or impersonating the dashboard.
+"""Keeps pages of other sites from reading, framing or impersonating the dashboard, and lets the owner pause the peer.
 
 A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
 127.0.0.1 (DNS rebinding) still sends its own name here.
-- **Origin**, where there is one, must be the Host: WebSockets know no other rule. No CORS header is ever sent.
+- **Origin**, where there is one, must be the Host. No CORS header is ever sent.
 - **Sec-Fetch-Site** of another site is allowed only for a link that the user follows.
 
-The page is read-only except for two actions of the key's holder (`steering.py`); any other method is refused.
+The page is read-only except for two actions of the key's holder; any other method is refused. The key is in the address
+that the peer prints, after the `#`, which browsers never send. The page keeps it for its tab and sends it in a header,
+which a page of another site cannot set.
 """
 
-from collections.abc import Mapping, Sequence
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.deploy.dashboard.address import is_ip
-from shoal.deploy.dashboard.steering import PATHS
 
+PATHS = frozenset({"/pause", "/resume"})
+KEY_HEADER = "x-shoal-key"
+
+Act = Callable[[], Awaitable[Mapping[str, Any]]]
+"""A function that pauses or resumes, and returns the new state."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -44,16 +56,8 @@ class Guard:
         self._names = frozenset(name.lower() for name in names) | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"), scope["path"])
-        if scope["type"] == "websocket":
-            if complaint:
-                await send({"type": "websocket.close", "code": 4403, "reason": complaint})
-            else:
-                await self._app(scope, receive, send)
-            return
+        assert scope["type"] == "http", "uvicorn is told to speak nothing else"
+        complaint = self.complaint(Headers(scope=scope), scope["method"], scope["path"])
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,3 +97,32 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
+
+
+@dataclass(slots=True)
+class Steering:
+    """The actions on one peer; refused until `hand` is called, and always in a demo."""
+
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    _acts: dict[str, Act] = field(default_factory=dict)
+
+    def hand(self, *, pause: Act, resume: Act) -> None:
+        """Set the functions that the page's two actions call."""
+        self._acts = {"/pause": pause, "/resume": resume}
+
+    @property
+    def works(self) -> bool:
+        return bool(self._acts)
+
+    @property
+    def routes(self) -> list[Route]:
+        return [Route(path, self._act, methods=["POST"]) for path in sorted(PATHS)]
+
+    async def _act(self, request: Request) -> Response:
+        given = request.headers.get(KEY_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            return PlainTextResponse("open the address that the peer has printed, with its key\n", HTTPStatus.FORBIDDEN)
+        act = self._acts.get(request.url.path)
+        if act is None:
+            return PlainTextResponse("there is no peer here to pause\n", HTTPStatus.CONFLICT)
+        return JSONResponse(dict(await act()))

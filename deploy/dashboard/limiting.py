@@ -19,13 +19,6 @@ from shoal.deploy.dashboard.view import LimitedBy
 from shoal.deploy.record.report import Contribution
 from shoal.protocol.messages import PeerStatus
 
-BUSY = 0.85
-QUEUES_BUSY = 0.6
-"""A device with queued microbatches is busy from this share on: the rest is the program's overhead."""
-SENDING = 0.8
-FORWARDS_OF_A_MICROBATCH = 3.0
-"""A backward costs two forwards. The last stage's `forward_s` includes both."""
-
 
 def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: int) -> LimitedBy:
     """Return what limits the peer. Args: peers: from the coordinator's table; empty if unknown."""
@@ -47,9 +40,10 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     if resting and mine.waiting > 0:
         text = f"limited by what you have set: {resting} (it computes {100 * mine.busy:.0f} %)"
         return LimitedBy(kind="cap", text=text)
-    if mine.busy >= BUSY or (mine.busy >= QUEUES_BUSY and mine.waiting > 0):
+    # With queued microbatches the rest of the time is the program's overhead.
+    if mine.busy >= (0.6 if mine.waiting > 0 else 0.85):
         return LimitedBy(kind="device", text=f"limited by the device: it computes {100 * mine.busy:.0f} % of the time")
-    if mine.sending >= SENDING:
+    if mine.sending >= 0.8:
         cap = next((cap for cap in caps if "upload" in cap), "")
         if cap:
             return LimitedBy(kind="cap", text=f"limited by what you have set: {cap}")
@@ -69,7 +63,8 @@ def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None
     for peer in peers:
         is_at_work = peer.synced or peer.light is not None
         if peer.stage is not None and peer.stage < num_stages and is_at_work and peer.forward_s > 0.0:
-            times = 1.0 if peer.stage == num_stages - 1 else FORWARDS_OF_A_MICROBATCH
+            # A backward costs two forwards. The last stage's `forward_s` includes both.
+            times = 1.0 if peer.stage == num_stages - 1 else 3.0
             rates[peer.stage] += 1.0 / (times * peer.forward_s)
     if not rates or min(rates) == 0.0:
         return None

@@ -3,10 +3,10 @@
 | path | content |
 |---|---|
 | `/` and its files | the page, from `static/` |
-| `/live` | WebSocket: the view every second, and new points of the curves |
+| `/live` | server-sent events: the view every second, and new points of the curves |
 | `/state.json` | the view, once |
 | `/metrics` | the same for Prometheus |
-| `/pause`, `/resume` | POST, for holders of the key (`steering.py`) |
+| `/pause`, `/resume` | POST, for holders of the key (`guard.py`) |
 
 To cost the peer little, a view is built at most about once a second for all viewers, and never without one.
 """
@@ -15,53 +15,33 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.deploy.dashboard.address import BACKLOG, Address
-from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, Connection, Connections
+from shoal.deploy.dashboard.connections import CONNECTIONS_MAX, LIVE, Connection, Connections
 from shoal.deploy.dashboard.feed import Feed
-from shoal.deploy.dashboard.guard import Guard
+from shoal.deploy.dashboard.guard import Guard, Steering
 from shoal.deploy.dashboard.metrics import CONTENT_TYPE, render_metrics
-from shoal.deploy.dashboard.steering import Steering
-from shoal.deploy.dashboard.view import Point, ValidationPoint, View
+from shoal.deploy.dashboard.view import View
+from shoal.deploy.record.lines import point_of
+from shoal.deploy.record.report import Report
 
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 PERIOD_S = 1.0
 VIEWERS_MAX = 16
-REQUEST_BYTES_MAX = 1024
-"""The most bytes of a viewer's message; viewers need to send nothing."""
-
-
-class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """Points of the curves from number `first` on; if `generation` is new, a reader discards its points."""
-
-    generation: int
-    first: int
-    points: Sequence[Point]
-    validations: Sequence[ValidationPoint] | None = None
-    """All validations; None: unchanged."""
-
-
-class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """One message to a viewer."""
-
-    view: View
-    curves: Growth
-    steers: bool
-    """True if a viewer with the key can pause the peer."""
 
 
 class Dashboard:
@@ -77,8 +57,10 @@ class Dashboard:
     def __init__(
         self, feed: Feed, *, now_s: Callable[[], float], names: Sequence[str] = (), steering: Steering | None = None
     ) -> None:
-        self._feed, self._now_s = feed, now_s
-        self._steering = steering or Steering()
+        self.steering = steering or Steering()
+        self.announcement = ""
+        """A line that tells a person the address."""
+        self.feed, self._now_s = feed, now_s
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
         self._closing = asyncio.Event()
@@ -91,13 +73,16 @@ class Dashboard:
                     Route("/", self._page),
                     Route("/metrics", self._metrics),
                     Route("/state.json", self._state),
-                    WebSocketRoute("/live", self._live),
-                    *self._steering.routes,
+                    Route(LIVE, self._live),
+                    *self.steering.routes,
                     Mount("/static", StaticFiles(directory=STATIC)),
                 ]
             ),
             names=names,
         )
+
+    def take(self, report: Report) -> None:
+        self.feed.take(report, self._now_s())
 
     @property
     def is_watched(self) -> bool:
@@ -119,37 +104,44 @@ class Dashboard:
         self._asked_s = self._now_s()
         return Response(self._encoder.encode(self._current()), media_type="application/json")
 
-    async def _live(self, socket: WebSocket) -> None:
+    async def _live(self, request: Request) -> ASGIApp:
         if self._viewers >= VIEWERS_MAX:
-            await socket.close(4429, "too many look already")
-            return
-        await socket.accept()
-        self._viewers += 1
-        try:
-            await self._send(socket)
-            await socket.close(1001)
-        except WebSocketDisconnect:
-            pass  # the viewer has gone
-        finally:
-            self._viewers -= 1
+            return PlainTextResponse("too many look already\n", HTTPStatus.TOO_MANY_REQUESTS)
+        stream = StreamingResponse(self._updates(), media_type="text/event-stream")
 
-    async def _send(self, socket: WebSocket) -> None:
-        """Send updates until the dashboard closes. Raises: WebSocketDisconnect: the viewer has gone."""
+        async def show(scope: Scope, receive: Receive, send: Send) -> None:
+            self._viewers += 1
+            try:
+                await stream(scope, receive, send)
+            finally:
+                self._viewers -= 1
+
+        return show
+
+    async def _updates(self) -> AsyncIterator[bytes]:
+        """Yield updates until the dashboard closes.
+
+        `curves` has the points from number `first` on, for a reader that discards its own if `generation` is new, and
+        all validations if they have changed. `steers`: a viewer with the key can pause the peer.
+        """
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
-            curves = self._feed.curves
+            curves = self.feed.curves
             if curves.generation != generation:
                 generation, sent = curves.generation, 0
             news, told = curves.validations is not told, curves.validations
-            growth = Growth(
-                generation=generation,
-                first=sent,
-                points=curves.points[sent:],
-                validations=curves.validations if news else None,
-            )
-            update = Update(view=self._current(), curves=growth, steers=self._steering.works)
+            update = {
+                "view": self._current(),
+                "curves": {
+                    "generation": generation,
+                    "first": sent,
+                    "points": [point_of(line) for line in curves.points[sent:]],
+                    "validations": curves.validations if news else None,
+                },
+                "steers": self.steering.works,
+            }
             sent = len(curves.points)
-            await socket.send_text(self._encoder.encode(update).decode())
+            yield b"data: " + self._encoder.encode(update) + b"\n\n"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD_S):
                     await self._closing.wait()
@@ -158,7 +150,7 @@ class Dashboard:
         """Return the view, built once for all requests within half a period."""
         now_s = self._now_s()
         if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
-            self._view, self._view_at_s = self._feed.view(now_s), now_s
+            self._view, self._view_at_s = self.feed.view(now_s), now_s
         return self._view
 
 
@@ -175,7 +167,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all but viewers first: uvicorn would wait for them, and fail on a WebSocket with a broken head."""
+        """Close all but viewers first: uvicorn would wait for them."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
@@ -213,9 +205,7 @@ class DashboardServer:
         config = uvicorn.Config(
             self._dashboard.app,
             http=Connection,
-            ws="websockets-sansio",
-            ws_max_size=REQUEST_BYTES_MAX,
-            ws_per_message_deflate=False,
+            ws="none",
             lifespan="off",
             log_config=None,
             log_level="error",  # otherwise strangers could fill the peer's log with broken requests

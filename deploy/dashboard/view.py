@@ -8,18 +8,16 @@ from typing import Literal
 import msgspec
 
 from shoal.deploy.base.words import duration, printable
-from shoal.deploy.record.report import LimitsNow
+from shoal.deploy.record.report import Given
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
-
-SILENT_S = 3.0
 
 PeerState = Literal["training", "light", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
     """Return a peer's state; the worst one if several apply."""
-    if peer.seen_s_ago > SILENT_S:
+    if peer.seen_s_ago > 3.0:
         return "silent"
     if peer.paused_s is not None:
         return "paused"  # a long pause also drains, which says less
@@ -147,31 +145,17 @@ class LimitedBy(msgspec.Struct, frozen=True):
     text: str
 
 
-class MineView(msgspec.Struct, frozen=True):
-    """One peer's contribution by its own measurements; rates cover the last ten seconds."""
+class MineView(Given, frozen=True, kw_only=True):
+    """One peer's contribution, as a part of the run's work."""
 
-    peer: PeerID
-    name: str
     limited_by: LimitedBy
-    limits: LimitsNow | None
-    busy: float
-    """The share of time in which the device computed, in [0, 1]."""
-    sending: float
-    """The share of time in which something was being sent, in [0, 1]."""
-    flop_per_s: float
     tokens_per_s: float
     """Tokens/s through this peer's layers, over the last minute."""
     work_share: float
     """The peer's share of the run's work, in [0, 1]: tokens times its share of the layers."""
     sent_bytes_per_s: float
     received_bytes_per_s: float
-    flop_total: float
-    microbatches_total: int
     tokens_total: int
-    sent_bytes_total: float
-    received_bytes_total: float
-    memory_bytes: int
-    uptime_s: float
 
 
 class View(msgspec.Struct, frozen=True):
@@ -227,20 +211,6 @@ class View(msgspec.Struct, frozen=True):
     others: tuple[MineView, ...]
     """Contributions of other peers that reported here: in a demo, all."""
     changes: tuple[ChangeView, ...]
-
-
-class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One point of the curves."""
-
-    at_s: float
-    """Seconds since 1970, on this machine's clock."""
-    step: int
-    loss: float | None
-    tokens_per_s: float | None
-    staleness_steps_mean: float
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    """The norm of the whole model's gradient before clipping; None: unknown."""
 
 
 class ValidationPoint(msgspec.Struct, frozen=True, array_like=True):

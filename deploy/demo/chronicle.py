@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -31,11 +31,13 @@ from shoal.deploy.record.report import (
     StepDone,
     Validated,
 )
-from shoal.deploy.session.beside import Showing
 from shoal.deploy.terminal.presenter import Presenter
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from shoal.deploy.dashboard.server import Dashboard
 
 _RECENT_STEPS = 17
 """The window of tokens/s, in steps."""
@@ -66,12 +68,12 @@ class Chronicle:
         self._num_here = 0
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._json: IO[bytes] | None = None
-        self._dashboard: Showing | None = None
+        self._dashboard: Dashboard | None = None
 
-    def show_on(self, dashboard: Showing) -> None:
+    def show_on(self, dashboard: "Dashboard | None") -> None:
         """Pass all reports to the dashboard too, from now on."""
         self._dashboard = dashboard
-        if dashboard.announcement:
+        if dashboard is not None:
             self._presenter.say(dashboard.announcement)
 
     def doing(self, what: str) -> None:

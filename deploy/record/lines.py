@@ -25,6 +25,8 @@ committed it, as reported by a member.
 """
 
 import math
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -32,8 +34,6 @@ import msgspec
 from shoal.protocol.identity import PeerID
 
 RECORD: Final = "record.jsonl"
-_LOSS_MAX: Final = 80.0
-"""Above it a perplexity is meaningless: e^80 is 5e34."""
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, omit_defaults=True):
@@ -64,7 +64,8 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     loss: float | None = None
     """Nats a token, the mean over microbatches with the weights before the step; None: no remaining peer knows it."""
     perplexity: float | None = None
-    learning_rate: float
+    learning_rate: float | None
+    """None: unknown to a peer without the run's spec, which writes no record."""
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
@@ -152,6 +153,35 @@ def decode_line(data: bytes) -> Line | None:
         return None
 
 
+point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "learning_rate", "gradient_norm")
+"""Returns a step as a point of the plots; `COLUMNS` of `charts.js` names its parts."""
+
+
 def perplexity(loss: float | None) -> float | None:
-    """Return e^loss for a loss in nats a token; None if there is none or it is not finite."""
-    return math.exp(min(loss, _LOSS_MAX)) if loss is not None and math.isfinite(loss) else None
+    """Return e^loss for a loss in nats a token, at most e^80; None if there is none or it is not finite."""
+    return math.exp(min(loss, 80.0)) if loss is not None and math.isfinite(loss) else None
+
+
+def merged(steps: Sequence[StepLine]) -> StepLine:
+    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]
+        return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
+
+    loss = mean(line.loss for line in steps)
+    return msgspec.structs.replace(
+        steps[-1],
+        steps=sum(line.steps for line in steps),
+        loss=loss,
+        perplexity=perplexity(loss),
+        gradient_norm=mean(line.gradient_norm for line in steps),
+        gradient_norms=(),
+        tokens=sum(line.tokens for line in steps),
+        tokens_per_s=mean(line.tokens_per_s for line in steps),
+        staleness=mean(line.staleness for line in steps) or 0.0,
+        given_up=sum(line.given_up for line in steps),
+        duplicates=sum(line.duplicates for line in steps),
+        dissenting=sum(line.dissenting for line in steps),
+        unheard=sum(line.unheard for line in steps),
+    )

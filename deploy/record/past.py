@@ -15,8 +15,6 @@ from shoal.protocol.limits import HISTORY_COMMITS_MAX, HISTORY_PER_REPLY_MAX
 from shoal.protocol.messages import CommitReport, History, HistoryRequest, PastCommit, PastValidation, ValidationReport
 from shoal.protocol.ports import Clock
 
-_VALIDATIONS_MAX = 256
-
 Report = TypeVar("Report", CommitReport, ValidationReport)
 
 
@@ -51,7 +49,7 @@ class Past:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._commits = _Kept[CommitReport](HISTORY_COMMITS_MAX)
-        self._validations = _Kept[ValidationReport](_VALIDATIONS_MAX)
+        self._validations = _Kept[ValidationReport](256)
 
     def committed(self, report: CommitReport) -> None:
         self._commits.add((report.era, report.step, report.stage), self._clock.now_s(), report)

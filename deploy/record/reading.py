@@ -1,9 +1,11 @@
 """Reads a record: its valid lines, in order, despite crashes and repeated steps."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.deploy.record.lines import (
     RECORD,
@@ -67,28 +69,19 @@ def read_record(path: Path) -> Record:
 
 def record_of(data: Iterable[bytes]) -> Record:
     """Build a record from the file's lines."""
-    record = Record()
+    record, lines = Record(), defaultdict[type, list[Any]](list)
     steps: dict[tuple[int, int], StepLine] = {}
     validations: dict[tuple[int, int], ValidationLine] = {}
-    for text in data:
-        line = decode_line(text) if text.strip() else None
-        match line:
-            case None:
-                record.torn += bool(text.strip())
-            case StartLine():
-                record.starts.append(line)
-            case StepLine():
-                steps.setdefault(_order(line), line)
-            case ValidationLine():
-                validations.setdefault(_order(line), line)
-            case PlanLine():
-                record.plans.append(line)
-            case PeerLine():
-                record.peers.append(line)
-            case NoteLine():
-                record.notes.append(line)
-            case EndLine():
-                record.ends.append(line)
+    for text in filter(bytes.strip, data):
+        line = decode_line(text)
+        lines[type(line)].append(line)
+    record.torn = len(lines[type(None)])
+    record.starts, record.plans, record.peers = lines[StartLine], lines[PlanLine], lines[PeerLine]
+    record.notes, record.ends = lines[NoteLine], lines[EndLine]
+    for step in lines[StepLine]:
+        steps.setdefault(_order(step), step)
+    for validation in lines[ValidationLine]:
+        validations.setdefault(_order(validation), validation)
     voids = _voids(steps.values(), record.plans)
     for key in sorted(steps):
         (record.redone if key[1] >= voids(key[0]) else record.steps).append(steps[key])

@@ -5,6 +5,7 @@ may die, the coordinator included. Only the table of the whole swarm comes from 
 """
 
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -110,34 +111,37 @@ class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
     """The limits in words: `upload at most 5 Mbit/s`."""
 
 
-class Contribution(_Report, frozen=True):
-    """A peer's contribution by its own measurements. Rates and shares cover the last ten seconds, the rate of
-    microbatches the last minute."""
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer gives, by its own measurements; rates and shares cover the last ten seconds."""
 
     peer: PeerID
     name: str
-    stage: int | None
-    synced: bool
     busy: float
-    """The share of time in which the device computed."""
+    """The share of time in which the device computed, in [0, 1]."""
     sending: float
-    """The share of time in which a frame was being sent to any peer."""
-    waiting: int
-    """Microbatches queued for the device."""
+    """The share of time in which a frame was being sent to any peer, in [0, 1]."""
     flop_per_s: float
-    microbatches_per_s: float
     flop_total: float
     microbatches_total: int
     """Forwards computed, retried microbatches included."""
     sent_bytes_total: float
     received_bytes_total: float
     """Bytes of frames: activations, gradients, parts of all-reduces, state."""
-    links: tuple[tuple[PeerID, float, float], ...]
-    """(peer, bytes/s sent, bytes/s received) of the busiest links."""
     memory_bytes: int
     """Resident memory of the process without its network daemon."""
     uptime_s: float
     limits: LimitsNow | None = None
+
+
+class Contribution(Given, frozen=True, tag=True, tag_field="event", forbid_unknown_fields=True, kw_only=True):
+    stage: int | None
+    synced: bool
+    waiting: int
+    """Microbatches queued for the device."""
+    microbatches_per_s: float
+    """The rate over the last minute."""
+    links: tuple[tuple[PeerID, float, float], ...]
+    """(peer, bytes/s sent, bytes/s received) of the busiest links."""
 
 
 class Recorded(_Report, frozen=True):
@@ -194,6 +198,23 @@ Report = (
     | Phase
     | Left
 )
+
+
+class Reporter:
+    """Passes each report of a peer process to its listeners: a parent process or a person, the page, the record."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Report], None]] = []
+        self.polls: Callable[[], bool] = lambda: False
+        """True if a listener wants the swarm's status also while this peer does not coordinate."""
+
+    def say(self, report: Report) -> None:
+        for hear in self.listeners:
+            hear(report)
+
+    def note(self, text: str) -> None:
+        self.say(Note(text=text))
+
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)

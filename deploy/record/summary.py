@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from shoal.deploy.base.words import counted, listed
-from shoal.deploy.record.lines import PeerLine, StepLine, ValidationLine
+from shoal.deploy.base.words import amount, counted, listed, span, times
+from shoal.deploy.record.lines import PeerLine, StepLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
@@ -53,7 +53,9 @@ class Totals:
         """The number of steps without a line."""
         self.loss = (losses[0], statistics.fmean(losses[-_AT_THE_END:])) if losses else None
         """(loss of the first step, mean loss of the last ten)."""
-        self.validation = _validations(record.validations)
+        tested = record.validations
+        best = min(tested, key=lambda line: line.loss, default=None)
+        self.validation = (tested[0], tested[-1], best) if best is not None else None
         """(first, last, best) validation."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
@@ -107,10 +109,6 @@ def _rollbacks(steps: Sequence[StepLine]) -> int:
     return sum(after.era > before.era and after.step - after.steps < before.step for before, after in pairwise(lines))
 
 
-def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, ValidationLine, ValidationLine] | None:
-    return (lines[0], lines[-1], min(lines, key=lambda line: line.loss)) if lines else None
-
-
 def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
     """Return the summary for the terminal.
 
@@ -118,7 +116,9 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
     """
     found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""
-    lines = [f"{found.name}: {found.step:,}{of} steps, {_worked(found)}"]
+    pace = f", {found.tokens_per_s:,.0f} tokens/s in the median" if found.tokens_per_s else ""
+    worked = f"{amount(found.tokens)} tokens in {span(found.elapsed_s)}{pace}" if found.recorded else "nothing recorded"
+    lines = [f"{found.name}: {found.step:,}{of} steps, {worked}"]
     if found.loss is not None:
         lines.append(
             f"  loss         {found.loss[0]:.3f} at first, {found.loss[1]:.3f} over the last {_AT_THE_END} steps"
@@ -130,7 +130,8 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
             f"  validation   {first.loss:.3f} at step {first.step:,}, {last.loss:.3f} at step {last.step:,}{better}"
         )
     if found.shares:
-        lines.append(f"  peers        {_named(found.shares)}; {found.peers_max} at work at once, at most")
+        told = [f"{one.name} ({f'{amount(one.tokens)} tokens' if one.work_s else 'stood by'})" for one in found.shares]
+        lines.append(f"  peers        {listed(told, NAMES_MAX)}; {found.peers_max} at work at once, at most")
     lost = [unsaved] if unsaved else []
     if not unsaved or what_was_lost(found) != NOTHING:
         lost.append(what_was_lost(found))
@@ -139,24 +140,11 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _worked(found: Totals) -> str:
-    if not found.recorded:
-        return "nothing recorded"
-    pace = f", {found.tokens_per_s:,.0f} tokens/s in the median" if found.tokens_per_s else ""
-    return f"{amount(found.tokens)} tokens in {span(found.elapsed_s)}{pace}"
-
-
-def _named(each: Sequence[Share]) -> str:
-    told = [f"{one.name} ({f'{amount(one.tokens)} tokens' if one.work_s else 'stood by'})" for one in each]
-    return listed(told, NAMES_MAX)
-
-
 def what_was_lost(found: Totals) -> str:
     """Return the lost work in words, or `nothing`."""
     parts = []
     if found.redone:
-        times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
-        parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times}")
+        parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times(found.rollbacks)}")
     if found.given_up:
         parts.append(f"{counted(found.given_up, 'microbatch', 'microbatches')} given up")
     if found.duplicates:
@@ -164,19 +152,3 @@ def what_was_lost(found: Totals) -> str:
     if found.lost:
         parts.append(f"{counted(found.lost, 'step')} not in the record, since no remaining peer knew of it")
     return "; ".join(parts) or NOTHING
-
-
-def span(seconds: float) -> str:
-    """Format a duration: `45 s`, `12 min 5 s`, `3 h 10 min`, `2 d 4 h`."""
-    for unit, name, smaller, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= unit:
-            return f"{int(seconds // unit)} {name} {int(seconds % unit // smaller)} {less}"
-    return f"{seconds:.0f} s"
-
-
-def amount(number: float) -> str:
-    """Format a number: `9,812`, `35.1 k`, `3.3 M`."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit and number >= 1e4:
-            return f"{number / unit:.1f} {name}"
-    return f"{number:,.0f}"

@@ -3,13 +3,11 @@
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLine, decode_line, encode_line, perplexity
+from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLine, decode_line, encode_line, merged
 from shoal.protocol.identity import PeerID
 
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -18,8 +16,6 @@ WAITING_MAX: Final = 100_000
 """Lines kept in memory while the disk fails; beyond that the oldest are lost."""
 AGAIN_S: Final = 10.0
 """The time until the disk is tried again after an error."""
-SYNC_S: Final = 30.0
-"""The fsync interval: a power failure loses the lines of this time."""
 
 
 class RecordFile:
@@ -77,16 +73,15 @@ class RecordFile:
     def _write(self) -> None:
         file = self._file if self._file is not None else self._open()
         while self._waiting:
-            batch = b"".join(self._waiting)
-            data = b"\n" + batch if self._torn else batch
+            data = b"\n" * self._torn + self._waiting[0]
             written = os.write(file, data)
             if written < len(data):
-                self._keep_whole_lines(file, written - (len(data) - len(batch)))
+                os.ftruncate(file, self._size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += written
-            self._waiting.clear()
             self._torn = False
-        if self._now_s() >= self._synced_s + SYNC_S:
+            self._waiting.popleft()
+        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of this time
             os.fsync(file)
             self._synced_s = self._now_s()
         if self._size > self._thin_at:
@@ -94,17 +89,6 @@ class RecordFile:
             self._size = thin(self.path)
             # If thinning saved little, do not repeat it at every line.
             self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
-
-    def _keep_whole_lines(self, file: int, written: int) -> None:
-        """Drop the completely written lines from the queue after a partial write, and cut the torn one off the file."""
-        if written >= 0:  # else the newline after an older torn line is missing too
-            self._size += int(self._torn)
-            self._torn = False
-        while self._waiting and written >= len(self._waiting[0]):
-            line = self._waiting.popleft()
-            self._size += len(line)
-            written -= len(line)
-        os.ftruncate(file, self._size)
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,28 +146,3 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
                 known |= {line.peer} if isinstance(line, PeerLine) else set()
                 kept.append(line)
     return [*kept, waiting] if waiting is not None else kept
-
-
-def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
-
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]
-        return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
-
-    loss = mean(line.loss for line in steps)
-    return msgspec.structs.replace(
-        steps[-1],
-        steps=sum(line.steps for line in steps),
-        loss=loss,
-        perplexity=perplexity(loss),
-        gradient_norm=mean(line.gradient_norm for line in steps),
-        gradient_norms=(),
-        tokens=sum(line.tokens for line in steps),
-        tokens_per_s=mean(line.tokens_per_s for line in steps),
-        staleness=mean(line.staleness for line in steps) or 0.0,
-        given_up=sum(line.given_up for line in steps),
-        duplicates=sum(line.duplicates for line in steps),
-        dissenting=sum(line.dissenting for line in steps),
-        unheard=sum(line.unheard for line in steps),
-    )

@@ -10,17 +10,16 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from shoal.deploy.base.words import counted
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.record.book import AGO_S_MAX, Book, Key
-from shoal.deploy.record.events_file import EventsFile
+from shoal.deploy.record.exports import EventsFile, WandbRun
 from shoal.deploy.record.lines import (
     RECORD,
     EndLine,
@@ -35,21 +34,21 @@ from shoal.deploy.record.lines import (
 )
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.record.report import Joined, Note, Obeys, Recorded, Report, Reporter, Status
 from shoal.deploy.record.summary import in_words
-from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
-from shoal.deploy.session.beside import Showing
-from shoal.deploy.session.output import Beside, Output
 from shoal.peer.model.layout import num_trained
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import HISTORY_PER_REPLY_MAX, PEER_NAME_CHARS_MAX
-from shoal.protocol.messages import History, HistoryRequest, PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import History, HistoryRequest, PlanNote, SwarmStatus
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
+
+if TYPE_CHECKING:
+    from shoal.deploy.dashboard.server import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -65,46 +64,43 @@ LAST_WORDS_S: Final = 3.0
 """The time that `finish` waits for the last steps; the last request may take longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """The record to keep of a run, and its place."""
-
-    run: str
-    peer: PeerID
-    peer_name: str
-    folder: Path | None
-    """The run's folder in the peer's; None: nothing is written."""
-    wandb: str = ""
-
-
 class Recorder:
-    """Keeps one record. Args: keeping: the record and its place; spec: of the run."""
+    """Keeps one record, from `open` to `close`; before `open` it asks nobody.
 
-    def __init__(self, keeping: Keeping, spec: RunSpec) -> None:
-        self._keeping, self._spec = keeping, spec
+    Args:
+        start: the first line; it says what is recorded and by whom.
+        spec: of the run.
+        reports: of this peer.
+        folder: the run's in the peer's; None: nothing is written.
+        wandb: the project at Weights & Biases to which the record is also sent; empty: none.
+    """
+
+    def __init__(
+        self, start: StartLine, spec: RunSpec, reports: Reporter, *, folder: Path | None, wandb: str = ""
+    ) -> None:
+        self.folder, self._is_open = folder, False
+        self._start, self._spec, self._reports, self._project = start, spec, reports, wandb
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
-        self._output: Output | None = None
         self._file: RecordFile | None = None
-        self._events: EventsFile | None = None
-        self._wandb: WandbRun | None = None
+        self._exports: list[EventsFile | WandbRun] = []
         self._book = self._new_book(None)
-        self._events_era = 0
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
         """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
         self._step = 0
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
-        self._people = _People()
+        self._census = Census()
         self._turn = 0
         self._missing_at_s = self._validations_at_s = 0.0
-        self._flushed_s = 0.0
         self._lock = asyncio.Lock()
 
     def open(self) -> Record:
         """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
-        folder, record = self._keeping.folder, Record()
+        self._reports.listeners.append(self.take)
+        self._is_open = True
+        folder, record = self.folder, Record()
         if folder is None:
             return record
         try:
@@ -115,50 +111,33 @@ class Recorder:
         self._validated = {(line.era, line.step) for line in record.validations}
         self._plans = {(line.term, line.sequence) for line in record.plans}
         self._file = RecordFile(folder / RECORD, say=self._troubles.append, now_s=time.monotonic)
-        start = start_line(self._keeping, self._spec)
-        self._waiting.append(start)
-        if self._keeping.wandb:
-            config = {name: getattr(start, name) for name in StartLine.__struct_fields__ if name != "time"}
-            self._wandb = WandbRun(
-                self._keeping.wandb,
-                run=f"{start.run}-{start.peer[-8:]}",
-                name=start.name,
-                folder=str(folder),
-                facts=config,
-            )
-        self._begin_events(record)
+        self._waiting.append(self._start)
+        if self._project:
+            self._exports.append(WandbRun(self._project, self._start, folder))
+        try:
+            self._exports.append(EventsFile(folder, record))
+        except OSError as error:
+            self._troubles.append(_trouble(EventsFile, error))
         return record
-
-    @property
-    def is_kept(self) -> bool:
-        return self._file is not None
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
         """Return a summary of the run for the terminal, after `finish`. Args: unsaved: about steps that no disk has."""
-        if self._keeping.folder is None:
+        if self.folder is None:
             return ()
         try:
-            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD, unsaved)
-            return (*lines, f"  look back    shoal report {self._keeping.run}")
+            lines = in_words(read_record(self.folder), self.folder / RECORD, unsaved)
+            return (*lines, f"  look back    shoal report {self._start.run}")
         except LocalError as error:
             return (str(error),)
-
-    def beside(self, output: Output) -> Output:
-        """Return an output that also records its reports from now on."""
-        self._output = output
-        return Beside(hear=self.take, output=output)
 
     def take(self, report: Report) -> None:
         match report:
             case Joined() if report.name:
-                self._people.names.name(report.peer, report.name)
+                self._census.name(report.peer, report.name)
             case Obeys():
                 self._take_plan(report)
             case Status():
                 self._take_status(report.status)
-            case Validated():
-                said = report.report
-                self._take_validation((said.era, said.step), said.loss, said.microbatches, time.time())
             case Note():
                 self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text)))
 
@@ -166,7 +145,7 @@ class Recorder:
 
     async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
         """Keep the record until cancelled. No error here stops training."""
-        while True:
+        while self._is_open:
             live = plan()
             await asyncio.sleep(max(PERIOD_S, _num_groups(live) / GROUPS_A_SECOND))
             try:
@@ -177,6 +156,8 @@ class Recorder:
 
     async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
         """Write the last steps and the end line."""
+        if not self._is_open:
+            return
         step = self._spec.training.steps if finished else self._step
         until_s = time.monotonic() + LAST_WORDS_S
         while True:
@@ -299,7 +280,18 @@ class Recorder:
         if status.validation_loss is not None and status.validation_step is not None:
             microbatches = self._spec.training.validation_microbatches
             self._take_validation((status.era, status.validation_step), status.validation_loss, microbatches, now_s)
-        self._waiting += self._people.take(status, now_s)
+        joined, moved, gone = self._census.take(status, now_s)
+        for change, peers in (("joined", joined), ("moved", moved)):
+            for peer in peers:
+                device = clean(peer.device, PEER_NAME_CHARS_MAX)
+                self._add_peer(peer.peer, change, now_s, device=device, stage=peer.stage)
+        for departure in gone:
+            self._add_peer(departure.peer, "left", now_s)
+
+    def _add_peer(self, peer: PeerID, change: str, now_s: float, *, device: str = "", stage: int | None = None) -> None:
+        name = self._census.name_of(peer)
+        line = PeerLine(time=_ms(now_s), peer=peer, name=name, device=device, change=change, stage=stage)
+        self._waiting.append(line)
 
     def _take_validation(self, key: Key, loss: float, microbatches: int, at_s: float) -> None:
         value = perplexity(loss)
@@ -336,66 +328,34 @@ class Recorder:
                 return
             await asyncio.to_thread(self._write, lines)
             for trouble in self._troubles:
-                if self._output is not None:
-                    self._output.say(Note(text=trouble))
+                self._reports.note(trouble)
             self._troubles.clear()
         validations = tuple(line for line in lines if isinstance(line, ValidationLine))
-        if self._output is not None and (steps or validations):
-            self._output.say(Recorded(steps=steps, validations=validations))
+        if steps or validations:
+            self._reports.say(Recorded(steps=steps, validations=validations))
 
     def _write(self, lines: list[Line]) -> None:
         if self._file is None:
             return
         self._file.append(lines)
         told = [line for line in lines if isinstance(line, StepLine | ValidationLine)]
-        if self._events is not None and told:
+        for export in tuple(self._exports) if told else ():
             try:
-                self._write_events(told)
-            except OSError as error:
-                self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
-                self._events = None
-        if self._wandb is not None:
-            try:
-                self._wandb.add(told)
+                export.add(told)
             except Exception as error:  # wandb raises several kinds
-                self._troubles.append(f"Weights & Biases has failed, and gets no more: {error}")
-                self._wandb = None
-
-    def _write_events(self, told: list[StepLine | ValidationLine]) -> None:
-        assert self._events is not None
-        newest = max(line.era for line in told)
-        if newest > self._events_era and self._keeping.folder is not None:
-            self._events.close()
-            self._begin_events(read_record(self._keeping.folder))  # the run went back: earlier events are void
-            return
-        self._events.add(told)
-        if time.monotonic() >= self._flushed_s + 5.0:
-            self._events.flush()
-            self._flushed_s = time.monotonic()
-
-    def _begin_events(self, record: Record) -> None:
-        assert self._keeping.folder is not None
-        self._events_era = record.reached[0]
-        try:
-            self._events = EventsFile(self._keeping.folder)
-            self._events.add(sorted((*record.steps, *record.validations), key=lambda line: line.step))
-            self._events.flush()
-        except OSError as error:
-            self._troubles.append(f"TensorBoard's file cannot be written ({error.strerror or error})")
-            self._events = None
+                self._troubles.append(_trouble(type(export), error))
+                self._exports.remove(export)
 
     def close(self) -> None:
         """Write what waits, and close the files. It blocks."""
         if self._file is not None:
             self._file.append(self._waiting)
             self._file.close()
-        if self._events is not None:
+        for export in self._exports:
             try:
-                self._events.close()
+                export.close()
             except OSError as error:
-                logger.warning("TensorBoard's file: %s", error)
-        if self._wandb is not None:
-            self._wandb.close()
+                logger.warning("%s", _trouble(type(export), error))
 
     # --- the run ---
 
@@ -410,33 +370,28 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def recording(
-    keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
-) -> AsyncIterator[tuple[Recorder | None, Output]]:
-    """Keep the record inside the context; yield (the recorder to run, the output to report to). Raises: LocalError.
-
-    Without a folder and a dashboard there is no recorder, and no peer is asked.
-    """
-    beside = showing.beside(output)
-    if keeping.folder is None and not showing.is_on:
-        yield None, beside
+async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[None]:
+    """Keep the record inside the context, unless there is neither a folder nor a dashboard. Raises: LocalError."""
+    if recorder.folder is None and dashboard is None:
+        yield
         return
-    recorder = Recorder(keeping, spec)
-    showing.restore(await asyncio.to_thread(recorder.open))
+    before = await asyncio.to_thread(recorder.open)
+    if dashboard is not None:
+        dashboard.feed.restore(before)
     try:
-        yield recorder, recorder.beside(beside)
+        yield
     finally:
         await asyncio.to_thread(recorder.close)
 
 
-def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
-    """Return the line about the run and the peer that keeps the record."""
+def start_line(spec: RunSpec, *, run: str, peer: PeerID, peer_name: str) -> StartLine:
+    """Return the line about the run `run` and the peer that keeps the record."""
     return StartLine(
         time=_ms(time.time()),
-        run=keeping.run,
+        run=run,
         name=spec.name,
-        peer=keeping.peer,
-        peer_name=keeping.peer_name,
+        peer=peer,
+        peer_name=peer_name,
         steps=spec.training.steps,
         tokens_per_step=spec.tokens_per_step,
         num_parameters=num_trained(spec),
@@ -455,33 +410,8 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
     )
 
 
-class _People:
-    """Detects arrivals, moves and departures of peers in the coordinator's table."""
-
-    def __init__(self) -> None:
-        self.names = Census()
-        self._stages: dict[PeerID, int | None] = {}
-
-    def take(self, status: SwarmStatus, now_s: float) -> list[PeerLine]:
-        _, gone = self.names.take(status, now_s)
-        lines = [
-            self._line(peer, now_s) for peer in status.peers if (peer.peer, peer.stage) not in self._stages.items()
-        ]
-        self._stages.update((peer.peer, peer.stage) for peer in status.peers)
-        for departure in gone:
-            self._stages.pop(departure.peer, None)
-            lines.append(PeerLine(time=_ms(now_s), peer=departure.peer, name=departure.name, change="left"))
-        return lines
-
-    def _line(self, peer: PeerStatus, now_s: float) -> PeerLine:
-        return PeerLine(
-            time=_ms(now_s),
-            peer=peer.peer,
-            name=self.names.name_of(peer.peer),
-            device=clean(peer.device, PEER_NAME_CHARS_MAX),
-            change="moved" if peer.peer in self._stages else "joined",
-            stage=peer.stage,
-        )
+def _trouble(export: type[EventsFile | WandbRun], error: Exception) -> str:
+    return export.trouble.format(getattr(error, "strerror", None) or error)
 
 
 def _num_groups(plan: Plan | None) -> int:

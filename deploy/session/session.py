@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -36,22 +37,23 @@ from shoal.deploy.record.report import (
     Invites,
     Joined,
     Left,
-    Note,
     Obeys,
     Phase,
     Ready,
+    Reporter,
     Status,
     StepDone,
     Summary,
     Validated,
+    write_report,
 )
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.session.background import ending, in_background
-from shoal.deploy.session.beside import Showing, serving
+from shoal.deploy.session.beside import serving
+from shoal.deploy.session.fetch_watch import FetchWatch
 from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
-from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
-from shoal.deploy.session.recorder import Keeping, Recorder, recording
+from shoal.deploy.session.recorder import Recorder, recording, start_line
 from shoal.deploy.session.standing_note import StandingNote
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.ship.import_model import open_copy
@@ -59,8 +61,9 @@ from shoal.deploy.ship.scores import tell_scores
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.spec_record import FIND_S, Found, fetch_spec, seal_spec
-from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
+from shoal.deploy.terminal.plain import say_or_report
+from shoal.deploy.terminal.progress import progress_bar
 from shoal.peer.compute.cgroup import processors
 from shoal.peer.compute.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
@@ -74,10 +77,12 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.membership import Members
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
+
+if TYPE_CHECKING:
+    from shoal.deploy.dashboard.server import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -151,17 +156,6 @@ class _Run(NodeRun):
     invites: InviteBook | None = None
     """All invites given out by the run's host; None on other peers."""
 
-    def key_to_give(self, members: Members) -> InviteKey | None:
-        """Return the key with which new peers can join now. Raises: LocalError: there is none."""
-        if self.invites is None:
-            if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
-                raise LocalError(
-                    "the invite with which this peer joined has expired: `shoal invite` on the host prints one"
-                )
-            return self.key
-        present = members.planned or frozenset()
-        return self.invites.default(seats=_seats(self.spec), taken=lambda key: members.seats_taken(key, present))
-
     def invite(self, addresses: Sequence[str]) -> Invite:
         return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
 
@@ -203,10 +197,17 @@ async def join_run(invite: Invite, options: Options) -> None:
         raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
-    with JoiningView(reports=options.reports) as view:
-        view.tell("starting the network")
+    with contextlib.ExitStack() as until_found:
+        bar = until_found.enter_context(progress_bar("", hides=options.reports))
+
+        def tell(phase: str) -> None:
+            bar.begin(phase)
+            if options.reports:
+                write_report(Phase(name=phase))
+
+        tell("starting the network")
         async with _network(identity, invite, options) as network:
-            view.tell("looking for the run")
+            tell("looking for the run")
             patience_s = FIND_S if await network.transport.connected() else _FIND_ANYBODY_S
             if reason := await why_refused(network.transport, identity):
                 raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
@@ -220,15 +221,15 @@ async def join_run(invite: Invite, options: Options) -> None:
                 # All peers may have been down: the first one to return finds nobody.
                 spec, record = known
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
-            view.tell("reading the text")
+            tell("reading the text")
             text, initial = options.text, None
-            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=view.reached)
+            reading = partial(find_corpus, spec, data=text.data, tokenizer=text.tokenizer, on_progress=bar)
             corpus = await in_background(reading)  # a large text takes minutes; Ctrl-C does not wait
             if spec.adapter is not None:
                 initial = await in_background(partial(open_copy, spec, text.base))
             if spec.adapter is not None and spec.initial.digests:
                 options = replace(options, first_said=(*options.first_said, _NO_COPY if initial is None else _COPY))
-            view.close()
+            until_found.close()
             network.gate.members.is_open = spec.swarm.open
             run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, initial=initial, key=invite.key)
             newer = await _take_part(network, run, options, stop)
@@ -271,20 +272,28 @@ async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop:
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
     title, facts = f"shoal {run.spec.name}", RunFacts.of(run.spec)
-    async with serving(options.dashboard, facts, title=title, steers=True, folder=options.folder) as showing:
-        tell_before_the_run(options.first_said, reports=options.reports)
-        output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
-        if showing.announcement:
-            output.say(Note(text=showing.announcement))  # not on the page: it contains the page's key
-        keeping = Keeping(
-            run=network.transport.run,
-            peer=network.identity.peer_id,
-            peer_name=options.name,
-            folder=options.folder / network.transport.run if options.records.keeps else None,
-            wandb=options.records.wandb,
+    reports = Reporter()
+    async with contextlib.AsyncExitStack() as stack:
+        dashboard = await stack.enter_async_context(
+            serving(options.dashboard, facts, title=title, steers=True, folder=options.folder)
         )
-        async with recording(keeping, run.spec, showing, output) as (recorder, recorded):
-            return await _train(network, run, options, stop, recorded, showing, recorder)
+        reports.polls = lambda: not options.reports or (dashboard is not None and dashboard.is_watched)
+        say_or_report(options.first_said, reports=options.reports)
+        if options.reports:
+            reports.listeners.append(write_report)
+        else:
+            output = PeerOutput(facts, title=title)
+            stack.callback(output.close)
+            reports.listeners.append(output.say)
+        if dashboard is not None:
+            reports.note(dashboard.announcement)  # not on the page: it contains the page's key
+            reports.listeners.append(dashboard.take)
+        peer = network.identity.peer_id
+        start = start_line(run.spec, run=network.transport.run, peer=peer, peer_name=options.name)
+        folder = options.folder / network.transport.run if options.records.keeps else None
+        recorder = Recorder(start, run.spec, reports, folder=folder, wandb=options.records.wandb)
+        await stack.enter_async_context(recording(recorder, dashboard))
+        return await _train(network, run, options, stop, reports, dashboard, recorder)
 
 
 def _make_compute(options: Options) -> MeteredCompute:
@@ -308,7 +317,7 @@ def _make_compute(options: Options) -> MeteredCompute:
 
 
 def _make_node(
-    network: SessionNetwork, run: _Run, options: Options, compute: Compute, output: Output, device: ComputeDevice
+    network: SessionNetwork, run: _Run, options: Options, compute: Compute, reports: Reporter, device: ComputeDevice
 ) -> Node:
     ports = NodePorts(
         transport=network.transport,
@@ -327,15 +336,15 @@ def _make_node(
 
     def on_plan(signed: SignedPlan) -> None:
         network.transport.want(signed.plan.members)
-        output.say(_obeys(signed.plan))
+        reports.say(_obeys(signed.plan))
 
     hears = NodeListeners(
-        on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
-        on_commit=lambda report: output.say(Committed(report=report)),
-        on_validation=lambda report: output.say(Validated(report=report)),
+        on_step=lambda step: reports.say(_step_done(step, run.spec, network.identity.peer_id)),
+        on_commit=lambda report: reports.say(Committed(report=report)),
+        on_validation=lambda report: reports.say(Validated(report=report)),
         on_plan=on_plan,
         on_state=TrimsAfterSteps().stepped,
-        say=lambda text: output.say(Note(text=text)),
+        say=reports.note,
     )
     return Node(run, ports, identity=network.identity, gate=network.gate, name=options.name, hears=hears)
 
@@ -345,18 +354,16 @@ async def _train(
     run: _Run,
     options: Options,
     stop: Stop,
-    output: Output,
-    showing: Showing,
-    recorder: Recorder | None,
+    reports: Reporter,
+    dashboard: "Dashboard | None",
+    recorder: Recorder,
 ) -> Found | None:
-    def say(text: str) -> None:
-        output.say(Note(text=text))
-
+    say = reports.note
     compute = _make_compute(options)
     device = await asyncio.to_thread(ComputeDevice.of, run.spec, options.device)
     if warning := untested(options.device):
         say(f"warning: {warning}")
-    node = _make_node(network, run, options, compute, output, device)
+    node = _make_node(network, run, options, compute, reports, device)
     told = worth_telling(network.transport.addresses())
     for place in options.ways.announce:
         if f"{place}/p2p/{node.peer_id}" not in told:
@@ -373,11 +380,10 @@ async def _train(
         kept=options.folder / PAUSED,
     )
     keeper.install(control)
-    showing.steer(pause=keeper.pause, resume=keeper.resume)
+    if dashboard is not None:
+        dashboard.steering.hand(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    verbs = HostVerbs(
-        node, network.transport, run.invites, invite=run.invite(()), key=lambda: run.key_to_give(network.gate.members)
-    )
+    verbs = HostVerbs(node, network.transport, run.invites, invite=run.invite(()), seats=_seats(run.spec))
     verbs.install(control)
     try:
         await control.try_start()
@@ -386,7 +392,7 @@ async def _train(
         here = [f"{where}/p2p/{node.peer_id}" for where in network.transport.daemon.local_addresses]
         for_commands = run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
         with announced(for_commands, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
-            output.say(Phase(name="measuring this machine"))
+            reports.say(Phase(name="measuring this machine"))
             await node.start()
             verbs.apply()
             freeze_heap()
@@ -395,28 +401,27 @@ async def _train(
             keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
             if hosts:
-                output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
-            output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
+                reports.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
+            reports.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if limits := options.limits.in_words:
                 say(f"limits that you have set: {', '.join(limits)}")
             if run.corpus is None:
                 say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote(node, options.folder)
+            reports.listeners.append(noting.take)
             async with ending(
-                asyncio.create_task(_tell_invites(verbs, node.peer_id, output), name="tell fresh invites"),
+                asyncio.create_task(_tell_invites(verbs, node.peer_id, reports), name="tell fresh invites"),
                 asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
             ):
-                finished, newer = await _until_done(
-                    node, network.transport, noting.beside(output), stop, meter, recorder, keeper
-                )
+                finished, newer = await _until_done(node, network.transport, reports, stop, meter, recorder, keeper)
             noting.end(finished=finished)
         if newer is not None:
             say(f"the run's owner has continued it: it goes on to step {newer[0].training.steps}")
             return newer
-        output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
-        if recorder is not None and recorder.is_kept:
-            output.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
+        reports.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
+        if recorder.folder is not None:
+            reports.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
         if node.peer.unsaved:
             raise LocalError(node.peer.unsaved)
         return None
@@ -424,29 +429,29 @@ async def _train(
         await keeper.close()
         await node.close()
         compute.close()
-        output.close()
         await control.close()
 
 
 async def _until_done(
     node: Node,
     transport: LiveTransport,
-    output: Output,
+    reports: Reporter,
     stop: Stop,
     meter: ContributionMeter,
-    recorder: Recorder | None,
+    recorder: Recorder,
     keeper: Keeper,
 ) -> tuple[bool, Found | None]:
     """Wait until the run is done, a stop is requested, or the spec has a newer revision.
 
     Returns: True if the run is done; the newer revision.
     """
-    split = SplitWatch(node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text)))
-    recording = asyncio.create_task(_record(node, recorder), name="record the run")
+    split = SplitWatch(node.endpoint, transport, own_status=node.status, say=reports.note)
+    plan = partial(_plan_of, node)
+    recording = asyncio.create_task(recorder.run(node.endpoint, node.past, plan), name="record the run")
     done = asyncio.create_task(node.wait_done(), name="wait for the end")
     asked = asyncio.create_task(stop.asked.wait(), name="wait for a signal")
     async with ending(
-        asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm"),
+        asyncio.create_task(_watch(node, reports, meter, stop), name="watch the swarm"),
         asyncio.create_task(split.run(), name="look for another swarm"),
         asyncio.create_task(trim_heap_forever(), name="trim the heap"),
         recording,
@@ -460,18 +465,17 @@ async def _until_done(
             await node.leave(within_s=LEAVE_SOON_S)
         elif not is_done:
             what = "leaving: finishing work in flight"
-            output.say(Note(text=f"{what}, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)"))
+            reports.note(f"{what}, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
             await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
             await node.leave(within_s=stop.within_s)
         finished = is_done and newer is None
         recording.cancel()
-        if recorder is not None:
-            await asyncio.gather(recording, return_exceptions=True)
-            await recorder.finish(node.endpoint, node.past, _plan_of(node), finished=finished)
+        await asyncio.gather(recording, return_exceptions=True)
+        await recorder.finish(node.endpoint, node.past, plan(), finished=finished)
         return finished, newer
 
 
-async def _tell_invites(verbs: HostVerbs, me: PeerID, output: Output) -> None:
+async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None:
     """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
     fresh = FreshInvite(me)
     while True:
@@ -483,12 +487,7 @@ async def _tell_invites(verbs: HostVerbs, me: PeerID, output: Output) -> None:
                 logger.info("no fresh invite: %s", error)
                 continue
             fresh.told(named, time.monotonic())
-            output.say(Invites(peer=me, invite=invite, peers=len(named)))
-
-
-async def _record(node: Node, recorder: Recorder | None) -> None:
-    if recorder is not None:
-        await recorder.run(node.endpoint, node.past, lambda: _plan_of(node))
+            reports.say(Invites(peer=me, invite=invite, peers=len(named)))
 
 
 def _plan_of(node: Node) -> Plan | None:
@@ -496,26 +495,26 @@ def _plan_of(node: Node) -> Plan | None:
     return signed.plan if signed is not None else None
 
 
-async def _watch(node: Node, output: Output, meter: ContributionMeter, stop: Stop) -> None:
+async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: Stop) -> None:
     fetch, waits_for = FetchWatch(), ""
     for turn in itertools.count():
         await asyncio.sleep(1.0)
         if node.coordination.plan is None and (now := _before_the_plan(node)) != waits_for:
             waits_for = now
-            output.say(Phase(name=now))
+            reports.say(Phase(name=now))
         replica = node.peer.replica
         phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
         if phase is not None:
-            output.say(phase)
-        output.say(meter.measure())
+            reports.say(phase)
+        reports.say(meter.measure())
         plan = node.coordination.plan
-        every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
+        every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and reports.polls() else _ASKS_EVERY
         if plan is not None and (node.is_coordinator or turn % every == 0):
             try:
                 status = await node.status()
                 if stop.asked.is_set():  # while we leave, a standstill is no news to the owner
                     status = msgspec.structs.replace(status, stands_s=0.0, waits_for="", risks=())
-                output.say(Status(status=status))
+                reports.say(Status(status=status))
             except ShoalError as error:
                 logger.debug("no status: %s", error)  # between two coordinators nobody answers
 

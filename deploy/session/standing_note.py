@@ -8,7 +8,6 @@ import msgspec
 
 from shoal.deploy.node.node import Node
 from shoal.deploy.record.report import Report, Status
-from shoal.deploy.session.output import Beside, Output
 from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 
 
@@ -31,11 +30,7 @@ class StandingNote:
         self._write_at_s = 0.0
         self._write()
 
-    def beside(self, output: Output) -> Output:
-        """Return an output that passes its reports to this note as well."""
-        return Beside(hear=self.heard, output=output)
-
-    def heard(self, report: Report) -> None:
+    def take(self, report: Report) -> None:
         if not isinstance(report, Status):
             return
         status = report.status

@@ -220,7 +220,7 @@ def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
     """Set the number of steps and an optimizer for fine-tuning: a low learning rate and no weight decay."""
     tokens = float(spec.tokens_per_step)
     rate = learning_rate_of(
-        size_of(spec), tokens_per_step=tokens, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
+        size_of(spec.model), tokens_per_step=tokens, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
     )
     optimizer = OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0, warmup_steps=0)
     warmup = warmup_steps_of(steps, beta2=optimizer.beta2)

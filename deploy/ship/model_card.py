@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from shoal.deploy.base.words import printable
+from shoal.deploy.base.words import amount, printable
 from shoal.deploy.record.found import records_of
 from shoal.deploy.record.reading import read_record
-from shoal.deploy.record.summary import amount
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.model_folder import CARD, own_file, read_bytes
 from shoal.deploy.ship.scores import Score, evaluations_of, source_names

@@ -3,18 +3,16 @@
 `page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
 """
 
-import html
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from string import Template
 
 import msgspec
 import numpy as np
 
 from shoal.deploy.base.words import printable
 from shoal.deploy.planning.figures import lines_of, said_gigabytes, said_regions
-from shoal.deploy.record.html_page import embedded
+from shoal.deploy.record.html_page import one_file
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
 from shoal.deploy.simulate.outcome import Outcome, OutcomeRow
 from shoal.deploy.simulate.reached import reached, said_of
@@ -24,9 +22,7 @@ from shoal.deploy.simulate.table import LEGEND, cells, headings
 from shoal.protocol.topology import Floats, Topology
 
 PAGE = Path(__file__).parent / "page"
-_POINTS_MAX = 400
 _LABELS_MAX = 80
-_EVENTS_MAX = 2000
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,101 +38,78 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     about: str
-    pace: tuple[tuple[float, float, float], ...]
+    pace: tuple[tuple[float, float, float], ...] = ()
     """(from, to, tokens/s) each."""
-    events: tuple[tuple[float, str, str], ...]
-    gantt: Chart
-    maps: tuple[Map, ...]
+    events: tuple[tuple[float, str, str], ...] = ()
+    gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
+    maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
     """(stage, layers, number of devices, description of the devices) each."""
 
 
+class PageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of the first strategy with a pace; empty if there is none."""
+
+    strategy: str = ""
+    lines: Sequence[tuple[str, str]] = ()
+    members: Sequence[tuple[str, int, str, str, str]] = ()
+
+
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
+    subtitle: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    legend: str
+    window: str
+    figures: PageFigures
     kinds: tuple[str, ...] = KINDS
     says: tuple[str, ...] = SAYS
     strategies: tuple[Shown, ...]
 
 
 def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows: Sequence[OutcomeRow]) -> str:
-    shown = tuple(_shown(scenario, outcome) for outcome in outcomes)
-    spec = scenario.spec
-    subtitle = (
-        f"{scenario.topology.num_devices} devices, {spec.model.num_layers} layers of {spec.model.dim}, "
-        f"{spec.tokens_per_step:,} tokens a step; simulated by shoal in virtual time, seed {seed}."
-    )
+    spec, found = scenario.spec, reached(outcomes)
     same = " ".join(f"{row.strategy}: the same run as {row.same_as}." for row in rows if row.same_as)
-    found = reached(outcomes)
-    window = f"At most the last {STEPS_MAX} steps and {DEVICES_MAX} devices."
-    return Template(_part("page.html")).substitute(
-        title=html.escape(scenario.title),
-        subtitle=html.escape(subtitle),
-        table=_table([row for row in rows if not row.same_as]),
-        legend=html.escape(" ".join(filter(None, (same, said_of(found) if found else "", LEGEND)))),
+    data = PageData(
+        subtitle=f"{scenario.topology.num_devices} devices, {spec.model.num_layers} layers of {spec.model.dim}, "
+        f"{spec.tokens_per_step:,} tokens a step; simulated by shoal in virtual time, seed {seed}.",
+        headings=headings(),
+        rows=tuple(cells(row) for row in rows if not row.same_as),
+        legend=" ".join(filter(None, (same, said_of(found) if found else "", LEGEND))),
+        window=f"At most the last {STEPS_MAX} steps and {DEVICES_MAX} devices.",
         figures=_figures(rows),
-        window=html.escape(window),
-        style=_part("page.css"),
-        script=_part("page.js"),
-        data=embedded(PageData(strategies=shown)),
+        strategies=tuple(_shown(scenario, outcome) for outcome in outcomes),
     )
+    return one_file(PAGE, scenario.title, data)
 
 
-def _part(name: str) -> str:
-    return (PAGE / name).read_text(encoding="utf-8")
-
-
-def _table(rows: Sequence[OutcomeRow]) -> str:
-    head = "".join(f"<th{_kind(heading)}>{html.escape(heading)}</th>" for heading in headings())
-    body = "\n".join(f"<tr>{''.join(map(_cell, headings(), cells(row)))}</tr>" for row in rows)
-    return f'<table class="cards"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
-
-
-def _cell(heading: str, cell: str) -> str:
-    """Return a cell with its heading, which a phone shows beside it."""
-    return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
-
-
-def _figures(rows: Sequence[OutcomeRow]) -> str:
-    """Return the figures of the first strategy with a pace; a sentence if there is none."""
+def _figures(rows: Sequence[OutcomeRow]) -> PageFigures:
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
-        return "<p>No strategy has a pace, so there are no figures.</p>"
-    name = html.escape(printable(row.strategy))
-    lines = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines_of(row.figures))
-    members = "".join(
-        f"<tr><th>{html.escape(printable(each.name))}</th><td>{each.members}</td>"
-        f"<td>{said_gigabytes(each.up_gb_month)}</td><td>{said_gigabytes(each.down_gb_month)}</td>"
-        f"<td>{each.watts:,.0f}{' (assumed)' if each.watts_are_assumed else ''}</td></tr>"
+        return PageFigures()
+    members = [
+        (
+            printable(each.name),
+            each.members,
+            said_gigabytes(each.up_gb_month),
+            said_gigabytes(each.down_gb_month),
+            f"{each.watts:,.0f}{' (assumed)' if each.watts_are_assumed else ''}",
+        )
         for each in row.figures.members
-    )
-    return (
-        f"<p>Figures of {name} at its simulated pace, if no peer leaves.</p><table><tbody>{lines}</tbody></table>"
-        "<table><thead><tr><th>each member in</th><th>members</th><th>GB a month up</th><th>GB a month down</th>"
-        f"<th>watts</th></tr></thead><tbody>{members}</tbody></table>"
-    )
-
-
-def _kind(heading: str) -> str:
-    return ' class="text"' if heading == headings()[-1] else ""
+    ]
+    return PageFigures(strategy=printable(row.strategy), lines=lines_of(row.figures), members=members)
 
 
 def _shown(scenario: Scenario, outcome: Outcome) -> Shown:
     result, topology = outcome.result, scenario.topology
-    shown = Shown(
-        name=outcome.strategy.name,
-        about=outcome.problem,
-        pace=(),
-        events=(),
-        gantt=Chart(start=0.0, end=1.0, unit=1.0, rows=()),
-        maps=(),
-        layout=_layout(outcome, topology),
-    )
+    shown = Shown(name=outcome.strategy.name, about=outcome.problem, layout=_layout(outcome, topology))
     if result is None:
         return shown
     return msgspec.structs.replace(
         shown,
         about=_about(outcome, result),
         pace=pace(result),
-        events=tuple((e.at_s, e.change, e.text) for e in result.events[-_EVENTS_MAX:]),
+        events=tuple((e.at_s, e.change, e.text) for e in result.events[-2000:]),
         gantt=chart_of(result, outcome.placement, topology),
         maps=_maps(outcome, result, topology),
     )
@@ -155,7 +128,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
     """Return (from, to, tokens/s) between commits; in a long run the means of several steps."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
-    every = max(1, len(commits_s) // _POINTS_MAX)
+    every = max(1, len(commits_s) // 400)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
     return tuple(
         (commits_s[a], commits_s[b], (b - a) * result.tokens_per_step / (commits_s[b] - commits_s[a]))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from shoal.deploy.base.words import duration
+from shoal.deploy.base.words import duration, said_loss
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.report import StepDone
 from shoal.deploy.terminal.tables import busiest, experts_by_stage
@@ -35,8 +35,8 @@ def step_line(view: View, step: StepDone | None = None) -> str:
     return "  ".join(
         (
             f"step {done}/{view.steps}",
-            f"loss {_loss(loss)}",
-            f"val {_loss(view.validation_loss)}",
+            f"loss {said_loss(loss)}",
+            f"val {said_loss(view.validation_loss)}",
             said_rate(view),
             f"staleness {staleness:.2f}",
             f"term {view.term}, coordinator {view.coordinator_name or 'unknown'}",
@@ -48,10 +48,6 @@ def said_rate(view: View) -> str:
     """Return the rate in words; a dash if unknown: after the first step, or without a recent status."""
     known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
     return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
-
-
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
 
 
 def current_pace(view: View) -> tuple[str, ...]:

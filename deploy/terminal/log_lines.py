@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from shoal.deploy.base.words import printable
 
@@ -22,7 +21,7 @@ class _Cause:
     repeats: int = 0
 
 
-class LogLines(logging.StreamHandler[Any]):
+class LogLines(logging.Handler):
     """A log handler that suppresses repeats.
 
     It looks up `sys.stderr` at each line, because a live view replaces it to write above itself. Lines from one place
@@ -33,30 +32,26 @@ class LogLines(logging.StreamHandler[Any]):
     """
 
     def __init__(self, *, every: bool, now_s: Callable[[], float] = time.monotonic) -> None:
-        logging.Handler.__init__(self)
+        super().__init__()
         self._every, self._now_s = every, now_s
         self._causes: OrderedDict[tuple[str, int, str], _Cause] = OrderedDict()
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, stream: Any) -> None:
-        raise AttributeError("it is always standard error")
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._every:
-            super().emit(record)
-        elif (repeats := self._repeats(record)) is not None:
-            if repeats:
-                text = f"{record.getMessage()} ({repeats} more such lines since the last one; --verbose shows each)"
-                record = copy.copy(record)
-                record.msg, record.args = text, None
-            super().emit(record)
+        repeats = 0 if self._every else self._repeats(record)
+        if repeats is None:
+            return
+        if repeats:
+            text = f"{record.getMessage()} ({repeats} more such lines since the last one; --verbose shows each)"
+            record = copy.copy(record)
+            record.msg, record.args = text, None
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
         """Return how many lines of this cause were suppressed since the last one; None: suppress this one too."""

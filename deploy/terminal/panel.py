@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.deploy.base.words import duration, printable, quantity
+from shoal.deploy.base.words import duration, printable, quantity, times
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.view import ChangeView, MineView, View
 from shoal.deploy.record.report import Phase
@@ -96,14 +96,8 @@ def _about(view: View, up_s: float | None) -> RenderableType:
         Text(f"up {duration(view.elapsed_s if up_s is None else up_s)}", style="dim"),
         Text(f"term {view.term}, coordinator {view.coordinator_name}" if view.coordinator else ""),
         Text(f"plan {view.sequence}: {view.reason}" if view.sequence else "", style="dim"),
-        Text(_went_back(view.rollbacks), style="yellow"),
+        Text(f"went back to a snapshot {times(view.rollbacks)}" if view.rollbacks else "", style="yellow"),
     )
-
-
-def _went_back(times: int) -> str:
-    if not times:
-        return ""
-    return "went back to a snapshot once" if times == 1 else f"went back to a snapshot {times} times"
 
 
 def _progress(view: View) -> RenderableType:
@@ -133,7 +127,7 @@ def _figures(view: View, curves: Curves) -> RenderableType:
     rate.append(sparkline(rates, _SPARKLINE_COLUMNS), style="not bold cyan")
     validated = "" if view.validation_loss is None else f"val {view.validation_loss:.3f} (step {view.validation_step})"
     stale = Text(f"staleness {view.staleness_steps_mean:.2f} ", style="dim")
-    stale.append(sparkline([point.staleness_steps_mean for point in points], _SPARKLINE_COLUMNS), style="magenta")
+    stale.append(sparkline([point.staleness for point in points], _SPARKLINE_COLUMNS), style="magenta")
     flow = f"{quantity(view.flows[0], 'B/s')} between stages" if view.flows and view.flows[0] else ""
     return WrappedParts(rate, loss, Text(validated), stale, Text(flow, style="dim"))
 

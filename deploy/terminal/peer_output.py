@@ -3,10 +3,9 @@
 from rich.console import Console
 from rich.text import Text
 
-from shoal.deploy.base.words import counted, quantity, short
+from shoal.deploy.base.words import amount, counted, quantity, short, span
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.record.report import Contribution, Invites, Joined, Left, Note, Phase, Ready, Report, Status, Summary
-from shoal.deploy.record.summary import amount, span
 from shoal.deploy.terminal.presenter import Presenter
 
 _HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
@@ -14,13 +13,11 @@ _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDE
 
 
 class PeerOutput:
-    """Implements `Output` for a person.
+    """Shows a peer's reports to a person.
 
     Steps come from the coordinator's status, about one a second: a peer that does not coordinate has no other source
     for the whole run.
     """
-
-    polls = True
 
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
         self._facts = facts
@@ -63,8 +60,11 @@ class PeerOutput:
                 presenter.tell_status()
             case Contribution():
                 self._given = report
-            case Phase():
-                self._tell_phase(report)
+            case Phase() if report.part is None and not presenter.view().step:
+                # Each phase before training once, unless a panel shows it.
+                if report.name != self._phase and not presenter.redraws:
+                    presenter.say(report.name)
+                self._phase = report.name
             case Left():
                 self._take_leave(report)
             case Summary():
@@ -79,13 +79,6 @@ class PeerOutput:
             view = self.presenter.view()
             loss = "" if view.loss is None else f", loss {view.loss:.4f}"
             self.presenter.say(f"the run: step {view.step:,} of {view.steps:,}{loss}")
-
-    def _tell_phase(self, phase: Phase) -> None:
-        """Print each phase before training once, unless a panel shows it."""
-        if phase.part is None and not self.presenter.view().step:
-            if phase.name != self._phase and not self.presenter.redraws:
-                self.presenter.say(phase.name)
-            self._phase = phase.name
 
     def _take_leave(self, left: Left) -> None:
         self._has_left = True

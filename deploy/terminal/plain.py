@@ -29,6 +29,17 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
     typer.echo("\n".join(lines), err=err)
 
 
+def say_or_report(sentences: Iterable[str], *, reports: bool) -> None:
+    """Print sentences before the view of a run opens: for a person, or as reports for a parent process."""
+    from shoal.deploy.record.report import Note, write_report  # other commands need no messages
+
+    for sentence in sentences:
+        if reports:
+            write_report(Note(text=sentence.strip()))
+        else:
+            say(sentence)
+
+
 def say_json(value: object) -> None:
     """Print a value as one line of JSON, for a script."""
     typer.echo(msgspec.json.encode(value).decode())

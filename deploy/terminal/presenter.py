@@ -7,22 +7,20 @@ standstill and its end, and for each risk. Both use the same `View` as the dashb
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.text import Text
 
+from shoal.deploy.base.words import printable
 from shoal.deploy.dashboard.feed import Feed, RunFacts
 from shoal.deploy.dashboard.view import View
 from shoal.deploy.record.report import Note, Phase, Report, StepDone
 from shoal.deploy.terminal.lines import current_risks, expert_lines, status_lines, step_line, trouble
 from shoal.deploy.terminal.panel import run_panel
-from shoal.deploy.terminal.screen import Screen
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.terminal.tables import tables
-
-RECOVERED_STEPS: Final = 3
-"""A standstill is over after this many steps without another: a single step may be followed by another wait."""
 
 
 class Presenter:
@@ -46,7 +44,8 @@ class Presenter:
         self.footer: Sequence[Text] = ()
         self.doing = ""
         """This process's activity, where it says more than the run's phase; empty: show the phase."""
-        self._screen = Screen(console)
+        self._console = console or open_console()
+        self._live: Live | None = None
         self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
         self._started_s = time.monotonic()
         self._counts_up, self._shows_mine = counts_up, shows_mine
@@ -62,15 +61,20 @@ class Presenter:
 
     @property
     def redraws(self) -> bool:
-        return self._screen.redraws
+        """True if a panel can be redrawn in place; false in a file or pipe."""
+        return self._console.is_terminal
 
     def draw(self) -> None:
         """Show the panel if the terminal can be redrawn."""
-        self._screen.draw(self.panel)
+        if self.redraws and self._live is None:
+            self._live = Live(get_renderable=self.panel, console=self._console, refresh_per_second=2.0)
+            self._live.start()
 
     def close(self) -> None:
-        """Stop drawing; the panel's last frame stays."""
-        self._screen.close()
+        """Stop drawing; the panel's last frame stays. Safe to call twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def view(self) -> View:
         with self._lock:
@@ -105,8 +109,8 @@ class Presenter:
     # --- what is printed ---
 
     def say(self, text: str) -> None:
-        """Print one permanent line, above the panel if there is one."""
-        self._screen.say(text)
+        """Print one permanent line above the panel; line breaks, maybe another peer's, become `?`."""
+        tell(self._console, printable(text))
 
     def tell_step(self, step: StepDone) -> None:
         """Print a line for `step`, unless a panel shows it."""
@@ -132,7 +136,7 @@ class Presenter:
         for line in status_lines(view):
             self.say(line)
         for table in tables(view):
-            self._screen.show(table)
+            self._console.print(table)
 
     def tell_experts(self) -> None:
         """Print a line for each stage with experts, unless a panel shows them."""
@@ -142,11 +146,13 @@ class Presenter:
 
     def _tell_trouble(self, view: View) -> None:
         now = trouble(view)
+        # A single step may be followed by another wait, so the run goes on after three.
+        is_early = self._stood_at <= view.step < min(self._stood_at + 3, view.steps)
         if now:
             self._stood_at = view.step
             if now != self._trouble:
                 self.say(f"{view.standstill}: {view.phase}")
-        elif self._trouble and not _has_recovered(view, self._stood_at):
+        elif self._trouble and is_early:
             now = self._trouble
         elif self._trouble:
             self.say("the run goes on")
@@ -154,8 +160,3 @@ class Presenter:
         for risk in risks if risks != self._risks else ():
             self.say(risk)
         self._trouble, self._risks = now, risks
-
-
-def _has_recovered(view: View, stood_at: int) -> bool:
-    """True if the run has made enough steps since `stood_at` that the next standstill is news."""
-    return view.step >= min(stood_at + RECOVERED_STEPS, view.steps) or view.step < stood_at

@@ -1,13 +1,25 @@
 """Shows a bar with the time left on standard error during long work, if that is a terminal."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-OnShare = Callable[[float], None]
-"""Takes the done share, in [0, 1]; 0 means unknown."""
+
+class PhaseBar:
+    """A bar that takes the done share, in [0, 1]; 0 means unknown. Thread-safe."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress, self._task = progress, progress.add_task(what, total=None)
+
+    def __call__(self, share: float) -> None:
+        if share > 0:
+            self._progress.update(self._task, completed=share, total=1.0)
+
+    def begin(self, what: str) -> None:
+        """Begin the next phase of the work."""
+        self._progress.reset(self._task, description=what, total=None)
 
 
 @contextlib.contextmanager
@@ -19,12 +31,9 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
-    """Show a bar inside the context, labelled `what`, a word or two."""
+def progress_bar(what: str, *, console: Console | None = None, hides: bool = False) -> Iterator[PhaseBar]:
+    """Show a bar inside the context, labelled `what`, a word or two. Args: hides: show nothing."""
     console = console or Console(stderr=True, highlight=False, emoji=False)
-    if not console.is_terminal:
-        yield lambda share: None
-        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -33,11 +42,5 @@ def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnSha
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-
-        def tell(share: float) -> None:
-            if share > 0:
-                progress.update(task, completed=share, total=1.0)
-
-        yield tell
+    with Progress(*columns, console=console, transient=True, disable=hides or not console.is_terminal) as progress:
+        yield PhaseBar(progress, what)

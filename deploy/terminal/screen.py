@@ -1,9 +1,6 @@
-"""Writes to a person's terminal: permanent lines, and one picture below them that is redrawn in place."""
+"""Writes lines to a console: a person's terminal, a file or a pipe."""
 
-from collections.abc import Callable
-
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 
 from shoal.deploy.base.words import printable
 from shoal.deploy.terminal.plain import wrapped
@@ -23,40 +20,3 @@ def tell(console: Console, text: str, *, style: str = "") -> None:
         said = printable(line)
         for each in wrapped(said, console.width) if console.is_terminal else [said]:
             console.print(each, style=style or None, soft_wrap=True, markup=False, highlight=False)
-
-
-class Screen:
-    """Owns rich's console and its live display."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or open_console()
-        self._live: Live | None = None
-
-    @property
-    def redraws(self) -> bool:
-        """True if a picture can be redrawn in place; false in a file or pipe."""
-        return self._console.is_terminal
-
-    def draw(self, picture: Callable[[], RenderableType], *, frames_per_s: float = 2.0, stays: bool = True) -> None:
-        """Draw `picture` at this rate until `close`; no effect if the screen does not redraw.
-
-        Args: stays: the last frame remains on the terminal after `close`.
-        """
-        if self.redraws and self._live is None:
-            self._live = Live(
-                get_renderable=picture, console=self._console, refresh_per_second=frames_per_s, transient=not stays
-            )
-            self._live.start()
-
-    def say(self, text: str) -> None:
-        """Print one sentence above the picture, as `tell` does; line breaks, maybe another peer's, become `?`."""
-        tell(self._console, printable(text))
-
-    def show(self, drawing: RenderableType) -> None:
-        self._console.print(drawing)
-
-    def close(self) -> None:
-        """Stop drawing. Safe to call twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None

@@ -16,8 +16,6 @@ EXPERTS_SHOWN = 16
 """The most experts shown per stage; of more, the busiest."""
 PEERS_SHOWN = 8
 """The most peers of a stage for which the expert table has a row each."""
-_HOT = 1.5
-"""An expert with this multiple of the average load is highlighted."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
     ("layers", "left"),
@@ -159,7 +157,7 @@ def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[Ex
 def _load(expert: ExpertView, num_experts: int) -> Text:
     if expert.load is None:
         return Text("-", style="dim")
-    return Text(f"{100 * expert.load / num_experts:.0f} %", style="bold yellow" if expert.load >= _HOT else "")
+    return Text(f"{100 * expert.load / num_experts:.0f} %", style="bold yellow" if expert.load >= 1.5 else "")
 
 
 def _place(expert: ExpertView, peer: int) -> Text:

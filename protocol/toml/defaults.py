@@ -24,24 +24,18 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CREDIT_BYTES
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 
 AUTO: Final = "auto"
 """The value that means the same as leaving the field out."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
-_WIDE: Final = 2048
-"""Models of at least this width have heads of 128."""
-_NARROW: Final = 1024
-"""Below this width `ffn_dim` is a multiple of 32: rounding to 256 would make a width of 128 half as large again."""
 MICROBATCHES_PER_STAGE: Final = 4
-_WARMUP_SHARE: Final = 0.01
-_WARMUP_STEPS_MAX: Final = 2000
-"""The warm-up of DeepSeek LLM, Step Law and Llama."""
 _TUNING: Final = 1 / 15
 """The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
 _ADAPTING: Final = 10 / 15
@@ -53,6 +47,10 @@ STAGES_FED: Final = 3
 stages still works: two microbatches a stage keep six of them busy."""
 _SAID_MAX: Final = 2**40
 """The limit on numbers that the rules compute with. A spec allows none as large, and its decoder reports them."""
+
+
+Model = ModelSpec | SimpleNamespace
+"""A model, or those of its numbers that the rules need, before it is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,49 +78,18 @@ class Size:
         return TOKENS_PER_PARAMETER * self.parameters
 
 
-def model_size(
-    *,
-    dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    ffn_dim: int,
-    context: int,
-    experts: int,
-    head_size: int | None,
-    written_width: int,
-) -> Size:
-    """Compute the size of a model.
-
-    Args:
-        experts: that a token passes in each layer; 1 in a dense model.
-        head_size: None: dim / num_heads.
-        written_width: `ModelSpec.written_width`.
-    """
-    head_dim = dim / num_heads if head_size is None else head_size
-    q_dim, kv_dim, both = num_heads * head_dim, num_kv_heads * head_dim, dim + written_width
-    parameters = num_layers * (both * q_dim + 2.0 * dim * kv_dim + (dim + both) * ffn_dim * experts)
-    return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * q_dim * context)
-
-
-def size_of(spec: RunSpec) -> Size:
-    model = spec.model
-    return model_size(
-        dim=model.dim,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        ffn_dim=model.ffn_dim,
-        context=model.context,
-        experts=model.experts_computed,
-        head_size=model.head_size,
-        written_width=model.written_width,
-    )
+def size_of(model: Model) -> Size:
+    head_dim = model.dim / model.num_heads if model.head_size is None else model.head_size
+    q_dim, kv_dim, both = model.num_heads * head_dim, model.num_kv_heads * head_dim, model.dim + model.written_width
+    mixing = both * q_dim + 2.0 * model.dim * kv_dim
+    parameters = model.num_layers * (mixing + (model.dim + both) * model.ffn_dim * model.experts_computed)
+    attention = 12.0 * model.num_layers * q_dim * model.context
+    return Size(parameters=parameters, flop_per_token=6.0 * parameters + attention)
 
 
 def heads_of(dim: int) -> int:
     """Return the number of query heads, of an even size that divides `dim`, the nearest to 64 (128 if wide)."""
-    wanted = 128 if dim >= _WIDE else 64
+    wanted = 128 if dim >= 2048 else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
 
@@ -134,7 +101,7 @@ def kv_heads_of(num_heads: int) -> int:
 
 def ffn_dim_of(dim: int) -> int:
     """Return the hidden width of SwiGLU at which its three matrices are as large as two of 4 D²."""
-    multiple = 32 if dim < _NARROW else 256
+    multiple = 32 if dim < 1024 else 256  # rounding to 256 would make a width of 128 half as large again
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
@@ -176,38 +143,28 @@ def learning_rate_of(
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
     """Return the steps until the rate's peak: twice the memory of Adam's second moment, 1 % of a long run, and at most
     a tenth of a short one. All runs of 400 to 4,000 steps with a `beta2` of 0.95 get the same."""
-    wanted = max(2.0 / (1.0 - beta2), _WARMUP_SHARE * steps)
-    return round(min(wanted, _WARMUP_STEPS_MAX, 0.1 * steps))
-
-
-def stages_fed(stages: int | None, *, num_layers: int) -> int:
-    """Return the number of stages that a step's microbatches keep busy. Args: stages: of the run; None: free."""
-    return min(STAGES_FED, num_layers) if stages is None else stages
+    wanted = max(2.0 / (1.0 - beta2), 0.01 * steps)
+    return round(min(wanted, 2000, 0.1 * steps))  # 2,000 steps have DeepSeek LLM, Step Law and Llama
 
 
 def microbatches_of(
-    tokens: float,
-    *,
-    context: int,
-    stages: int,
-    dim: int,
-    experts: int = 1,
-    number: int | None = None,
-    samples: int | None = None,
+    tokens: float, model: Model, stages: int | None, *, number: int | None = None, samples: int | None = None
 ) -> tuple[int, int]:
-    """Cut a step of about `tokens` into microbatches.
+    """Cut a step of about `tokens` into microbatches that keep all stages busy.
 
     Args:
-        dim: numbers of a token's activation; an activation must not exceed a stream's credit.
-        experts: that each token is sent to, each with its activation.
+        model: its activations must not exceed a stream's credit; a token has one for each expert that it is sent to.
+        stages: of the run; None: free.
         number: of microbatches, if the author gives it.
         samples: of one microbatch, likewise.
     Returns: (microbatches a step, samples of each).
     """
-    all_samples = max(1, round(tokens / context))
+    if stages is None:
+        stages = min(STAGES_FED, model.num_layers)
+    all_samples = max(1, round(tokens / model.context))
     least = max(8, MICROBATCHES_PER_STAGE * stages)
     if samples is None:
-        fits = max(1, STREAM_CREDIT_BYTES // (4 * dim * context * experts))
+        fits = max(1, STREAM_CREDIT_BYTES // (4 * model.written_width * model.context * model.experts_computed))
         samples = min(fits, max(1, round(all_samples / (number or least))))
     if number is None:
         number = min(MICROBATCHES_PER_STEP_MAX, max(round(all_samples / samples), 2 * stages))
@@ -229,32 +186,28 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     heads = filling.choose("model.num_heads", heads_of(dim), "heads of 64, or of 128 in a wide model")
     kv_heads = filling.choose("model.num_kv_heads", kv_heads_of(heads), "as many as there are heads, at most 8")
     ffn_dim = filling.choose("model.ffn_dim", ffn_dim_of(dim), f"8/3 of dim {dim}, rounded up")
-    has_experts = filling.number("model.num_experts", least=0) > 0
-    experts = filling.number("model.experts_per_token") if has_experts else 1
-    written = min(dim, filling.number("model.subspace", least=0) or dim)
-    size = model_size(
+    model = SimpleNamespace(
         dim=dim,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        head_size=filling.said("model.head_size"),
         ffn_dim=ffn_dim,
         context=context,
-        experts=experts,
-        head_size=filling.said("model.head_size"),
-        written_width=written,
+        experts_computed=filling.number("model.experts_per_token") if filling.said("model.num_experts") else 1,
+        written_width=min(dim, filling.number("model.subspace", least=0) or dim),
     )
+    size = size_of(model)
     batch = batch_tokens_of(size)
     number, samples = microbatches_of(
         batch,
-        context=context,
-        stages=stages_fed(filling.said("swarm.stages"), num_layers=num_layers),
-        dim=written,
-        experts=experts,
+        model,
+        filling.said("swarm.stages"),
         number=filling.said("training.microbatches_per_step"),
         samples=filling.said("training.microbatch_size"),
     )
-    told = f"{number} x {samples} samples are {thousands(number * samples * context)} tokens a step"
-    law = f"{told}; Step Law takes {thousands(batch)} for {millions(size.parameters)} parameters"
+    told = f"{number} x {samples} samples are {number * samples * context:,} tokens a step"
+    law = f"{told}; Step Law takes {batch:,.0f} for {millions(size.parameters)} parameters"
     number = filling.choose("training.microbatches_per_step", number, law)
     samples = filling.choose("training.microbatch_size", samples, law)
     optimizer = filling.text("optimizer.name")
@@ -274,7 +227,9 @@ def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]
     """Describe the choices and their reasons, a line each; empty if the author left nothing open."""
     if not choices:
         return ()
-    lines = [f"the run file leaves these to shoal ({millions(size_of(spec).parameters)} parameters in the layers):"]
+    lines = [
+        f"the run file leaves these to shoal ({millions(size_of(spec.model).parameters)} parameters in the layers):"
+    ]
     told: set[str] = set()
     for choice in choices:
         if choice.why not in told:
@@ -339,10 +294,6 @@ def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool, adapts:
     if adapts:
         return f"two thirds of {law}, as only adapters are trained: ten times the rate at which all weights are tuned"
     return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
-
-
-def thousands(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def millions(value: float) -> str:

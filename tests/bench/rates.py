@@ -74,7 +74,7 @@ def main() -> None:
                 "parameters": num_parameters(spec.model),
                 "steps": spec.training.steps,
                 "tokens_per_step": spec.tokens_per_step,
-                "tokens_per_step_by_the_rule": round(batch_tokens_of(size_of(spec))),
+                "tokens_per_step_by_the_rule": round(batch_tokens_of(size_of(spec.model))),
                 "times_the_rule": round(times, 3),
                 "learning_rate": float(f"{rate:.2e}"),
                 "validation": round(loss, 4),

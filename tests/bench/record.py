@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from shoal.deploy.record.events_file import EventsFile, scalars
+from shoal.deploy.record.exports import EventsFile, scalars
 from shoal.deploy.record.html_page import render_page
 from shoal.deploy.record.lines import StepLine, encode_line, perplexity
-from shoal.deploy.record.reading import read_record
+from shoal.deploy.record.reading import Record, read_record
 from shoal.deploy.record.writing import RecordFile
 
 _READER = """
@@ -66,7 +66,7 @@ def main() -> None:
     before_mb, began_s = memory_mb(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        events = EventsFile(folder)
+        events = EventsFile(folder, Record())
         took_s, more_mb = time.perf_counter() - began_s, memory_mb() - before_mb
         print(f"tensorboardX beside torch: {1e3 * took_s:.0f} ms, {more_mb:.1f} MB")
         steps = [line(number) for number in range(1, options.steps + 1)]

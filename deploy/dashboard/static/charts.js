@@ -1,7 +1,7 @@
 // The run's history as plots, drawn by uPlot. Plans are thin marks, which show the effect of each change.
 
 import { save, vector } from "./downloads.js";
-import { byId, compact } from "./format.js";
+import { byId, compact } from "./kit.js";
 
 const HEIGHT = 176;
 const MARKS_TALL_MAX = 12;

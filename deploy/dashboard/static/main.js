@@ -1,7 +1,7 @@
 // The page: one update a second, drawn while it is visible.
 
 import { Charts } from "./charts.js";
-import { byId, say } from "./format.js";
+import { byId, say } from "./kit.js";
 import { connect } from "./live.js";
 import { choosePeer, contribution, Everyone, headline, history, tiles } from "./panels.js";
 import { Picture } from "./picture.js";

@@ -1,6 +1,6 @@
 // The panels: tiles, this peer's contribution, changes, all peers.
 
-import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./format.js";
+import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./kit.js";
 
 const WORDS = { training: "training", light: "training, state downloading", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 const SIGNS = { plan: "◆", joined: "+", left: "−", turn: "↻", note: "·" };

@@ -3,7 +3,7 @@
 //
 // The drawing is rebuilt only when a peer comes, goes or moves; otherwise attributes change in place.
 
-import { byId, compact, duration, element, mark, percent, say, svg } from "./format.js";
+import { byId, compact, duration, element, mark, percent, say, svg } from "./kit.js";
 
 const CARDS_MAX = 48, STACK_MAX = 9;
 const CARD = { height: 50, gap: 12 }, ROOMY = { height: 74, gap: 54 }, HEAD = 44, MARGIN = 6;

@@ -1,6 +1,6 @@
 // Pauses this peer, with the key that the peer has printed after the # of the page's address.
 
-import { byId, say } from "./format.js";
+import { byId, say } from "./kit.js";
 
 const KEPT = "shoal-key";
 

@@ -1,23 +1,7 @@
-"use strict";
 // Everything that a file or a peer has named is set as text, never as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
-const at = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const colour = (index) => "s" + (index % 8);
-
-function element(tag, attributes, ...children) {
-  const svg = ["svg", "path", "line", "text", "g", "title", "rect"].includes(tag);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
-  node.append(...children.map((child) => (typeof child === "number" ? String(child) : child)));
-  return node;
-}
-
-function short(value) {
-  for (const [unit, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]])
-    if (value >= size) return (value / size).toPrecision(3).replace(/e\+.*/, "") + " " + unit;
-  return value ? value.toPrecision(3) : "";
-}
 
 function seconds(value) {
   if (value >= 100) return value.toFixed(0) + " s";
@@ -33,7 +17,7 @@ function ticks(low, high, count) {
 }
 
 function tip(event, text) {
-  const box = at("tip");
+  const box = byId("tip");
   box.hidden = !text;
   if (!text) return;
   box.textContent = text;
@@ -44,33 +28,33 @@ function tip(event, text) {
 // --- throughput over time ---
 
 function drawThroughput() {
-  const box = at("throughput"), W = Math.max(280, box.clientWidth || 1180), H = 300, L = 64, R = 24, T = 10, B = 46;
+  const box = byId("throughput"), W = Math.max(280, box.clientWidth || 1180), H = 300, L = 64, R = 24, T = 10, B = 46;
   const lines = data.strategies.filter((s) => s.pace.length);
   if (!lines.length) return void (box.textContent = "No strategy committed a step.");
   const end = Math.max(...lines.map((s) => s.pace.at(-1)[1]));
   const top = 1.08 * Math.max(...lines.flatMap((s) => s.pace.map((p) => p[2])));
   const x = (t) => L + (t / end) * (W - L - R), y = (v) => H - B - (v / top) * (H - T - B);
-  const svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "tokens per second over time" });
+  const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "tokens per second over time" });
   for (const v of ticks(0, top, 5)) {
-    svg.append(element("line", { x1: L, x2: W - R, y1: y(v), y2: y(v), stroke: "var(--line)" }));
-    svg.append(element("text", { x: L - 8, y: y(v) + 4, "text-anchor": "end" }, short(v) || "0"));
+    drawing.append(svg("line", { x1: L, x2: W - R, y1: y(v), y2: y(v), stroke: "var(--line)" }));
+    drawing.append(svg("text", { x: L - 8, y: y(v) + 4, "text-anchor": "end" }, compact(v)));
   }
   for (const t of ticks(0, end, Math.max(2, Math.floor(W / 110))))
-    svg.append(element("text", { x: x(t), y: H - B + 18, "text-anchor": "middle" }, t + " s"));
-  svg.append(element("text", { x: L - 8, y: H - 8, "text-anchor": "end" }, "tokens/s"));
+    drawing.append(svg("text", { x: x(t), y: H - B + 18, "text-anchor": "middle" }, t + " s"));
+  drawing.append(svg("text", { x: L - 8, y: H - 8, "text-anchor": "end" }, "tokens/s"));
   lines.forEach((s) => {
     const index = data.strategies.indexOf(s);
     for (const [t, change, text] of s.events) {
       const away = change === "left";
-      const mark = element("line", { x1: x(t), x2: x(t), y1: H - B, y2: H - B + (away ? -12 : 6), "stroke-width": 1.5,
+      const mark = svg("line", { x1: x(t), x2: x(t), y1: H - B, y2: H - B + (away ? -12 : 6), "stroke-width": 1.5,
         stroke: `var(--${colour(index)})`, opacity: change === "plan" ? 0.45 : 0.9 });
-      mark.append(element("title", {}, `${s.name}, ${t.toFixed(1)} s: ${text}`));
-      if (t <= end) svg.append(mark);
+      mark.append(svg("title", {}, `${s.name}, ${t.toFixed(1)} s: ${text}`));
+      if (t <= end) drawing.append(mark);
     }
     const d = s.pace.map(([from, to, v]) => `${x(from)},${y(v)} ${x(to)},${y(v)}`).join(" L");
-    const line = element("path", { d: "M" + d, fill: "none", stroke: `var(--${colour(index)})`, "stroke-width": 2 });
-    line.append(element("title", {}, s.name));
-    svg.append(line);
+    const line = svg("path", { d: "M" + d, fill: "none", stroke: `var(--${colour(index)})`, "stroke-width": 2 });
+    line.append(svg("title", {}, s.name));
+    drawing.append(line);
   });
   const keys = element("p", { class: "keys" });
   for (const s of lines) {
@@ -79,7 +63,7 @@ function drawThroughput() {
   }
   if (lines.some((s) => s.events.some((e) => e[1] === "left")))
     keys.append(element("span", {}, "marks: up, a device left; down, one joined or the plan changed"));
-  box.replaceChildren(svg, keys);
+  box.replaceChildren(drawing, keys);
 }
 
 // --- what each device does ---
@@ -106,7 +90,7 @@ class Gantt {
 
   // For the devices' names: on a phone a quarter of the width.
   room() {
-    return Math.min(190, Math.round((this.canvas?.clientWidth || at("gantt").clientWidth || 1180) / 4));
+    return Math.min(190, Math.round((this.canvas?.clientWidth || byId("gantt").clientWidth || 1180) / 4));
   }
 
   time(event) {
@@ -186,28 +170,28 @@ class Gantt {
 
 function drawMap(map) {
   const most = Math.max(1, ...map.bytes.flat());
-  const head = element("tr", {}, element("th", {}, "from \\ to"), ...map.labels.map((l) => element("th", {}, l)));
-  const body = map.bytes.map((row, i) => {
-    const cells = row.map((bytes, j) => {
-      const cell = element("td", { title: `${map.labels[i]} to ${map.labels[j]}: ${short(bytes) || 0}B a step` });
-      cell.textContent = short(bytes);
-      cell.style.background = `rgba(var(--heat), ${(0.75 * Math.sqrt(bytes / most)).toFixed(3)})`;
-      return cell;
-    });
-    return element("tr", {}, element("th", {}, map.labels[i]), ...cells);
-  });
-  const caption = element("p", { class: "note" }, "Bytes a step, all frames, row to column.");
-  at("map").replaceChildren(
-    element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)), caption);
+  const drawn = table(["from \\ to", ...map.labels], map.bytes.map((row, i) => [map.labels[i], ...row.map((bytes) => (bytes ? compact(bytes) : ""))]), { names: 1 });
+  map.bytes.forEach((row, i) => row.forEach((bytes, j) => {
+    const cell = drawn.tBodies[0].rows[i].cells[j + 1];
+    cell.title = `${map.labels[i]} to ${map.labels[j]}: ${compact(bytes, "B")} a step`;
+    cell.style.background = `rgba(var(--heat), ${(0.75 * Math.sqrt(bytes / most)).toFixed(3)})`;
+  }));
+  byId("map").replaceChildren(drawn, element("p", "note", "Bytes a step, all frames, row to column."));
 }
 
 function drawLayout(layout) {
-  if (!layout.length) return void (at("layout").textContent = "The coordinators of the swarm decided, at every change.");
-  const head = ["stage", "layers", "devices", "who"].map((name, i) => element("th", i == 3 ? { class: "text" } : {}, name));
-  const rows = layout.map((entry) =>
-    element("tr", {}, ...entry.slice(0, 3).map((v) => element("td", {}, v)), element("td", { class: "text" }, entry[3])));
-  at("layout").replaceChildren(
-    element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
+  if (!layout.length) return void (byId("layout").textContent = "The coordinators of the swarm decided, at every change.");
+  byId("layout").replaceChildren(table(["stage", "layers", "devices", "who"], layout, { words: 3 }));
+}
+
+// --- the strategies' figures ---
+
+function drawFigures({ strategy, lines, members }) {
+  if (!strategy) return void byId("figures").append(element("p", {}, "No strategy has a pace, so there are no figures."));
+  const heads = ["each member in", "members", "GB a month up", "GB a month down", "watts"];
+  byId("figures").append(
+    element("p", {}, `Figures of ${strategy} at its simulated pace, if no peer leaves.`),
+    table([], lines, { names: 1 }), table(heads, members, { names: 1 }));
 }
 
 function choose(nav, names, show) {
@@ -217,7 +201,7 @@ function choose(nav, names, show) {
     return button;
   });
   const pick = (index) => {
-    buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === index));
+    buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === index)));
     show(index);
   };
   nav.replaceChildren(...buttons);
@@ -228,19 +212,24 @@ let gantt = null;
 
 function showStrategy(index) {
   const s = data.strategies[index];
-  at("about").textContent = s.about;
+  byId("about").textContent = s.about;
   gantt = null;
-  if (s.gantt.rows.length) gantt = new Gantt(at("gantt"), s.gantt);
-  else at("gantt").textContent = "No timeline was recorded.";
-  choose(at("maps"), s.maps.map((map) => map.title), (which) => drawMap(s.maps[which]));
-  if (!s.maps.length) at("map").textContent = "Nothing was sent.";
+  if (s.gantt.rows.length) gantt = new Gantt(byId("gantt"), s.gantt);
+  else byId("gantt").textContent = "No timeline was recorded.";
+  choose(byId("maps"), s.maps.map((map) => map.title), (which) => drawMap(s.maps[which]));
+  if (!s.maps.length) byId("map").textContent = "Nothing was sent.";
   drawLayout(s.layout);
 }
 
+byId("subtitle").textContent = data.subtitle;
+byId("strategies").append(table(data.headings, data.rows, { words: data.headings.length - 1, class: "cards" }));
+byId("legend").textContent = data.legend;
+byId("window").textContent = data.window;
+drawFigures(data.figures);
 KINDS.forEach((kind, index) =>
-  at("kinds").append(element("span", {}, element("i", { style: `background:var(--${kind})` }), data.says[index])));
+  byId("kinds").append(element("span", {}, element("i", { style: `background:var(--${kind})` }), data.says[index])));
 drawThroughput();
-choose(at("tabs"), data.strategies.map((s) => s.name), showStrategy);
+choose(byId("tabs"), data.strategies.map((s) => s.name), showStrategy);
 let width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === width) return; // a phone's address bar comes and goes

@@ -14,44 +14,24 @@ from shoal.deploy.session.beside import serving
 FACTS = RunFacts(name="a-run", steps=10, num_layers=2)
 
 
-class Heard:
-    polls = False
-
-    def __init__(self) -> None:
-        self.reports: list[object] = []
-
-    def say(self, report: object) -> None:
-        self.reports.append(report)
-
-    def close(self) -> None:
-        self.reports.append("closed")
-
-
-def test_without_an_address_there_is_none_and_nothing_changes():
+def test_without_an_address_there_is_none():
     async def scenario() -> None:
-        output = Heard()
-        async with serving(None, FACTS, title="") as showing:
-            assert showing.beside(output) is output
-            assert (showing.announcement, showing.is_watched) == ("", False)
-            showing.take(Note(text="x"))
+        async with serving(None, FACTS, title="", steers=True) as showing:
+            assert showing is None
 
     asyncio.run(scenario())
 
 
-def test_every_report_goes_to_both_and_who_looks_wants_the_status():
+def test_a_report_is_on_the_page_and_who_looks_wants_the_status():
     async def scenario() -> None:
-        output, note = Heard(), Note(text="somebody said so")
         async with serving(parse_address("127.0.0.1:0"), FACTS, title="") as showing:
-            both = showing.beside(output)
-            both.say(note)
-            assert not both.polls
+            showing.take(Note(text="somebody said so"))
+            assert not showing.is_watched
             url = showing.announcement.removeprefix("dashboard: ")
             async with httpx.AsyncClient() as client:
                 state = (await client.get(f"{url}state.json")).json()
             assert [change["text"] for change in state["changes"]] == ["somebody said so"]
-            assert both.polls
-            both.close()
-        assert output.reports == [note, "closed"]
+            assert showing.is_watched
 
     asyncio.run(scenario())
 
@@ -87,11 +67,9 @@ def test_the_address_has_the_key_of_who_may_pause_and_only_where_one_can():
             url, _, key = showing.announcement.removeprefix("dashboard: ").partition("#")
             async with httpx.AsyncClient(base_url=url, headers={"x-shoal-key": key}) as client:
                 assert (await client.post("pause")).status_code == 409
-                showing.steer(pause=act, resume=act)
+                showing.steering.hand(pause=act, resume=act)
                 assert (await client.post("pause")).json() == {"paused": True}
         async with serving(parse_address("127.0.0.1:0"), FACTS, title="") as showing:
             assert "#" not in showing.announcement
-        async with serving(None, FACTS, title="", steers=True) as showing:
-            showing.steer(pause=act, resume=act)
 
     asyncio.run(scenario())

@@ -11,15 +11,14 @@ import httpx
 import pytest
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.asyncio.client import connect
 
 from shoal.deploy.dashboard import connections
 from shoal.deploy.dashboard.address import parse_address
-from shoal.deploy.dashboard.connections import ANSWER_S, CONNECTIONS_MAX, REQUEST_S, Connections
+from shoal.deploy.dashboard.connections import ANSWER_S, CONNECTIONS_MAX, LIVE, REQUEST_S, Connections
 from shoal.deploy.dashboard.feed import Feed
+from shoal.deploy.dashboard.guard import KEY_HEADER, Steering
 from shoal.deploy.dashboard.server import Dashboard, DashboardServer
-from shoal.deploy.dashboard.steering import KEY_HEADER, Steering
+from viewers import looking
 
 SILENT = 130
 GET = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -70,8 +69,8 @@ def test_while_many_are_silent_the_owner_pauses_and_the_page_lives(feed, two_pee
         feed.take(two_peers, 0.0)
         steering = Steering()
         steering.hand(pause=act, resume=act)
-        async with serving(feed, steering) as server, connect(server.url.replace("http", "ws") + "live") as viewer:
-            await viewer.recv()
+        async with serving(feed, steering) as server, looking(server.url) as update:
+            await update()
             silent = [await open_to(server) for _ in range(SILENT)]
             async with httpx.AsyncClient(base_url=server.url) as client:
                 answer = await client.post("/pause", headers={KEY_HEADER: steering.key})
@@ -79,8 +78,8 @@ def test_while_many_are_silent_the_owner_pauses_and_the_page_lives(feed, two_pee
                 assert (await client.get("/")).status_code == 200
             ended = await asyncio.gather(*(ends(reader, within_s=1.0) for reader, _ in silent))
             assert sum(ended) > SILENT - CONNECTIONS_MAX
-            await viewer.recv()
-            await viewer.recv()
+            await update()
+            await update()
             for _, writer in silent:
                 writer.close()
 
@@ -110,11 +109,11 @@ def test_whoever_keeps_a_request_back_is_sent_away_though_they_drip(feed, run, m
 
     async def scenario() -> None:
         cases = list(itertools.product([b"", GET, BROKEN_UPGRADE], [False, True]))
-        async with serving(feed) as server, connect(server.url.replace("http", "ws") + "live") as viewer:
+        async with serving(feed) as server, looking(server.url) as update:
             sent_away = await asyncio.gather(*(is_sent_away(server, *case) for case in cases))
             assert dict(zip(cases, sent_away, strict=True)) == dict.fromkeys(cases, True)
-            await viewer.recv()
-            await viewer.recv()
+            await update()
+            await update()
 
     run(scenario())
 
@@ -149,14 +148,14 @@ def test_it_stops_without_a_complaint_whoever_is_connected(feed, two_peers, run,
         silent, silent_writer = await open_to(server)
         broken, broken_writer = await open_to(server)
         broken_writer.write(BROKEN_UPGRADE)
-        while not any(isinstance(one, WebSocketsSansIOProtocol) for one in here):  # noqa: ASYNC110
+        while len(here) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        async with connect(server.url.replace("http", "ws") + "live") as viewer:
-            await viewer.recv()
+        async with looking(server.url) as update:
+            await update()
             async with asyncio.timeout(1.5):  # uvicorn would cancel after 2 s
                 await server.close()
-            await viewer.wait_closed()
-            assert viewer.close_code == 1001
+            with pytest.raises(EOFError):
+                await update()
         assert await ends(silent, within_s=1.0)
         assert await ends(broken, within_s=1.0)
         silent_writer.close()
@@ -173,16 +172,13 @@ class Pipe:
     """A transport."""
 
     def __init__(self) -> None:
-        self.is_aborted, self.unsent, self.closing = False, 0, False
+        self.is_aborted, self.unsent = False, 0
 
     def abort(self) -> None:
         self.is_aborted = True
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
-
-    def is_closing(self) -> bool:
-        return self.closing
 
 
 def connected(state: Connections, kind: type, host: str = "a", **says: Any) -> Pipe:
@@ -195,20 +191,24 @@ def connected(state: Connections, kind: type, host: str = "a", **says: Any) -> P
 
 
 class Answer:
-    def __init__(self, *, response_complete: bool) -> None:
-        self.response_complete = response_complete
+    def __init__(self, *, response_complete: bool, path: str = "/") -> None:
+        self.response_complete, self.scope = response_complete, {"path": path}
 
 
-def test_a_viewer_stays_until_it_is_none_and_then_has_a_minute_to_take_the_rest():
+def test_a_viewer_stays_until_it_takes_nothing_for_a_minute():
     state = Connections()
-    viewer = connected(state, WebSocketsSansIOProtocol, handshake_complete=True)
+    viewer = connected(state, H11Protocol, cycle=Answer(response_complete=False, path=LIVE))
     state.look(0.0)
     state.look(1e6)
-    viewer.closing, viewer.unsent = True, 1
+    viewer.unsent = 1
     state.look(1e6 + 1)
-    state.look(1e6 + ANSWER_S)
-    assert not viewer.is_aborted
+    viewer.unsent = 0
+    state.look(1e6 + 2)
+    viewer.unsent = 1
+    state.look(1e6 + 3)
     state.look(1e6 + ANSWER_S + 2)
+    assert not viewer.is_aborted
+    state.look(1e6 + ANSWER_S + 4)
     assert viewer.is_aborted
 
 

@@ -39,7 +39,7 @@ def test_a_status_becomes_peers_figures_and_a_point(feed, two_peers, id_of):
     assert view.elapsed_s == 61.5
     assert view.left_s == 180.0 - 1.5, "as the coordinator says, and time has passed"
     (point,) = feed.curves.points
-    assert (point.step, point.loss, point.tokens_per_s, point.staleness_steps_mean) == (10, 3.25, 500.0, 0.5)
+    assert (point.step, point.loss, point.tokens_per_s, point.staleness) == (10, 3.25, 500.0, 0.5)
 
 
 def test_the_first_peer_that_is_heard_of_is_this_one(feed, two_peers, id_of):

@@ -58,6 +58,10 @@ def page_of(made: list[Line]) -> str:
     return render_page(record_of(map(encode_line, made)))
 
 
+def data_of(page: str) -> Any:
+    return json.loads(page.split('id="data">')[1].split("</script>")[0])
+
+
 def test_a_page_has_what_was_measured_and_fetches_nothing() -> None:
     page = page_of(lines())
     assert "$" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
@@ -65,21 +69,20 @@ def test_a_page_has_what_was_measured_and_fetches_nothing() -> None:
         r"""(?:src|href)=["']?(?!data:|#)[^"'\s>]*//""", re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     )
     assert "import " not in page.split("class Charts")[1].split("</script>")[0]
-    assert "first plan: 2 peers" in page
-    assert "hand-over from ana" not in page
-    assert "30 of 100" in page
+    assert data_of(page)["step"] == 30
 
 
 def test_what_peers_call_themselves_is_never_markup() -> None:
     page = page_of(lines(name=NASTY))
     assert NASTY not in page
     assert "&lt;img src=x" in page
+    assert NASTY in data_of(page)["names"].values()
     assert page.count("</script>") == 3
 
 
 def test_a_long_run_is_drawn_with_fewer_points_and_its_csv_has_all() -> None:
     made = lines(steps=3 * POINTS_MAX)
-    data = json.loads(page_of(made).split('id="data">')[1].split("</script>")[0])
+    data = data_of(page_of(made))
     assert POINTS_MAX / 2 < len(data["points"]) <= POINTS_MAX
     rows = csv_of(record_of(map(encode_line, made))).splitlines()
     assert len(rows) == 1 + 3 * POINTS_MAX + 2
@@ -174,6 +177,15 @@ def test_on_a_phone_it_is_drawn_whole_smoothed_and_taken_home(browser: Any, tmp_
     page.on("request", lambda request: asked.append(request.url))
     page.goto(file.as_uri())
     assert page.locator("#curves canvas").count() == 5
+    tiles = page.inner_text("#tiles")
+    assert "of 100" in tiles
+    assert "2.500" in tiles
+    changes = page.inner_text("#changes")
+    assert "first plan: 2 peers" in changes
+    assert f"{NASTY} joined" in changes
+    assert "hand-over from ana" not in changes
+    assert NASTY in page.inner_text("#peers")
+    assert "180,800" in page.inner_text("#facts")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert "loss" in page.inner_text("#chart-loss .u-legend")
     page.select_option("#measure", "perplexity")

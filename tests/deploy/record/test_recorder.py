@@ -3,19 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from shoal.deploy.dashboard.feed import Feed, RunFacts
-from shoal.deploy.record.events_file import scalars
+from shoal.deploy.record.exports import scalars
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.report import Note, Obeys, Recorded, Report, Status, Validated
+from shoal.deploy.record.report import Note, Obeys, Recorded, Report, Reporter, Status, Validated
 from shoal.deploy.session import recorder as recorder_module
-from shoal.deploy.session.beside import Showing
-from shoal.deploy.session.recorder import Keeping, Recorder, recording
+from shoal.deploy.session.recorder import Recorder, recording, start_line
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
@@ -99,33 +97,21 @@ def commit(stage: int, step: int, era: int = 0) -> CommitReport:
     )
 
 
-class Heard:
-    polls = False
-
-    def __init__(self) -> None:
-        self.said: list[Report] = []
-
-    def say(self, report: Report) -> None:
-        self.said.append(report)
-
-    def close(self) -> None:
-        pass
+def recorder_in(folder: Path | None, reports: Reporter) -> Recorder:
+    return Recorder(start_line(SPEC, run="r", peer=HOST, peer_name="host"), SPEC, reports, folder=folder)
 
 
-def keeping(folder: Path | None) -> Keeping:
-    return Keeping(run="r", peer=HOST, peer_name="host", folder=folder)
-
-
-def sitting(folder: Path | None, world: World, *, finished: bool = False, says: Sequence[Report] = ()) -> Heard:
+def sitting(folder: Path | None, world: World, *, finished: bool = False, says: Sequence[Report] = ()) -> list[Report]:
     """One start of the host, until its end."""
-    heard = Heard()
+    heard: list[Report] = []
 
     async def main() -> None:
-        recorder = Recorder(keeping(folder), SPEC)
+        reports = Reporter()
+        reports.listeners.append(heard.append)
+        recorder = recorder_in(folder, reports)
         recorder.open()
-        output = recorder.beside(heard)
         for report in says:
-            output.say(report)
+            reports.say(report)
         endpoint: Any = world
         await recorder.finish(endpoint, world.pasts[HOST], PLAN, finished=finished)
         recorder.close()
@@ -152,7 +138,7 @@ def test_every_step_is_there_with_what_was_measured_of_it(tmp_path: Path) -> Non
     (start,), (end,) = record.starts, record.ends
     assert (start.name, start.peer_name, start.steps) == ("notes", "host", 2000)
     assert (end.step, end.finished, end.lost) == (3, False, 0)
-    (told,) = [said for said in heard.said if isinstance(said, Recorded)]
+    (told,) = [said for said in heard if isinstance(said, Recorded)]
     assert [line.step for line in told.steps] == [1, 2, 3]
 
 
@@ -287,17 +273,17 @@ def test_without_a_folder_nothing_is_written_and_the_steps_are_told(tmp_path: Pa
     world = World()
     world.commit(range(3))
     heard = sitting(None, world)
-    assert [line.step for said in heard.said if isinstance(said, Recorded) for line in said.steps] == [1, 2, 3]
+    assert [line.step for said in heard if isinstance(said, Recorded) for line in said.steps] == [1, 2, 3]
 
 
 def test_who_wants_neither_record_nor_page_asks_nobody(tmp_path: Path) -> None:
     async def main() -> None:
-        facts = RunFacts(name="n", steps=1, num_layers=1)
-        showing = Showing(Feed(facts, title="", wall_minus_clock_s=0.0), None, None, "")
-        output = Heard()
-        async with recording(keeping(None), SPEC, showing, output) as (recorder, told):
-            assert recorder is None
-            assert told is output
+        reports = Reporter()
+        recorder, nobody, past = recorder_in(None, reports), cast(Any, None), Past(Clock())
+        async with recording(recorder, None):
+            assert reports.listeners == []
+            await recorder.run(nobody, past, lambda: PLAN)
+            await recorder.finish(nobody, past, PLAN, finished=True)
 
     asyncio.run(main())
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from record_lines import plan, step, validation
+from shoal.deploy.base.words import amount, span
 from shoal.deploy.record.lines import Line, PeerLine, StartLine, encode_line
 from shoal.deploy.record.reading import Record, record_of
-from shoal.deploy.record.summary import Totals, amount, in_words, span, what_was_lost
+from shoal.deploy.record.summary import Totals, in_words, what_was_lost
 from shoal.protocol.identity import PeerID
 
 

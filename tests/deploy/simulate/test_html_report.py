@@ -255,6 +255,11 @@ def page(folder: Path, title: str = "Four", name: str = "ours") -> tuple[str, Pa
     return text, Page(text)
 
 
+def data_of(text: str) -> Any:
+    (raw,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(raw)
+
+
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     text, parsed = page(tmp_path)
     assert not [name for name, _ in parsed.elements if name in ("link", "img", "iframe", "object", "embed", "base")]
@@ -275,14 +280,13 @@ def test_names_are_shown_and_never_markup(tmp_path: Path) -> None:
     assert not list(parsed.all("b"))
     assert parsed.texts["title"] == [EVIL]
     assert "".join(parsed.texts["h1"]) == EVIL
-    assert "<b>ours</b>" in parsed.texts["td"]
+    assert data_of(text)["rows"][0][0] == "<b>ours</b>"
     assert EVIL not in text
 
 
 def test_the_page_carries_everything_that_is_drawn(tmp_path: Path) -> None:
     text, _ = page(tmp_path)
-    (raw,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    first, second = json.loads(raw)["strategies"]
+    first, second = data_of(text)["strategies"]
     assert first["events"] == [[3.0, "left", f"{EVIL} left"]]
     assert [m["title"] for m in first["maps"]] == ["regions", "stages", "devices"]
     regions, stages, _ = first["maps"]
@@ -309,5 +313,10 @@ def test_nothing_is_wider_than_a_phone_and_each_figure_has_its_name(tmp_path: Pa
         assert shown.evaluate("document.documentElement.scrollWidth") <= 390
         label = "getComputedStyle(document.querySelectorAll('.cards td')[1], '::before').content"
         assert shown.evaluate(label) == '"tokens/s"'
+        assert shown.inner_text("h1") == "Four"
+        assert "seed 0" in shown.inner_text("#subtitle")
+        assert EVIL in shown.inner_text("#strategies")
+        assert "2 Four" in shown.inner_text("#layout")
+        assert "4.20k" in shown.inner_text("#map")
         assert shown.evaluate("document.querySelector('#throughput svg').viewBox.baseVal.width") <= 390
         browser.close()

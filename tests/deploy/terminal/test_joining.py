@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.record.report import Phase, read_report
-from shoal.deploy.terminal.joining import FetchWatch, JoiningView, expected
+from shoal.deploy.record.report import Phase
+from shoal.deploy.session.fetch_watch import FetchWatch
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.presenter import Presenter
 from shoal.peer.handoff.fetcher import FetchProgress
@@ -18,20 +18,6 @@ def drawn(what: object) -> str:
     console = Console(file=io.StringIO(), width=80, force_terminal=False)
     console.print(what)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_the_bar_only_grows_and_waits_for_a_phase_that_lasts() -> None:
-    names = ["starting the network", "looking for the run", "reading the text", "measuring this machine"]
-    parts, left = [], []
-    for name in names:
-        for spent_s in (0.0, 1.0, 100.0):
-            phase = expected(name, spent_s)
-            parts.append(phase.part)
-            left.append(phase.left_s)
-    assert parts == sorted(parts)
-    assert left == sorted(left, reverse=True)
-    assert (parts[0], left[-1]) == (0.0, 0.0)
-    assert expected(names[1], 100.0) == Phase(name=names[1], part=expected(names[2], 0.0).part, left_s=left[6])
 
 
 def test_a_row_says_what_and_how_long_still() -> None:
@@ -76,36 +62,5 @@ def test_the_panel_of_a_run_shows_the_fetch_until_it_is_over() -> None:
     assert "catching up" in drawn(presenter.panel())
 
 
-def test_a_script_is_told_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    with JoiningView(reports=True) as view:
-        view.tell("starting the network")
-        view.tell("looking for the run")
-    told = [read_report(line.encode()) for line in capsys.readouterr().out.splitlines()]
-    assert [phase.name for phase in told if isinstance(phase, Phase)] == ["starting the network", "looking for the run"]
-
-
-def test_a_terminal_is_left_as_it_was() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with JoiningView(reports=False, console=console) as view:
-        view.tell("starting the network")
-        view.tell("looking for the run")
-    view.close()
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "looking for the run" in text
-    assert "\x1b[2K" in text.rpartition("left")[2], "the line was not wiped"
-
-
 def test_a_phase_is_one_json_line() -> None:
     assert msgspec.json.decode(msgspec.json.encode(Phase(name="x", part=0.5)))["event"] == "Phase"
-
-
-def test_a_phase_that_knows_its_share_says_what_is_left_at_its_own_pace() -> None:
-    now_s = [100.0]
-    with JoiningView(reports=False, console=Console(file=io.StringIO()), now_s=lambda: now_s[0]) as view:
-        view.tell("reading the text")
-        assert view.now() == expected("reading the text", 0.0)
-        now_s[0] += 30.0
-        view.reached(0.25)
-        assert view.now() == Phase(name="reading the text", part=0.25, left_s=90.0)
-        view.tell("measuring this machine")
-        assert view.now() == expected("measuring this machine", 0.0)

@@ -22,7 +22,8 @@ from shoal.deploy.state.run_folder import SavedStanding
 from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
-from shoal.deploy.terminal.screen import Screen, open_console, tell
+from shoal.deploy.terminal.presenter import Presenter
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.visitor.status import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
@@ -145,7 +146,9 @@ def test_only_a_terminal_wraps_sentences(
 
 def test_what_a_peer_says_begins_no_line_of_its_own() -> None:
     file = io.StringIO()
-    Screen(Console(file=file)).say("plan 1: first\nshoal: send your key")
+    Presenter(RunFacts(name="n", steps=10, num_layers=2), console=Console(file=file)).say(
+        "plan 1: first\nshoal: send your key"
+    )
     assert file.getvalue() == "plan 1: first?shoal: send your key\n"
 
 

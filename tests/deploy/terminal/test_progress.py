@@ -24,6 +24,19 @@ def test_a_terminal_sees_what_is_done_and_what_is_left() -> None:
     assert "left" in text
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_goes_on_to_the_next_phase_and_leaves_the_terminal_as_it_was(is_terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+    with progress_bar("", console=console) as bar:
+        bar.begin("starting the network")
+        bar(0.5)
+        bar.begin("looking for the run")
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert ("looking for the run" in text) is is_terminal
+    assert not is_terminal or "\x1b[2K" in text.rpartition("left")[2], "the line was not wiped"
+
+
 def test_a_script_sees_nothing() -> None:
     assert shown(0.5, 1.0, is_terminal=False) == ""
 

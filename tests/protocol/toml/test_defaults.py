@@ -11,7 +11,7 @@ from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, layer_layout
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, TrainingSpec, run_id
 from shoal.protocol.toml.advice import advice
 from shoal.protocol.toml.defaults import (
     Size,
@@ -98,7 +98,7 @@ def test_the_size_is_that_of_the_layers_without_norms(subspace: int) -> None:
     layers = [key for key in all_layer_keys(model) if key not in (EMBED, HEAD)]
     norms = 2 * model.dim
     expected = sum(layer_layout(model, key).numel - norms for key in layers)
-    assert size_of(RunSpec(model=model, swarm=SwarmSpec(stages=1, min_peers=1))).parameters == expected
+    assert size_of(model).parameters == expected
 
 
 def test_with_few_numbers_a_token_a_wide_model_takes_larger_microbatches() -> None:
@@ -110,13 +110,13 @@ def test_with_few_numbers_a_token_a_wide_model_takes_larger_microbatches() -> No
 
 
 def test_of_experts_those_count_that_a_token_passes() -> None:
-    dense = size_of(spec_of({"model": {"dim": 64, "ffn_dim": 128}}))
-    mixed = size_of(spec_of({"model": {"dim": 64, "ffn_dim": 64, "num_experts": 8, "experts_per_token": 2}}))
+    dense = size_of(spec_of({"model": {"dim": 64, "ffn_dim": 128}}).model)
+    mixed = size_of(spec_of({"model": {"dim": 64, "ffn_dim": 64, "num_experts": 8, "experts_per_token": 2}}).model)
     assert mixed == dense
 
 
 def test_larger_models_take_smaller_rates_and_larger_steps() -> None:
-    sizes = [size_of(of_width(dim, 8, 256)) for dim in (64, 128, 256, 512, 1024)]
+    sizes = [size_of(of_width(dim, 8, 256).model) for dim in (64, 128, 256, 512, 1024)]
     batches = [batch_tokens_of(size) for size in sizes]
     rates = [rate_of(size, batch) for size, batch in zip(sizes, batches, strict=True)]
     assert batches == sorted(batches)
@@ -124,7 +124,7 @@ def test_larger_models_take_smaller_rates_and_larger_steps() -> None:
 
 
 def test_smaller_steps_take_smaller_rates_by_the_square_root_and_larger_ones_no_larger() -> None:
-    size = size_of(of_width(128, 6, 256))
+    size = size_of(of_width(128, 6, 256).model)
     batch = batch_tokens_of(size)
     whole, quarter, four = (rate_of(size, batch * times) for times in (1, 0.25, 4))
     assert quarter == pytest.approx(whole / 2, rel=0.05)
@@ -133,12 +133,12 @@ def test_smaller_steps_take_smaller_rates_by_the_square_root_and_larger_ones_no_
 
 def test_weights_that_are_good_already_take_a_fifteenth() -> None:
     """Llama 2 of 7 B is tuned at 2e-5 with steps of 64 samples of 4,096 tokens."""
-    size = size_of(of_width(4096, 32, 4096))
+    size = size_of(of_width(4096, 32, 4096).model)
     assert rate_of(size, 64 * 4096, tunes=True) == pytest.approx(2e-5, rel=0.1)
 
 
 def test_a_shorter_run_takes_a_higher_rate_up_to_a_bound() -> None:
-    size = size_of(of_width(256, 8, 256))
+    size = size_of(of_width(256, 8, 256).model)
     rates = [learning_rate_of(size, tokens_per_step=1e4, steps=steps) for steps in (1, 10, 100, 1000, 10_000)]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] <= 2.6 * rate_of(size, 1e4)
@@ -155,7 +155,7 @@ def test_the_warm_up_is_the_same_for_all_runs_of_usual_length() -> None:
 def test_a_step_is_cut_so_that_the_stages_have_work_and_a_stream_takes_each_microbatch(
     tokens: float, stages: int
 ) -> None:
-    number, samples = microbatches_of(tokens, context=256, stages=stages, dim=512)
+    number, samples = microbatches_of(tokens, ModelSpec(dim=512, context=256), stages)
     assert number >= 2 * stages
     assert 4 * 512 * 256 * samples <= STREAM_CREDIT_BYTES
     assert number * samples * 256 <= max(1.5 * tokens, 2 * stages * 256)
@@ -271,5 +271,5 @@ def test_a_text_of_few_samples_is_told() -> None:
 
 def test_a_model_of_no_layers_to_speak_of_has_a_size() -> None:
     model = ModelSpec(dim=2, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=32, context=1)
-    size = size_of(RunSpec(model=model))
+    size = size_of(model)
     assert learning_rate_of(size, tokens_per_step=1.0, steps=1) > 0

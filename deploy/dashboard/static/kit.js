@@ -1,12 +1,23 @@
-// Formats figures for people, and builds the DOM without markup: text from peers is always plain text.
+// Formats figures for people, and builds the DOM without markup: text from peers is always plain text. The live page and
+// the pages of `shoal report` and `shoal simulate` share it.
 
 export const byId = (id) => document.getElementById(id);
 
-export function element(tag, className = "", text = "") {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text) made.textContent = text;
+// A string in place of attributes is a class.
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag), given = typeof attributes === "string" ? { class: attributes } : attributes;
+  for (const [name, value] of Object.entries(given)) if (value) made.setAttribute(name, value);
+  made.append(...children.filter((child) => child !== "").map((child) => (child instanceof Node ? child : String(child))));
   return made;
+}
+
+// Columns from `words` on hold sentences; the first `names` of each row are headings.
+export function table(heads, rows, { words = heads.length, names = 0, ...attributes } = {}) {
+  const kind = (index) => (index >= words ? "text" : "");
+  const head = heads.map((text, index) => element("th", kind(index), text));
+  const cell = (text, index) => element(index < names ? "th" : "td", { class: kind(index), "data-label": heads[index] }, text);
+  const body = rows.map((row) => element("tr", {}, ...row.map(cell)));
+  return element("table", attributes, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
 }
 
 export function svg(tag, attributes = {}, text = "") {

@@ -1,0 +1,24 @@
+"""Estimates the remaining time of a state fetch."""
+
+from shoal.deploy.record.report import Phase
+from shoal.peer.handoff.fetcher import FetchProgress
+
+
+class FetchWatch:
+    """Reports each change of a fetch, with an estimate from its pace so far."""
+
+    def __init__(self) -> None:
+        self._progress: FetchProgress | None = None
+        self._began_s = 0.0
+
+    def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
+        """Return new progress to report, or None. A phase without `part` means that the fetch is over."""
+        if progress is not self._progress:
+            self._progress, self._began_s = progress, now_s
+            if progress is None:
+                return Phase(name="catching up")
+        if progress is None:
+            return None
+        part = progress.done / progress.total if progress.total else 0.0
+        left_s = (now_s - self._began_s) * (1.0 - part) / part if part > 0.0 else None
+        return Phase(name=f"fetching {progress.what}", part=part, left_s=left_s)
