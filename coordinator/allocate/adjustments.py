@@ -17,12 +17,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.evolution import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.objective import SoleHolders
-from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
+from shoal.coordinator.allocate.throughput_search import (
+    LEFT_OUT,
+    Assignment,
+    ThroughputEvaluator,
+    assignment_of,
+    stages_of,
+)
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.protocol.topology import Floats, Ints
+from shoal.protocol.topology import Floats
 
 TRIED = 16
 """The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
@@ -98,9 +103,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
     Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.cost(found).seconds
-    at = np.full(objective.topology.num_devices, len(found.stages), dtype=np.int64)
-    for stage, members in enumerate(found.stages):
-        at[list(members)] = stage
+    at = assignment_of(objective.topology.num_devices, found)
     refused: set[tuple[int, int]] = set()
     for _ in range(EXCHANGES_TRIED):
         here = lacks[np.arange(len(at)), at]
@@ -112,7 +115,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
         if saves[a, b] <= 0.0:
             break
         at[a], at[b] = at[b], at[a]
-        exchanged = replace(found, stages=_stages(at, len(found.stages)))
+        exchanged = replace(found, stages=stages_of(at, len(found.stages)))
         if objective.cost(exchanged).seconds <= limit_s:
             found, refused = exchanged, set()
         else:
@@ -133,10 +136,6 @@ def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Pl
         wanted[index, first:last] = 1.0
     lacking: Floats = (1.0 - held) @ (wanted * layer_bytes).T
     return lacking
-
-
-def _stages(at: Ints, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(device) for device in np.flatnonzero(at == stage)) for stage in range(num_stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +174,7 @@ def best_with_stayers(
     _put_back(evaluator, goal, needs, current.bounds)
     climbed = [_climb(evaluator, start, needs, current.bounds) for start in (goal, home.copy())]
     seconds, best = min(climbed, key=lambda one: one[0])
-    stages = tuple(tuple(int(d) for d in (best == k).nonzero()[0]) for k in range(len(current.stages)))
-    return Placement(stages=stages, bounds=current.bounds), seconds
+    return Placement(stages=stages_of(best, len(current.stages)), bounds=current.bounds), seconds
 
 
 def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:

@@ -16,11 +16,12 @@ The two maxima of the objective are replaced by root mean squares, which also re
 turn into the true ones as the temperature falls.
 
 There is no fastmath, no parallel loop, no power and no logarithm, and sums have a fixed order, so the result is the
-same bit for bit on any machine. A kernel calls only kernels of this file: numba's cache does not notice a change in
-another."""
+same bit for bit on any machine. A kernel calls only kernels of this file and of `cost/compiled.py`: numba's cache does
+not notice a change in another file."""
 
 import numpy as np
-from numba import njit
+
+from shoal.coordinator.cost.compiled import below, inner, kernel
 
 ORDER_EXACT_MAX = 13
 """The limit for solving the order of stages exactly: Held and Karp's table has K 2^K entries, 106,496 at 13 stages."""
@@ -34,7 +35,7 @@ their squares; of the boundary below it the longest hop, and the root mean squar
 # --- exact matching and order ---
 
 
-@njit(cache=True)
+@inner
 def match(hop, rows, columns, partner):
     """Find a bottleneck matching of all rows, no more than there are columns, in O(rows * columns^2).
 
@@ -79,7 +80,7 @@ def match(hop, rows, columns, partner):
     return bound
 
 
-@njit(cache=True)
+@kernel
 def handover(hop, above, under):
     """Match two stages. Returns: (longest hop, the partner of each member of the larger stage as an index into the
     smaller one). A member without a partner of its own has -1 and shares the nearest."""
@@ -98,7 +99,7 @@ def handover(hop, above, under):
     return bound, partner
 
 
-@njit(cache=True)
+@kernel
 def open_path(cost, order):
     """Find the shortest path through all K nodes with free ends (Held and Karp 1962); with more than `ORDER_EXACT_MAX`
     nodes take them as they come.
@@ -132,7 +133,7 @@ def open_path(cost, order):
     return shortest
 
 
-@njit(cache=True)
+@kernel
 def settle(x, share, hop):
     """Match each stage with the next so that their longest hop is shortest, in the order of stages where these hops add
     up to least. Changes `x`.
@@ -169,7 +170,7 @@ def settle(x, share, hop):
     return dp, pp, work
 
 
-@njit(cache=True)
+@inner
 def _columns(x, k, above, under, partner):
     """Write stage k of x so that partners share a column; a device without a partner gets the free column."""
     R = x.shape[1]
@@ -196,7 +197,7 @@ def _columns(x, k, above, under, partner):
 # --- the totals of a layout ---
 
 
-@njit(cache=True)
+@inner
 def _all_reduce(row, share):
     """Return (the longest, the sum of squares) of the all-reduce seconds of a stage's members."""
     worst, square = 0.0, 0.0
@@ -211,7 +212,7 @@ def _all_reduce(row, share):
     return worst, square
 
 
-@njit(cache=True)
+@inner
 def _boundary(x, above, under, hop):
     """Price the boundary between two stages. Returns: (its longest hop, the root mean square of all its hops)."""
     R = x.shape[1]
@@ -240,21 +241,21 @@ def _boundary(x, above, under, hop):
     return worst, np.sqrt(square / R)
 
 
-@njit(cache=True)
+@kernel
 def total_rows(x, share, totals, first, last):
     """Compute the totals of stages first to last - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
-@njit(cache=True)
+@kernel
 def total_edges(x, hop, totals, first, last):
     """Compute the totals of the boundaries above and below stages first to last - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
-@njit(cache=True)
+@kernel
 def energy(totals, num_devices, smooth):
     """Return the objective of a layout, mixed with its smooth version by `smooth`, in [0, 1]."""
     K = totals.shape[1]
@@ -271,30 +272,14 @@ def energy(totals, num_devices, smooth):
 # --- changes ---
 
 
-@njit(cache=True)
-def draw(lots):
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], the state, which is advanced."""
-    lots[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = lots[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@njit(cache=True)
-def _below(lots, n):
-    """Draw an int64 in [0, n), n < 2^32."""
-    return np.int64(((draw(lots) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
-
-
-@njit(cache=True)
+@kernel
 def exchange(x, k, j, c, m, length):
     """Exchange stages k.. of column c with stages j.. of column m, `length` of them. Twice is nothing."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
 
-@njit(cache=True)
+@kernel
 def turn(x, first, last):
     """Reverse the order of the stages from `first` to `last` - 1. A second call undoes it."""
     for i in range((last - first) // 2):
@@ -302,7 +287,7 @@ def turn(x, first, last):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
 
 
-@njit(cache=True)
+@inner
 def _is_possible(x, k, j, c, m, length):
     """True if an exchange changes something, and no stage gets a second hole."""
     differs = False
@@ -314,7 +299,7 @@ def _is_possible(x, k, j, c, m, length):
     return differs
 
 
-@njit(cache=True)
+@kernel
 def anneal(x, share, hop, seed, work, heat, smooth):
     """Anneal x in place; the temperature falls to 0.
 
@@ -338,11 +323,11 @@ def anneal(x, share, hop, seed, work, heat, smooth):
             now = energy(totals, len(hop), smooth_now)
         trials += 1
         spent += 10
-        kind = _below(lots, 64)
+        kind = below(lots, 64)
         is_turn, is_same = kind >= 60, 52 <= kind < 60
-        length = 1 + _below(lots, max(1, K // 2)) if 32 <= kind < 52 else 1
+        length = 1 + below(lots, max(1, K // 2)) if 32 <= kind < 52 else 1
         starts = K + 1 - length
-        k, j, c, m = _below(lots, starts), _below(lots, starts), _below(lots, R), _below(lots, R)
+        k, j, c, m = below(lots, starts), below(lots, starts), below(lots, R), below(lots, R)
         if is_turn:
             k, j = min(k, j), max(k, j) + 1
             if j - k < 2 or j - k == K:
@@ -372,7 +357,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
             spent += (length + 1) * R
         spent += 2 * K
         new = energy(totals, len(hop), smooth_now)
-        u = np.float64(_below(lots, 1 << 20)) / (1 << 20)
+        u = np.float64(below(lots, 1 << 20)) / (1 << 20)
         # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.
         probing = heat > 0.0 and probed < _PROBES
         if probing and abs(new - now) > 1e-9 * now:

@@ -1,9 +1,5 @@
-"""The search for any objective: iterated local search over a small population. A child is a perturbed individual,
-improved by local search; the cheapest individuals survive.
-
-An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. The objective is an `Evaluator`. It also knows
-which assignments are feasible, and it does the local search, since only it can price a change for a fraction of an
-evaluation.
+"""The search: iterated local search over a small population. A child is a perturbed individual, improved by local
+search; the cheapest individuals survive.
 
 **Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; the cost of a call is
 counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit, and a
@@ -13,18 +9,10 @@ Source: iterated local search (Lourenço, Martin, Stützle 2003), with a populat
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Assignment = npt.NDArray[np.int64]
-
-LEFT_OUT = -1
-"""The device holds nothing, on purpose."""
-HOMELESS = -2
-"""The device lost its stage in a perturbation; `Evaluator.repair` finds another."""
+from shoal.coordinator.allocate.throughput_search import HOMELESS, Assignment, Improved, ThroughputEvaluator
 
 WORK_PER_SECOND = 100_000_000
 """Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
@@ -32,50 +20,8 @@ POPULATION = 8
 """A smaller one lacks alternatives; a larger one leaves each individual too little of a one-second search."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Improved:
-    """The result of a search."""
-
-    assignment: Assignment
-    cost: float
-    work: int
-    others: tuple[Assignment, ...] = ()
-    """The rest of the population, the best first."""
-
-
-class Evaluator(Protocol):
-    """One objective over one topology. It is deterministic: no clock, no global randomness, sums in a fixed order."""
-
-    num_devices: int
-    num_stages: int
-    draws: int
-    """The number of random starts of which the cheapest is improved; more pay where the start decides much."""
-    share: int
-    """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
-
-    def cost(self, assignment: Assignment) -> float:
-        """Return the exact true objective of a feasible assignment; inf if it is impossible."""
-
-    def random(self, seed: int) -> Assignment:
-        """Return a feasible start; different seeds should give very different starts."""
-
-    def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Make an assignment feasible with few changes: stages for the `HOMELESS`, stage sizes, and stage 0.
-
-        Args: assignment: of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too."""
-
-    def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
-        """Search locally on the true objective, from a feasible assignment.
-
-        Args:
-            work: stop soon after this number of units.
-            heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
-                starts.
-        """
-
-
 def evolve(
-    evaluator: Evaluator,
+    evaluator: ThroughputEvaluator,
     *,
     seed: int,
     work: int,

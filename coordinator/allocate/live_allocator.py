@@ -268,7 +268,6 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
         work=_work(len(free)),
         current=current,
         horizon_s=snapshot.horizon_s,
-        gain_min=0.0,
     )
     evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
     found, _ = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)

@@ -1,7 +1,11 @@
 """The throughput planner: decides which device holds which layers, alike on any machine.
 
-Several numbers of stages get a short search each, and the most promising ones a longer one. A large swarm is searched
-in several views (`hierarchy.py`), from the coarsest to the finest."""
+Several numbers of stages get a short search each, and the most promising ones a longer one.
+
+A large swarm is searched in several views, from the coarsest to the finest. Devices that are near each other and alike
+become one unit: their speeds and cards add up, two units have a path for each pair of their devices, and the unit's
+memory is the smallest. So a swarm of units is again a swarm, of fewer and larger devices. The search runs on about a
+hundred units, then from that result on eight times as many, and last on the devices if they are not too many."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,23 +13,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.coordinator.allocate.at_once import one_a_stage
-from shoal.coordinator.allocate.evolution import POPULATION, Assignment, evolve
-from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels
+from shoal.coordinator.allocate.evolution import POPULATION, evolve
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator, assignment_of
+from shoal.coordinator.allocate.throughput_search import Assignment, ThroughputEvaluator, assignment_of, stages_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.pipeline import IMPOSSIBLE
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STAGES_MAX
-from shoal.protocol.topology import Topology
+from shoal.protocol.topology import Floats, Ints, Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _FINALISTS = 2
 """The search goes on with this many numbers of stages after a first try of all."""
 _RANKED = 4
 """This many of the best placements of a search are compared by the foreseen step."""
+UNITS = 128
+"""The number of units on the coarsest level, few enough for a good result within a second."""
+FLAT_MAX = 2048
+"""Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
 
 
 def default_work(num_devices: int) -> int:
@@ -39,37 +46,24 @@ def plan(
     *,
     num_stages: int | None = None,
     seed: int = 0,
-    work: int | None = None,
+    work: int,
     current: Placement | None = None,
     horizon_s: float = 600.0,
-    gain_min: float = 0.02,
 ) -> tuple[Placement, Cost]:
     """Search for the placement with the shortest time to a given loss: tokens/s, less the cost of staleness.
 
     Args:
-        num_stages: None: several are tried and the best is taken; with a `current`, its number.
-        work: a budget in units of `evolution.WORK_PER_SECOND`; None: `default_work`.
-        current: the present placement. The search begins there, and the time of fetching other layers counts as lost
-            work, spread over `horizon_s`.
-        gain_min: the least relative gain of a change beyond that, else `current` is returned unchanged.
+        num_stages: None: several are tried and the best is taken.
+        work: a budget in units of `evolution.WORK_PER_SECOND`.
+        current: the present placement, on `num_stages` stages. The search begins there, and the time of fetching other
+            layers counts as lost work, spread over `horizon_s`.
     Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
     Raises: NoLayout: no placement on `num_stages` stages is possible."""
-    objective = ThroughputObjective(topology, workload)
-    if current is not None:
-        num_stages = num_stages or len(current.stages)
-    search = _Search(objective, seed=seed, current=current, horizon_s=horizon_s)
-    found = search.each(num_stages, default_work(topology.num_devices) if work is None else work)[0]
-    if current is not None:
-        now = objective.cost(current)
-        stays = found.placement is None or found.seconds > now.seconds * (1.0 - gain_min)
-        if stays and math.isfinite(now.seconds):
-            return current, now
-    if found.placement is None:
-        raise NoLayout(search.why_not(num_stages))
-    cost = objective.cost(found.placement)
-    if not math.isfinite(cost.seconds):
-        raise NoLayout(cost.why)
-    return found.placement, cost
+    search = _Search(ThroughputObjective(topology, workload), seed=seed, current=current, horizon_s=horizon_s)
+    found = search.each(num_stages, work)[0]
+    if not math.isfinite(found.cost.seconds):
+        raise NoLayout(found.cost.why)
+    return found.placement, found.cost
 
 
 def plan_each(
@@ -87,27 +81,19 @@ def plan_each(
     Args: as of `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
     Raises: NoLayout: there is none."""
     search = _Search(ThroughputObjective(topology, workload), seed=seed, bias=bias)
-    best: dict[int, Placement] = {}
-    for found in search.each(num_stages, work):
-        if found.placement is not None:
-            best.setdefault(len(found.placement.stages), found.placement)
-    if not best:
-        raise NoLayout(search.why_not(num_stages))
-    return list(best.values())
+    return [found.placement for found in search.each(num_stages, work)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Try:
-    """The result of a search with one number of stages."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a search with one number of stages has found."""
 
-    num_stages: int
-    placement: Placement | None = None
-    """None: none is possible."""
-    seconds: float = math.inf
-    """The search's T, which is made for climbing, with the cost of moving."""
-    foreseen_s: float = math.inf
-    """The foreseen step, corrected by the bias seen in this run: it compares numbers of stages."""
-    work: int = 0
+    placement: Placement
+    cost: Cost
+    """Without the cost of moving; of a large swarm's clusters it may be impossible."""
+    foreseen_s: float
+    """The foreseen step with the cost of moving, corrected by the bias seen in this run: it compares numbers of
+    stages, while the search's T is made for climbing."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -121,20 +107,22 @@ class _Search:
     def __post_init__(self) -> None:
         self._levels = levels(self.objective.topology, self.objective.workload)
 
-    def each(self, num_stages: int | None, work: int) -> list[_Try]:
-        """Return all tries, the best first."""
+    def each(self, num_stages: int | None, work: int) -> list[_Found]:
+        """Return the best placement found for each number of stages, the best of all first. Raises: NoLayout."""
+        best: dict[int, _Found] = {}
         if num_stages is not None:
-            return [self._solve(num_stages, work)]
-        choices = self._choices()
-        tried = [self._solve(k, work // (3 * len(choices)), is_long=False) for k in choices]
-        left = work - sum(each.work for each in tried)
-        for index, best in enumerate(sorted(tried, key=lambda each: each.foreseen_s)[:_FINALISTS]):
-            again = self._solve(best.num_stages, left // (_FINALISTS - index))
-            left -= again.work
-            tried.append(again)
-        return sorted(tried, key=lambda each: each.foreseen_s)
+            self._solve(num_stages, work, best)
+        else:
+            choices = self._choices()
+            left = work - sum(self._solve(k, work // (3 * len(choices)), best, ranked=1) for k in choices)
+            finalists = sorted(choices, key=lambda k: best[k].foreseen_s if k in best else math.inf)[:_FINALISTS]
+            for index, k in enumerate(finalists):
+                left -= self._solve(k, left // (len(finalists) - index), best)
+        if not best:
+            raise NoLayout(self._why_not(num_stages))
+        return sorted(best.values(), key=lambda found: found.foreseen_s)
 
-    def why_not(self, num_stages: int | None) -> str:
+    def _why_not(self, num_stages: int | None) -> str:
         t, w = self.objective.topology, self.objective.workload
         k = num_stages or self._choices()[-1]
         if t.num_devices < k:
@@ -150,10 +138,12 @@ class _Search:
         most = min(self.objective.workload.num_layers, self.objective.topology.num_devices, STAGES_MAX)
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
-    def _solve(self, num_stages: int, work: int, *, is_long: bool = True) -> _Try:
+    def _solve(self, num_stages: int, work: int, best: dict[int, _Found], *, ranked: int = _RANKED) -> int:
+        """Search on `num_stages` stages, and keep the result in `best` if it is better than the one there.
+        Args: ranked: the placements of which the foreseen step chooses. Returns: the work done."""
         t, w = self.objective.topology, self.objective.workload
         if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
-            return _Try(num_stages=num_stages)
+            return 0
         given = [one for one in (self.current, self._chain(num_stages)) if one is not None]
         known = [assignment_of(t.num_devices, placement) for placement in given]
         flat: list[Assignment] = []  # the result of the coarser level, by device
@@ -174,25 +164,18 @@ class _Search:
             found = evolve(evaluator, seed=self.seed, work=budget, start=start, keep=keep, share=share)
             spent += found.work
             flat = [found.assignment[level.unit_of]]
-        tries = [
-            self._try(evaluator, level, assignment, spent)
-            for assignment in (found.assignment, *found.others)[: _RANKED if is_long else 1]
-        ]
-        return min(tries, key=lambda each: each.foreseen_s)
-
-    def _try(self, evaluator: ThroughputEvaluator, level: Level, assignment: Assignment, work: int) -> _Try:
-        """Price what a search has found for the finest `level`."""
-        K, seconds = evaluator.num_stages, evaluator.cost(assignment)
-        flat = assignment[level.unit_of]
-        stages = tuple(tuple(int(d) for d in np.flatnonzero(flat == k)) for k in range(K))
-        if seconds >= IMPOSSIBLE or not all(stages):
-            return _Try(num_stages=K, work=work)
-        placement = Placement(stages=stages, bounds=evaluator.placement_of(assignment).bounds)
-        cost = self.objective.cost(placement)
-        foreseen_s = math.inf
-        if math.isfinite(cost.seconds):
-            foreseen_s = seconds * cost.parts["foreseen_s"] / cost.parts["step_s"] / self.bias.factor(K)
-        return _Try(num_stages=K, placement=placement, seconds=seconds, foreseen_s=foreseen_s, work=work)
+        for assignment in (found.assignment, *found.others)[:ranked]:
+            seconds = evaluator.cost(assignment)
+            stages = stages_of(assignment[level.unit_of], num_stages)
+            if seconds >= IMPOSSIBLE or not all(stages):
+                continue
+            placement = Placement(stages=stages, bounds=evaluator.placement_of(assignment).bounds)
+            cost, foreseen_s = self.objective.cost(placement), math.inf
+            if math.isfinite(cost.seconds):
+                foreseen_s = seconds * cost.parts["foreseen_s"] / cost.parts["step_s"] / self.bias.factor(num_stages)
+            if num_stages not in best or foreseen_s < best[num_stages].foreseen_s:
+                best[num_stages] = _Found(placement, cost, foreseen_s)
+        return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
         """Return a feasible start where some devices do not reach others; None if all do, or none is found."""
@@ -203,3 +186,107 @@ class _Search:
             return one_a_stage(self.objective, num_stages)
         except NoLayout:
             return None
+
+
+# --- the views of a large swarm ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Level:
+    """A view of a swarm as units."""
+
+    topology: Topology
+    """U units: the sums of FLOP/s and cards, the smallest memory, and the latency and paths of the first device."""
+    weight: Ints
+    unit_of: Ints
+    """[N], the unit of each device."""
+
+
+def levels(topology: Topology, workload: Workload) -> list[Level]:
+    """Return the levels from the coarsest to the finest; a small swarm has only the level of single devices."""
+    n = topology.num_devices
+    near = _neighbourhoods(topology, workload.cut_bytes) if n > 2 * UNITS else np.zeros(n, dtype=np.int64)
+    views = []
+    units = UNITS
+    while 2 * units < n and units <= FLAT_MAX:
+        views.append(_coarse(topology, near, units))
+        units *= 8
+    if n <= FLAT_MAX:
+        views.append(Level(topology=topology, weight=np.ones(n, dtype=np.int64), unit_of=np.arange(n)))
+    return views
+
+
+def coarsen(assignment: Assignment, level: Level) -> Assignment:
+    """Return the stages of a level's units: each goes to the stage of most of its devices, the lowest among equals.
+    Args: assignment: by device."""
+    lowest = int(assignment.min())
+    votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
+    np.add.at(votes, (level.unit_of, assignment - lowest), 1)
+    chosen: Assignment = votes.argmax(axis=1).astype(np.int64) + lowest
+    return chosen
+
+
+def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
+    """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
+    back. Each leader is the device farthest from all before it (Gonzalez 1985)."""
+    n = topology.num_devices
+    distance = np.full(n, np.inf)
+    nearest = np.zeros(n, dtype=np.int64)
+    leader, reach = 0, 0.0
+    for number in range(48):
+        rate = np.minimum(topology.bytes_per_s[leader], topology.bytes_per_s[:, leader]).astype(np.float64)
+        to_leader: Floats = topology.latency_s[leader].astype(np.float64) + topology.latency_s[:, leader]
+        to_leader += 2.0 * frame_bytes / np.maximum(rate, 1.0)
+        to_leader[leader] = 0.0
+        closer = to_leader < distance
+        nearest[closer] = number
+        distance = np.minimum(distance, to_leader)
+        if number == 0:
+            reach = float(distance.max())
+        leader = int(np.argmax(distance))
+        if distance[leader] <= 0.05 * reach:  # all others are near to a leader
+            break
+    return nearest
+
+
+def _coarse(topology: Topology, near: Ints, units: int) -> Level:
+    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units devices."""
+    n = topology.num_devices
+    order = np.lexsort(
+        (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)
+    )
+    unit_of = np.zeros(n, dtype=np.int64)
+    number, size = 0, n / units
+    for neighbourhood in range(int(near.max()) + 1):
+        for feeds in (False, True):
+            members = order[(near[order] == neighbourhood) & (topology.may_feed[order] == feeds)]
+            if len(members):
+                slices = max(1, round(len(members) / size))
+                unit_of[members] = number + np.arange(len(members)) * slices // len(members)
+                number += slices
+    _, first = np.unique(unit_of, return_index=True)
+    weight = np.bincount(unit_of)
+
+    def summed(values: Floats) -> Floats:
+        return np.bincount(unit_of, weights=values).astype(np.float64)
+
+    behind = np.bincount(topology.card, minlength=int(topology.card.max()) + 1)[topology.card]
+    memory = np.full(number, np.inf)
+    np.minimum.at(memory, unit_of, topology.memory_bytes)
+    square = np.ix_(first, first)
+    return Level(
+        topology=Topology(
+            latency_s=topology.latency_s[square],
+            bytes_per_s=topology.bytes_per_s[square],
+            flop_per_s=summed(topology.flop_per_s),
+            memory_bytes=memory,
+            up_bytes_per_s=summed(topology.up_bytes_per_s / behind),
+            down_bytes_per_s=summed(topology.down_bytes_per_s / behind),
+            card=np.arange(number),
+            names=tuple(topology.names[i] for i in first),
+            regions=tuple(topology.regions[i] for i in first),
+            may_feed=topology.may_feed[first],
+        ),
+        weight=weight,
+        unit_of=unit_of,
+    )

@@ -1,9 +1,9 @@
 """The compiled local search on the throughput objective, and the exact cut of the model. `cost/pipeline.py` has the
-objective, P and S. Random integers are our own, so that a search ends the same on any machine."""
+objective, P and S."""
 
 import numpy as np
 
-from shoal.coordinator.cost.compiled import evaluate, inner, kernel, resident_bytes, saturate
+from shoal.coordinator.cost.compiled import below, draw, evaluate, inner, kernel, resident_bytes, saturate, unit
 from shoal.coordinator.cost.pipeline import (
     CARD,
     FLOW,
@@ -22,28 +22,6 @@ from shoal.coordinator.cost.pipeline import (
 
 _HEAT = 0.08
 """A search at heat 1 begins by accepting placements that are up to this part worse."""
-
-
-@inner
-def draw(state):
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `state`: uint64 [1], which is advanced."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@inner
-def below(state, n):
-    """Draw an int64 in [0, n), n < 2^32."""
-    return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
-
-
-@inner
-def unit(state):
-    """Draw a float64 in [0, 1)."""
-    return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 # --- where the model is cut ---

@@ -1,27 +1,47 @@
-"""The throughput objective as an `Evaluator`: labels of assignments are positions in the pipeline, cut by exact DP.
+"""Prices and improves assignments on the throughput objective: labels are positions in the pipeline, cut by exact DP.
 
-`evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names are
-positions, so it keeps the better order. Bounds are the exact cut for an individual's groups (or the current plan's,
-where moving state costs more than a new cut gains), improved by local search."""
+An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. `evolve` treats individuals that differ only in
+the names of stages as one and keeps the cheaper. Here names are positions, so it keeps the better order. Bounds are the
+exact cut for an individual's groups (or the current plan's, where moving state costs more than a new cut gains),
+improved by local search."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from shoal.coordinator.allocate.evolution import HOMELESS, LEFT_OUT, Assignment, Improved
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.problem import problem_of, state_of
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Ints, Topology
 
+Assignment = npt.NDArray[np.int64]
+
+LEFT_OUT = -1
+"""The device holds nothing, on purpose."""
+HOMELESS = -2
+"""The device lost its stage in a perturbation; `repair` finds another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improved:
+    """The result of a search."""
+
+    assignment: Assignment
+    cost: float
+    work: int
+    others: tuple[Assignment, ...] = ()
+    """The rest of the population, the best first."""
+
 
 class ThroughputEvaluator:
-    """Implements `evolution.Evaluator`.
+    """Prices assignments of one topology. It is deterministic: no clock, no global randomness, sums in a fixed order.
 
     Args:
-        weight: int64 [N], the number of alike devices behind each of the topology's (`hierarchy.py`); 1 if None. With
+        weight: int64 [N], the number of alike devices behind each of the topology's (`planner.levels`); 1 if None. With
             it flop_per_s and cards are sums, memory and paths those of one device.
         current: the placement in force: moving state costs, spread over `horizon_s`.
     """
@@ -43,17 +63,19 @@ class ThroughputEvaluator:
         self._kernels: Any = throughput_kernels
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
-        self.draws = 16
-        self.share = 20_000 * topology.num_devices
         self.topology = topology
         self._current = current
         self.problem = problem_of(topology, workload, weight=weight, current=current, horizon_s=horizon_s)
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
         self._known: dict[bytes, tuple[float, Ints]] = {}
 
-    # --- Evaluator ---
+        self.draws = 16
+        """The number of random starts of which the cheapest is improved."""
+        self.share = 20_000 * topology.num_devices
+        """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
+        """Return the true objective of a feasible assignment."""
         return self._cut(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
@@ -104,6 +126,13 @@ class ThroughputEvaluator:
         return fixed
 
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
+        """Search locally from a feasible assignment.
+
+        Args:
+            work: stop soon after this number of units.
+            heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
+                starts.
+        """
         before, bounds, spent = self._cut_work(assignment)
         stage, found_bounds = assignment.copy(), bounds.copy()
         self._pipeline.build(self.problem, self._state, assignment, bounds)
@@ -117,12 +146,9 @@ class ThroughputEvaluator:
         cost, _, again = self._cut_work(stage, found_bounds)
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
-    # --- placements ---
-
     def placement_of(self, assignment: Assignment) -> Placement:
         _, bounds = self._cut(assignment)
-        stages = tuple(tuple(int(d) for d in np.flatnonzero(assignment == k)) for k in range(self.num_stages))
-        return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
+        return Placement(stages=stages_of(assignment, self.num_stages), bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
         """Return the cost with these bounds, moving included."""
@@ -213,3 +239,8 @@ def assignment_of(num_devices: int, placement: Placement) -> Assignment:
     for k, stage in enumerate(placement.stages):
         assignment[list(stage)] = k
     return assignment
+
+
+def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the members of each stage, ascending."""
+    return tuple(tuple(int(device) for device in np.flatnonzero(assignment == k)) for k in range(num_stages))

@@ -1,25 +1,27 @@
-"""The functions of `pipeline.py` compiled by numba, under the same names, and decorators for kernels that call them.
+"""The functions of `pipeline.py` compiled by numba, under the same names; decorators and random numbers for searches.
 
 Importing numba takes a second, so only searches import this module, and large swarms. Compiling takes ten seconds, once
 on a machine. There is no fastmath and no parallel loop: the results are those of the plain functions, bit for bit."""
 
 import hashlib
 import inspect
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.core.caching import FunctionCache
 
 from shoal.coordinator.cost import pipeline
 
 _njit: Any = njit  # the types of njit lack two of its options
-_SOURCE = hashlib.sha256(inspect.getsource(pipeline).encode()).hexdigest()
+_SOURCE = hashlib.sha256((inspect.getsource(pipeline) + Path(__file__).read_text()).encode()).hexdigest()
 
 
 class _KernelCache(FunctionCache):
     """Numba's cache of a function on disk notices changes of that function's own file. This one also notices those of
-    `pipeline.py`, whose functions are compiled into the kernels that call them."""
+    `pipeline.py` and of this file, whose functions are compiled into the kernels that call them."""
 
     def _index_key(self, *args: Any) -> Any:
         return (*super()._index_key(*args), _SOURCE)  # type: ignore[no-untyped-call]
@@ -43,6 +45,29 @@ def _cached(dispatcher: Any) -> Any:
 def _compiled(function: FunctionType) -> Any:
     copy = FunctionType(function.__code__, globals(), function.__name__)  # whose callees are the compiled ones
     return (kernel if function.__name__ in pipeline.ENTRIES else inner)(copy)
+
+
+@inner
+def draw(state: Any) -> Any:
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. `state`: uint64 [1], which is
+    advanced."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@inner
+def below(state: Any, n: Any) -> Any:
+    """Draw an int64 in [0, n), n < 2^32."""
+    return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+
+
+@inner
+def unit(state: Any) -> Any:
+    """Draw a float64 in [0, 1)."""
+    return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 for _name, _value in vars(pipeline).items():

@@ -27,7 +27,7 @@ def problem_of(
     """Return the tables of a swarm.
 
     Args:
-        weight: int64 [N], the number of alike devices behind each of the topology's (`allocate/hierarchy.py`); 1 if
+        weight: int64 [N], the number of alike devices behind each of the topology's (`allocate/planner.py`); 1 if
             None. With it flop_per_s and cards are sums, memory and paths those of one device.
         current: the placement in force: moving state costs, spread over `horizon_s`.
         cuts: bytes of a microbatch over a cut, of all formats in use; empty: those of the workload.

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.coordinator.allocate.evolution import evolve
-from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.allocate.planner import default_work, plan
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -67,7 +67,7 @@ def world(num_devices: int, seed: int) -> Topology:
 
 
 def one_size(num_devices: int) -> dict[str, float]:
-    asked = workload(min(16 * num_devices, 4096))
+    asked, work = workload(min(16 * num_devices, 4096)), default_work(num_devices)
     begin_s = time.process_time()
     topology = world(num_devices, seed=1)
     made_s = time.process_time() - begin_s
@@ -76,13 +76,13 @@ def one_size(num_devices: int) -> dict[str, float]:
         small = make_topology(np.ones((4, 4), np.float32), np.full((4, 4), 1e9, np.float32))
         plan(small, asked, num_stages=2, work=100_000)
     begin_s = time.process_time()
-    found, cost = plan(topology, asked, num_stages=STAGES[num_devices], seed=0)
+    found, cost = plan(topology, asked, num_stages=STAGES[num_devices], seed=0, work=work)
     planned_s = time.process_time() - begin_s
     lost = found.stages[1][0]
     again = [d for d in range(num_devices) if d != lost]
     begin_s = time.process_time()
     if num_devices <= 1_000:
-        plan(topology.take(again), asked, num_stages=STAGES[num_devices], seed=1)
+        plan(topology.take(again), asked, num_stages=STAGES[num_devices], seed=1, work=work)
     searched_s = time.process_time() - begin_s
     bound = 4.0 * sum(asked.layer_flop) * asked.microbatches / float(topology.flop_per_s.sum())
     return {

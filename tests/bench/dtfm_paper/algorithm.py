@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.coordinator.allocate.dtfm_search import DtfmEvaluator, DtfmObjective, even
-from shoal.coordinator.allocate.evolution import Assignment
+from shoal.coordinator.allocate.throughput_search import Assignment
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.protocol.topology import Topology, WorkloadEntry
 
@@ -42,7 +42,7 @@ def plan_dtfm_paper(
         return done <= evaluations
 
     best, _ = evolve_like_the_paper(evaluator, seed=seed, go_on=go_on)
-    placement = even(evaluator.stages(best), workload.num_layers)
+    placement = even(evaluator.stages(evaluator.layout(best)), workload.num_layers)
     return placement, DtfmObjective(topology, workload).cost(placement)
 
 
@@ -59,7 +59,7 @@ def evolve_like_the_paper(
     costs: list[float] = []
     while len(people) < POPULATION and (go_on() or not people):
         people.append(labels[rng.sample(range(N), N)])
-        costs.append(evaluator.cost(people[-1]))
+        costs.append(evaluator.settle(evaluator.layout(people[-1]))[0])
     while go_on():
         giver, taker = rng.randrange(len(people)), rng.randrange(len(people))
         child = people[taker].copy()
@@ -67,7 +67,7 @@ def evolve_like_the_paper(
         child[genes] = people[giver][genes]
         kernels.fill(child, room)
         kernels.cyclic_pass(child, evaluator.hop, K)
-        cost = evaluator.cost(child)
+        cost, _ = evaluator.settle(evaluator.layout(child))
         worse = giver if costs[giver] >= costs[taker] else taker
         if cost < costs[worse]:
             people[worse], costs[worse] = child, cost

@@ -8,7 +8,7 @@ from shoal.coordinator.allocate.evolution import HOMELESS, Improved, evolve, per
 
 
 class Teams:
-    """Implements `evolution.Evaluator`: sum over stages of the squared sum of the members' weights, any sizes."""
+    """Stands for a `ThroughputEvaluator`: sum over stages of the squared sum of the members' weights, any sizes."""
 
     def __init__(self, weights, num_stages, *, reach=3):
         self.weights = np.array(weights, dtype=np.float64)

@@ -11,7 +11,7 @@ from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured import MeasuredNetwork, pair_of
 from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.allocate.planner import default_work, plan
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.plan import Plan
@@ -131,7 +131,7 @@ def test_where_most_are_behind_routers_a_search_begins_at_something_possible():
     rates[hidden[:, None] & hidden[None, :]] = 0.0
     memory = 0.5 * workload.resident_bytes(0, workload.num_layers, members=1)
     topology = make_topology(np.full((n, n), 0.02), rates, flop_per_s=4e9, memory_bytes=memory)
-    for found, cost in (plan(topology, workload), plan_at_once(topology, workload)):
+    for found, cost in (plan(topology, workload, work=default_work(n)), plan_at_once(topology, workload)):
         assert np.isfinite(cost.seconds)
         assert ThroughputObjective(topology, workload).cost(found).seconds == cost.seconds
 
