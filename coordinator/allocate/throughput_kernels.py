@@ -3,7 +3,7 @@ objective, P and S."""
 
 import numpy as np
 
-from shoal.coordinator.cost.compiled import below, draw, evaluate, inner, kernel, resident_bytes, saturate, unit
+from shoal.coordinator.cost.compiled import below, build, draw, evaluate, inner, kernel, resident_bytes, saturate, unit
 from shoal.coordinator.cost.pipeline import (
     CARD,
     FLOW,
@@ -27,8 +27,8 @@ _HEAT = 0.08
 # --- where the model is cut ---
 
 
-@kernel
-def cut(P, S, work):
+@inner
+def _cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly, by dynamic programming. Stages
     that do not fit in memory with two microbatches held are infeasible. The paths must have been scanned; shared cards
     keep their present loads."""
@@ -65,7 +65,41 @@ def cut(P, S, work):
         last = since[k + 1, last]
     S.bounds[0] = 0
     S.dirty[STAGES, :] = True
-    return best[K, L]
+
+
+@kernel
+def price(P, S, stage, bounds, is_cut, work):
+    """Price these groups with these bounds or, if `is_cut`, with the exact cut. S.bounds has what was priced.
+    Returns: the cost, moving included. Args: work: int64 [1], to which the work done is added."""
+    build(P, S, stage, bounds)
+    cost, _ = evaluate(P, S, work)
+    if is_cut and S.count.all():
+        _cut(P, S, work)
+        build(P, S, stage, S.bounds)
+        cost, _ = evaluate(P, S, work)
+    return cost
+
+
+# --- starts ---
+
+
+@kernel
+def row(q, at, jitter):
+    """Return int64 [N], all units from `at` on: always the nearest one that is left comes next.
+    Args: q: [N, N], `P.q` of one size. jitter: float64 [N], by which the distance of each unit is changed."""
+    N = len(q)
+    found = np.empty(N, np.int64)
+    is_left = np.ones(N, np.bool_)
+    for position in range(N):
+        found[position] = at
+        is_left[at] = False
+        best, nearest = -1, -1.0
+        for e in range(N):
+            near = q[at, e] * (1.0 + 0.1 * jitter[e])
+            if is_left[e] and near > nearest:
+                best, nearest = e, near
+        at = best
+    return found
 
 
 # --- moves ---
@@ -203,18 +237,17 @@ def _propose(P, S, random):
 
 @kernel
 def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
-    """Search locally from the placement in S until `limit` units are spent. A worse placement is accepted up to a
-    threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills best_stage and best_bounds; S is left at
-    the end of the search.
+    """Search locally from the placement in best_stage and best_bounds until `limit` units are spent, and leave the best
+    one there. A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from
+    [0, 1).
 
-    Args: B: as S, for copies. Returns: (the best cost, work)."""
+    Args: S, B: states of the search. Returns: (the best cost, work)."""
     random = np.full(1, np.uint64(seed), np.uint64)
+    build(P, S, best_stage, best_bounds)
     work = np.zeros(1, np.int64)
     cost, guide = evaluate(P, S, work)
     _copy(S, B)
     best, best_guide = cost, guide
-    best_stage[:] = S.stage
-    best_bounds[:] = S.bounds
     while work[0] < limit:
         work[0] += 64
         kind, x, y = _propose(P, S, random)

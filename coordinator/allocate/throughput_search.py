@@ -57,9 +57,7 @@ class ThroughputEvaluator:
         horizon_s: float = 600.0,
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels  # numba takes a second to import
-        from shoal.coordinator.cost import compiled
 
-        self._pipeline: Any = compiled
         self._kernels: Any = throughput_kernels
         self.num_devices = topology.num_devices
         self.num_stages = num_stages
@@ -67,7 +65,12 @@ class ThroughputEvaluator:
         self._current = current
         self.problem = problem_of(topology, workload, weight=weight, current=current, horizon_s=horizon_s)
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
+        self._even = np.linspace(0, workload.num_layers, num_stages + 1).astype(np.int64)
         self._known: dict[bytes, tuple[float, Ints]] = {}
+        p = self.problem
+        card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
+        quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0]).tolist()
+        self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
 
         self.draws = 16
         """The number of random starts of which the cheapest is improved."""
@@ -76,7 +79,7 @@ class ThroughputEvaluator:
 
     def cost(self, assignment: Assignment) -> float:
         """Return the true objective of a feasible assignment."""
-        return self._cut(assignment)[0]
+        return self._cut_work(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
         """Return a random start. A row of devices, neighbours side by side, is dealt out stage by stage, or in turns,
@@ -135,7 +138,6 @@ class ThroughputEvaluator:
         """
         before, bounds, spent = self._cut_work(assignment)
         stage, found_bounds = assignment.copy(), bounds.copy()
-        self._pipeline.build(self.problem, self._state, assignment, bounds)
         limit = max(0, work - spent)
         found, did = self._kernels.improve(
             self.problem, self._state, self._kept, seed, limit, heat, stage, found_bounds
@@ -147,46 +149,35 @@ class ThroughputEvaluator:
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
     def placement_of(self, assignment: Assignment) -> Placement:
-        _, bounds = self._cut(assignment)
+        _, bounds, _ = self._cut_work(assignment)
         return Placement(stages=stages_of(assignment, self.num_stages), bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
         """Return the cost with these bounds, moving included."""
-        work = np.zeros(1, dtype=np.int64)
-        self._pipeline.build(self.problem, self._state, assignment, np.asarray(bounds, dtype=np.int64))
-        cost, _ = self._pipeline.evaluate(self.problem, self._state, work)
-        return float(cost)
+        return self._price(assignment, np.asarray(bounds, dtype=np.int64), False, np.zeros(1, dtype=np.int64))[0]
 
     # --- inside ---
 
-    def _cut(self, assignment: Assignment) -> tuple[float, Ints]:
-        self._cut_work(assignment)
-        return self._known[assignment.tobytes()]
+    def _price(self, assignment: Assignment, bounds: Ints, is_cut: bool, work: Ints) -> tuple[float, Ints]:
+        cost = self._kernels.price(self.problem, self._state, assignment, bounds, is_cut, work)
+        return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
         """Return (cost, bounds, work) by the cheapest of the exact cut, the current plan's and `known`."""
-        name = assignment.tobytes()
-        pipeline, problem, state = self._pipeline, self.problem, self._state
-        work = np.zeros(1, dtype=np.int64)
-        candidates = []
-        if name not in self._known:
-            even = np.linspace(0, problem.layers.shape[1] - 1, self.num_stages + 1).astype(np.int64)
-            pipeline.build(problem, state, assignment, even)
-            pipeline.evaluate(problem, state, work)
-            if state.count.all():
-                self._kernels.cut(problem, state, work)
-            candidates.append(state.bounds.copy())
+        name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
+        priced = []
+        if (best := self._known.get(name)) is None:
+            priced.append(self._price(assignment, self._even, True, work))
             if self._current is not None and len(self._current.bounds) == self.num_stages + 1:
-                candidates.append(np.array(self._current.bounds, dtype=np.int64))
+                priced.append(self._price(assignment, np.array(self._current.bounds, dtype=np.int64), False, work))
         if known is not None:
-            candidates.append(known)
-        for bounds in candidates:
-            pipeline.build(problem, state, assignment, bounds)
-            cost, _ = pipeline.evaluate(problem, state, work)
-            if name not in self._known or cost < self._known[name][0]:
-                self._known[name] = (float(cost), bounds.copy())
-        cost, bounds = self._known[name]
-        return cost, bounds, int(work[0])
+            priced.append(self._price(assignment, known, False, work))
+        for each in priced:
+            if best is None or each[0] < best[0]:
+                best = each
+        assert best is not None
+        self._known[name] = best
+        return *best, int(work[0])
 
     def _find_one(self, fixed: Assignment, k: int) -> None:
         speed = self.topology.flop_per_s
@@ -206,17 +197,10 @@ class ThroughputEvaluator:
         if rng.random() < 0.25:
             rng.shuffle(row)
             return row
-        q = self.problem.q[0]
         at = rng.randrange(self.num_devices)
-        left = np.ones(self.num_devices, dtype=np.bool_)
         jitter = np.array([rng.random() for _ in row])
-        row = [at]
-        left[at] = False
-        for _ in range(self.num_devices - 1):
-            at = int(np.argmax(np.where(left, q[at] * (1.0 + 0.1 * jitter), -1.0)))
-            left[at] = False
-            row.append(at)
-        return row
+        nearest_first: list[int] = self._kernels.row(self.problem.q[0], at, jitter).tolist()
+        return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
         """Often leave out the devices with the worst network: with several in one stage no single move helps."""
@@ -226,11 +210,8 @@ class ThroughputEvaluator:
             return row[: rng.randint(self.num_stages, len(row))] if len(row) > self.num_stages else row
         if dice < 0.6:
             return row
-        p = self.problem
-        card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
-        quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0])
         keep = max(2 * self.num_stages, round(len(row) * rng.uniform(0.2, 1.0)))
-        chosen = set(sorted(row, key=lambda d: (-quality[d], d))[:keep])
+        chosen = set(self._best_connected[:keep])
         return [device for device in row if device in chosen]
 
 
