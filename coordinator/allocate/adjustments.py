@@ -1,30 +1,21 @@
-"""Improves the placement that a search has found in three respects that the search does not count. Pure.
+"""Improves the placement that a search has found in two respects that the search does not count. Pure.
 
 - `filled`: the objective uses means, by which only the longest stage gains from one more member, so a search may leave
   a useful device out. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does
   the search know that the run goes back to a snapshot if a stage's only holder fails.
 - `with_fewest_moves`: two equal devices are the same for the objective. But the device that has held the first eight of
   twelve layers should keep them, so that fewer bytes travel.
-- `best_with_stayers`: one plan must keep enough holders of each stage; a newcomer is none until it has fetched the
-  state from them. The search ignores this, and its result with some devices put back may be worse than the present
-  placement. So a hill climb starts from there, and one from the current placement, over moves that keep enough holders.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from shoal.coordinator.allocate.objective import SoleHolders
-from shoal.coordinator.allocate.throughput_search import (
-    LEFT_OUT,
-    Assignment,
-    ThroughputEvaluator,
-    assignment_of,
-    stages_of,
-)
+from shoal.coordinator.allocate.throughput_search import assignment_of, stages_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats
@@ -36,11 +27,6 @@ EXCHANGES_TRIED = 64
 ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
 """The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
-EVALUATIONS_MAX = 4000
-"""The evaluations of a climb with up to `DEVICES` devices, 0.2 s of one core; proportionally fewer with more."""
-DEVICES = 64
-TRIED_DEVICES = 128
-"""The limit on devices up to which all are tried; above it the fastest goes back."""
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
@@ -136,92 +122,3 @@ def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Pl
         wanted[index, first:last] = 1.0
     lacking: Floats = (1.0 - held) @ (wanted * layer_bytes).T
     return lacking
-
-
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """The holders that one plan must keep, by stage."""
-
-    home: Assignment
-    stayers: tuple[int, ...]
-
-    def broken(self, at: Assignment, k: int) -> bool:
-        """True if too few holders of stage k stay in `at`."""
-        return int(((self.home == k) & (at == k)).sum()) < self.stayers[k]
-
-    def keep(self, at: Assignment, device: int) -> bool:
-        """True if the stage of `device` in `at` cannot let it go."""
-        k = int(at[device])
-        return int(self.home[device]) == k and int(((self.home == k) & (at == k)).sum()) <= self.stayers[k]
-
-
-def best_with_stayers(
-    evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int
-) -> tuple[Placement, float]:
-    """Return the best placement that keeps enough holders.
-
-    Args:
-        evaluator: of the swarm, with `current` as its current placement.
-        stay: the part of each stage's holders that stays, rounded up.
-        holders_min: a stage with this many holders keeps at least as many, even until newcomers have its state.
-    Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included)."""
-    home = assignment_of(evaluator.num_devices, current)
-    needs = _Needs(
-        home,
-        tuple(max(math.ceil(stay * len(stage)), min(len(stage), holders_min)) for stage in current.stages),
-    )
-    goal = assignment_of(evaluator.num_devices, found)
-    _put_back(evaluator, goal, needs, current.bounds)
-    climbed = [_climb(evaluator, start, needs, current.bounds) for start in (goal, home.copy())]
-    seconds, best = min(climbed, key=lambda one: one[0])
-    return Placement(stages=stages_of(best, len(current.stages)), bounds=current.bounds), seconds
-
-
-def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
-    """Send leavers back home while their stage lacks holders, the one that costs least first. `goal` is changed. A
-    device that went back never leaves home again, so the loop ends."""
-    while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
-        for k in lacking:
-            leavers = [int(d) for d in ((needs.home == k) & (goal != k)).nonzero()[0]]
-            while needs.broken(goal, k):
-                back = min(leavers, key=lambda d: (_price(evaluator, goal, d, k, bounds), d))
-                leavers.remove(back)
-                goal[back] = k
-
-
-def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    if len(at) > TRIED_DEVICES:
-        return -float(evaluator.topology.flop_per_s[device])
-    return _moved(evaluator, at, device, k, bounds)
-
-
-def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    before, at[device] = int(at[device]), k
-    seconds = evaluator.evaluate(at, bounds)
-    at[device] = before
-    return seconds
-
-
-def _climb(
-    evaluator: ThroughputEvaluator, at: Assignment, needs: _Needs, bounds: Sequence[int]
-) -> tuple[float, Assignment]:
-    """Climb: move one device to another stage or to none whenever that shortens the step, until no move does. Changes
-    `at`."""
-    seconds, left = evaluator.evaluate(at, bounds), EVALUATIONS_MAX * DEVICES // max(DEVICES, len(at))
-    helped = True
-    while helped and left > 0:
-        helped = False
-        for device in range(len(at)):
-            here = int(at[device])
-            if here >= 0 and needs.keep(at, device):
-                continue
-            for k in (*range(len(needs.stayers)), LEFT_OUT):
-                if k == here or (here >= 0 and needs.keep(at, device)):
-                    continue
-                left -= 1
-                moved_s = _moved(evaluator, at, device, k, bounds)
-                if moved_s < seconds:
-                    at[device], here, seconds, helped = k, k, moved_s, True
-            if left <= 0:
-                break
-    return seconds, at

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import best_with_stayers, filled, with_device, with_fewest_moves
+from shoal.coordinator.allocate.adjustments import filled, with_device, with_fewest_moves
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -33,7 +33,6 @@ from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, NoLayout,
 from shoal.coordinator.allocate.measured_topology import placement_of, topology_of
 from shoal.coordinator.allocate.objective import Change, LayoutObjective, SoleHolders
 from shoal.coordinator.allocate.planner import default_work, plan, plan_each
-from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split
 from shoal.coordinator.cost.workload import Workload
@@ -260,7 +259,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     )
     if not all(current.stages):
         return [], f"no member of stage {current.stages.index(())} has its state yet"
-    searched, _ = plan(
+    found, _ = plan(
         topology,
         workload,
         num_stages=len(slots),
@@ -268,9 +267,8 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
         work=_work(len(free)),
         current=current,
         horizon_s=snapshot.horizon_s,
+        stayers=tuple(max(math.ceil(STAY * len(held)), min(len(held), HOLDERS_MIN)) for held in current.stages),
     )
-    evaluator = ThroughputEvaluator(topology, workload, len(slots), current=current, horizon_s=snapshot.horizon_s)
-    found, _ = best_with_stayers(evaluator, current, searched, stay=STAY, holders_min=HOLDERS_MIN)
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     objective = LayoutObjective(snapshot, topology, workload, current)
     change = objective.change_to(found) if num_moved else None

@@ -15,7 +15,13 @@ import numpy as np
 from shoal.coordinator.allocate.at_once import one_a_stage
 from shoal.coordinator.allocate.evolution import POPULATION, evolve
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.throughput_search import Assignment, ThroughputEvaluator, assignment_of, stages_of
+from shoal.coordinator.allocate.throughput_search import (
+    Assignment,
+    ThroughputEvaluator,
+    assignment_of,
+    put_back,
+    stages_of,
+)
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.pipeline import IMPOSSIBLE
 from shoal.coordinator.cost.placement import Cost, Placement
@@ -49,6 +55,7 @@ def plan(
     work: int,
     current: Placement | None = None,
     horizon_s: float = 600.0,
+    stayers: tuple[int, ...] = (),
 ) -> tuple[Placement, Cost]:
     """Search for the placement with the shortest time to a given loss: tokens/s, less the cost of staleness.
 
@@ -57,9 +64,11 @@ def plan(
         work: a budget in units of `evolution.WORK_PER_SECOND`.
         current: the present placement, on `num_stages` stages. The search begins there, and the time of fetching other
             layers counts as lost work, spread over `horizon_s`.
+        stayers: how many of its holders in `current` each stage keeps: newcomers must be able to fetch the state.
     Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
     Raises: NoLayout: no placement on `num_stages` stages is possible."""
-    search = _Search(ThroughputObjective(topology, workload), seed=seed, current=current, horizon_s=horizon_s)
+    objective = ThroughputObjective(topology, workload)
+    search = _Search(objective, seed=seed, current=current, horizon_s=horizon_s, stayers=stayers)
     found = search.each(num_stages, work)[0]
     if not math.isfinite(found.cost.seconds):
         raise NoLayout(found.cost.why)
@@ -102,6 +111,7 @@ class _Search:
     seed: int
     current: Placement | None = None
     horizon_s: float = math.inf
+    stayers: tuple[int, ...] = ()
     bias: ForecastBias = UNBIASED
 
     def __post_init__(self) -> None:
@@ -157,6 +167,7 @@ class _Search:
                 weight=level.weight,
                 current=self.current if is_finest else None,  # only single devices have a cost of moving
                 horizon_s=self.horizon_s,
+                stayers=self.stayers if is_finest else (),
             )
             start = [evaluator.repair(coarsen(each, level), seed=self.seed) for each in (*flat, *known)]
             budget = (work - spent) // (len(self._levels) - index)
@@ -166,7 +177,10 @@ class _Search:
             flat = [found.assignment[level.unit_of]]
         for assignment in (found.assignment, *found.others)[:ranked]:
             seconds = evaluator.cost(assignment)
-            stages = stages_of(assignment[level.unit_of], num_stages)
+            by_device = assignment[level.unit_of]
+            # Units of several devices know no holders.
+            put_back(by_device, assignment_of(t.num_devices, self.current), self.stayers, self.seed)
+            stages = stages_of(by_device, num_stages)
             if seconds >= IMPOSSIBLE or not all(stages):
                 continue
             placement = Placement(stages=stages, bounds=evaluator.placement_of(assignment).bounds)

@@ -204,22 +204,38 @@ def _burden(S, k):
 
 
 @inner
-def _propose(P, S, random):
-    """Draw a move that leaves stage 0 the text and no stage empty. Returns: (kind, x, y); kind -1: none this time."""
+def _must_stay(S, home, stayers, d):
+    """True if the stage of unit d would keep too few of its holders without it."""
+    k = S.stage[d]
+    if k < 0 or home[d] != k:
+        return False
+    staying = 0
+    for a in range(S.count[k]):
+        if home[S.members[k, a]] == k:
+            staying += 1
+    return staying <= stayers[k]
+
+
+@inner
+def _propose(P, S, home, stayers, random):
+    """Draw a move that leaves stage 0 the text, no stage empty, and each stage enough holders. Returns: (kind, x, y);
+    kind -1: none this time."""
     N, K = len(S.stage), len(S.count)
     slow = _slowest(P, S) if draw(random) & np.uint64(1) else below(random, K)
     dice = below(random, 100)
     if dice < 10:
         d = _burden(S, slow)
-        return (RELOCATE, d, -1) if S.count[slow] > 1 else (-1, 0, 0)
+        return (RELOCATE, d, -1) if S.count[slow] > 1 and not _must_stay(S, home, stayers, d) else (-1, 0, 0)
     if dice < 45:
         d, k = below(random, N), -1 if below(random, 8) == 0 else slow
         if S.stage[d] == k or (S.stage[d] >= 0 and S.count[S.stage[d]] == 1) or (k == 0 and P.holds[TEXT, d] == 0):
             return -1, 0, 0
-        return RELOCATE, d, k
+        return (RELOCATE, d, k) if not _must_stay(S, home, stayers, d) else (-1, 0, 0)
     if dice < 80:
         d, e = S.members[slow, below(random, S.count[slow])], below(random, N)
         if S.stage[e] == slow or (S.stage[e] == 0 and P.holds[TEXT, d] == 0) or (slow == 0 and P.holds[TEXT, e] == 0):
+            return -1, 0, 0
+        if _must_stay(S, home, stayers, d) or _must_stay(S, home, stayers, e):
             return -1, 0, 0
         return EXCHANGE, d, e
     k = below(random, K)
@@ -227,6 +243,8 @@ def _propose(P, S, random):
         return -1, 0, 0
     if dice < 94:
         return (LAYER, slow, k) if S.bounds[slow + 1] - S.bounds[slow] > 1 else (-1, 0, 0)
+    if stayers[k] > 0 or stayers[slow] > 0:
+        return -1, 0, 0
     if k == 0 or slow == 0:
         other = max(k, slow)
         for a in range(S.count[other]):
@@ -236,12 +254,16 @@ def _propose(P, S, random):
 
 
 @kernel
-def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
+def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
     """Search locally from the placement in best_stage and best_bounds until `limit` units are spent, and leave the best
     one there. A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from
     [0, 1).
 
-    Args: S, B: states of the search. Returns: (the best cost, work)."""
+    Args:
+        S, B: states of the search.
+        home: int64 [N], the stage of each unit in the current plan.
+        stayers: int64 [K], how many of its holders there each stage keeps.
+    Returns: (the best cost, work)."""
     random = np.full(1, np.uint64(seed), np.uint64)
     build(P, S, best_stage, best_bounds)
     work = np.zeros(1, np.int64)
@@ -250,7 +272,7 @@ def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
     best, best_guide = cost, guide
     while work[0] < limit:
         work[0] += 64
-        kind, x, y = _propose(P, S, random)
+        kind, x, y = _propose(P, S, home, stayers, random)
         if kind < 0:
             continue
         old = S.stage[x] if kind == RELOCATE else 0

@@ -44,6 +44,7 @@ class ThroughputEvaluator:
         weight: int64 [N], the number of alike devices behind each of the topology's (`planner.levels`); 1 if None. With
             it flop_per_s and cards are sums, memory and paths those of one device.
         current: the placement in force: moving state costs, spread over `horizon_s`.
+        stayers: how many of its holders in `current` each stage keeps; empty: none need stay.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ThroughputEvaluator:
         weight: Ints | None = None,
         current: Placement | None = None,
         horizon_s: float = 600.0,
+        stayers: Sequence[int] = (),
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels  # numba takes a second to import
 
@@ -63,6 +65,8 @@ class ThroughputEvaluator:
         self.num_stages = num_stages
         self.topology = topology
         self._current = current
+        self._home = assignment_of(topology.num_devices, current)
+        self._stayers = np.array(stayers or (0,) * num_stages, dtype=np.int64)
         self.problem = problem_of(topology, workload, weight=weight, current=current, horizon_s=horizon_s)
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
         self._even = np.linspace(0, workload.num_layers, num_stages + 1).astype(np.int64)
@@ -109,10 +113,12 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Give homeless devices to the slowest stage, and empty stages the slowest device of the richest."""
+        """Send leavers back to stages that lack holders, give homeless devices to the slowest stage, and empty stages
+        the slowest device of the richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
+        put_back(fixed, self._home, self._stayers, seed)
         rich = np.bincount(fixed[fixed >= 0], weights=speed[fixed >= 0], minlength=self.num_stages)
         rng = Random(seed)
         homeless = np.flatnonzero(fixed == HOMELESS).tolist()
@@ -140,7 +146,7 @@ class ThroughputEvaluator:
         stage, found_bounds = assignment.copy(), bounds.copy()
         limit = max(0, work - spent)
         found, did = self._kernels.improve(
-            self.problem, self._state, self._kept, seed, limit, heat, stage, found_bounds
+            self.problem, self._state, self._kept, self._home, self._stayers, seed, limit, heat, stage, found_bounds
         )
         if not found < before and heat == 0.0:
             stage, found_bounds = assignment.copy(), bounds
@@ -215,9 +221,9 @@ class ThroughputEvaluator:
         return [device for device in row if device in chosen]
 
 
-def assignment_of(num_devices: int, placement: Placement) -> Assignment:
+def assignment_of(num_devices: int, placement: Placement | None) -> Assignment:
     assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
-    for k, stage in enumerate(placement.stages):
+    for k, stage in enumerate(placement.stages if placement is not None else ()):
         assignment[list(stage)] = k
     return assignment
 
@@ -225,3 +231,13 @@ def assignment_of(num_devices: int, placement: Placement) -> Assignment:
 def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return the members of each stage, ascending."""
     return tuple(tuple(int(device) for device in np.flatnonzero(assignment == k)) for k in range(num_stages))
+
+
+def put_back(assignment: Assignment, home: Assignment, stayers: Sequence[int] | Ints, seed: int) -> None:
+    """Send random leavers back home until each stage has `stayers` of its holders again. Changes `assignment`."""
+    rng = Random(seed)
+    for k in np.flatnonzero(stayers).tolist():
+        leavers = np.flatnonzero((home == k) & (assignment != k)).tolist()
+        lacking = int(stayers[k]) - (int((home == k).sum()) - len(leavers))
+        if lacking > 0:
+            assignment[rng.sample(leavers, lacking)] = k
