@@ -26,19 +26,14 @@ def evolve(
     seed: int,
     work: int,
     start: Sequence[Assignment] = (),
-    keep: int = POPULATION,
-    share: int | None = None,
 ) -> Improved:
     """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
         start: feasible assignments to begin with, such as the current plan, each first improved without heat. The
             result is never worse than the best of them.
-        keep: size of the population.
-        share: work for one child, `evaluator.share` if None.
     """
     rng = random.Random(seed)
-    share = evaluator.share if share is None else share
     child_work = 20_000 + 200 * evaluator.num_devices  # what one child costs this loop, which is Python
     population: list[tuple[float, bytes, Assignment]] = []
     spent = 0
@@ -48,11 +43,11 @@ def evolve(
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])
-            del population[keep:]
+            del population[POPULATION:]
 
     def take(assignment: Assignment, heat: float) -> None:
         nonlocal spent
-        budget = min(share, work - spent)
+        budget = min(evaluator.share, work - spent)
         found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=budget, heat=heat)
         spent += found.work + child_work
         add(found.cost, found.assignment)
@@ -60,7 +55,9 @@ def evolve(
     def newcomer() -> Assignment:
         nonlocal spent
         drawn = [evaluator.random(rng.getrandbits(63))]
-        while len(drawn) < evaluator.draws and work - spent > share // 4:  # else nothing is left to improve it
+        while (
+            len(drawn) < evaluator.draws and work - spent > evaluator.share // 4
+        ):  # else nothing is left to improve it
             drawn.append(evaluator.random(rng.getrandbits(63)))
             spent += child_work
         return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]
@@ -70,7 +67,7 @@ def evolve(
     for assignment in start:
         if spent < work:
             take(assignment, 0.0)
-    newcomers = keep - len(start)
+    newcomers = POPULATION - len(start)
     while spent < work or not population:
         if newcomers > 0:
             newcomers -= 1

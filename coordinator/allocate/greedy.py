@@ -55,7 +55,7 @@ class Slot:
     def admits(self, peer: MeasuredPeer) -> bool:
         """True if `peer` may hold this stage: it has the memory, and for stage 0 the text, and reaches all holders."""
         able = (peer.has_data or self.index > 0) and peer.memory_bytes >= self.needed_bytes
-        return able and reaches_all(peer, self.holders, self.unreachable)
+        return able and not num_unreachable(peer, self.holders, self.unreachable)
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
@@ -340,50 +340,46 @@ def _cheapest(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats])
     return float(rest[0]), tuple(bounds)
 
 
-def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:
-    """True if `peer` can reach each of `others`."""
-    return not unreachable or all(pair_of(peer.peer, other.peer) not in unreachable for other in others)
+def num_unreachable(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> int:
+    """Return how many of `others` cannot be reached from `peer`."""
+    return sum(pair_of(peer.peer, other.peer) in unreachable for other in others) if unreachable else 0
 
 
 def is_cut_off(
     peer: MeasuredPeer, index: int, groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]
 ) -> bool:
     """True if `peer` at stage `index` reaches no member of a neighbouring stage that has members."""
-    if not unreachable:
-        return False
     near = (groups[k] for k in (index - 1, index + 1) if 0 <= k < len(groups))
-    return any(group and not any(reaches_all(peer, [other], unreachable) for other in group) for group in near)
+    return any(group and num_unreachable(peer, group, unreachable) == len(group) for group in near)
 
 
 def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
     """Choose the members of `groups` that must leave so that each remaining one reaches its whole group and a member of
     each neighbouring one. The last member of a group never leaves."""
-    if not unreachable:
-        return []
     left = [list(group) for group in groups]
     leaving: list[MeasuredPeer] = []
-    while (found := _next_to_leave(left, unreachable)) is not None:
-        index, peer = found
-        left[index].remove(peer)
-        leaving.append(peer)
+    while unreachable:
+        everybody = [peer for group in left for peer in group]
+        candidates = [
+            # A peer without the stage's state leaves before one with it; among equals the slower one leaves.
+            (
+                (
+                    missed,
+                    num_unreachable(peer, everybody, unreachable),
+                    peer.synced_stage != index,
+                    -peer.flop_per_s,
+                    rank,
+                ),
+                peer,
+            )
+            for index, group in enumerate(left)
+            if len(group) > 1
+            for rank, peer in enumerate(group)
+            if (missed := num_unreachable(peer, group, unreachable)) or is_cut_off(peer, index, left, unreachable)
+        ]
+        if not candidates:
+            break
+        _, leaver = max(candidates, key=lambda each: each[0])
+        leaving.append(leaver)
+        left = [[peer for peer in group if peer is not leaver] for group in left]
     return leaving
-
-
-def _next_to_leave(groups: list[list[MeasuredPeer]], unreachable: frozenset[Pair]) -> tuple[int, MeasuredPeer] | None:
-    everybody = [peer for group in groups for peer in group]
-
-    def lost(peer: MeasuredPeer, others: Iterable[MeasuredPeer]) -> int:
-        return sum(not reaches_all(peer, [other], unreachable) for other in others)
-
-    candidates = [
-        # A peer without the stage's state leaves before one with it; among equals the slower one leaves.
-        ((lost(peer, group), lost(peer, everybody), peer.synced_stage != index, -peer.flop_per_s, rank), index, peer)
-        for index, group in enumerate(groups)
-        if len(group) > 1
-        for rank, peer in enumerate(group)
-        if lost(peer, group) or is_cut_off(peer, index, groups, unreachable)
-    ]
-    if not candidates:
-        return None
-    _, index, peer = max(candidates, key=lambda each: each[0])
-    return index, peer

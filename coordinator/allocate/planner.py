@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.coordinator.allocate.at_once import one_a_stage
-from shoal.coordinator.allocate.evolution import POPULATION, evolve
+from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.throughput_search import (
     Assignment,
@@ -171,8 +171,11 @@ class _Search:
             )
             start = [evaluator.repair(coarsen(each, level), seed=self.seed) for each in (*flat, *known)]
             budget = (work - spent) // (len(self._levels) - index)
-            keep, share = (len(start), budget) if flat else (POPULATION, None)
-            found = evolve(evaluator, seed=self.seed, work=budget, start=start, keep=keep, share=share)
+            if flat:
+                begin = min(start, key=evaluator.cost)
+                found = evaluator.improve(begin, seed=self.seed, work=budget, heat=0.0)
+            else:
+                found = evolve(evaluator, seed=self.seed, work=budget, start=start)
             spent += found.work
             flat = [found.assignment[level.unit_of]]
         for assignment in (found.assignment, *found.others)[:ranked]:
