@@ -88,7 +88,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
     """Let two devices change places, or a device and a spare, as long as fewer bytes of state then have to travel.
     Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
-    limit_s = AS_GOOD * objective.cost(found).seconds
+    limit_s = AS_GOOD * objective.step_s(found)
     at = assignment_of(objective.topology.num_devices, found)
     refused: set[tuple[int, int]] = set()
     for _ in range(EXCHANGES_TRIED):
@@ -102,7 +102,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
             break
         at[a], at[b] = at[b], at[a]
         exchanged = replace(found, stages=stages_of(at, len(found.stages)))
-        if objective.cost(exchanged).seconds <= limit_s:
+        if objective.step_s(exchanged) <= limit_s:
             found, refused = exchanged, set()
         else:
             at[a], at[b] = at[b], at[a]

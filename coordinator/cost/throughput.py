@@ -50,6 +50,7 @@ Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -90,6 +91,11 @@ class ThroughputObjective:
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
+
+    def step_s(self, placement: Placement) -> float:
+        """Return T alone, in a fifth of the time of `cost`; inf if the placement is impossible."""
+        seconds = np.inf if self._obstacle(placement) else self._evaluated(placement).seconds
+        return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """Return the bytes that each member sends over its network card in a step, by stage; as many arrive."""
@@ -141,21 +147,26 @@ class ThroughputObjective:
         loops = _loops(n)
         with np.errstate(all="ignore"):
             loops.build(problem, state, stage_of, np.array(placement.bounds, dtype=np.int64))
-            loops.evaluate(problem, state, np.zeros(1, dtype=np.int64))
-        return _Evaluation(self.topology, self.workload, placement, state)
+            seconds, _ = loops.evaluate(problem, state, np.zeros(1, dtype=np.int64))
+        return _Evaluation(self.topology, self.workload, placement, state, float(seconds))
 
 
 class _Evaluation:
     """One placement with its filled tables."""
 
-    def __init__(self, topology: Topology, workload: Workload, placement: Placement, state: PipelineState) -> None:
-        self.state = state
-        self._topology, self._workload = topology, workload
+    def __init__(
+        self, topology: Topology, workload: Workload, placement: Placement, state: PipelineState, seconds: float
+    ) -> None:
+        self.state, self.seconds = state, seconds
+        self._topology, self._workload, self._bounds = topology, workload, placement.bounds
         self._of = [list(members) for members in placement.stages]
-        M, flop_per_s = workload.microbatches, topology.flop_per_s
-        jobs = [workload.job_flop(first, last) for first, last in pairwise(placement.bounds)]
-        self._computes_s = [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
+
+    @cached_property
+    def _computes_s(self) -> list[float]:
         """What the devices of each stage compute, s a step."""
+        M, flop_per_s = self._workload.microbatches, self._topology.flop_per_s
+        jobs = [self._workload.job_flop(first, last) for first, last in pairwise(self._bounds)]
+        return [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
