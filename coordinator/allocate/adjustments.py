@@ -49,7 +49,7 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
     for device in left_out[:TRIED]:
         stages = placement.stages
         for k in sorted(range(len(stages)), key=lambda k: (min(2, num_machines(stages[k])), -computes_s(k))):
-            joined = replace(placement, stages=with_device(stages, k, device))
+            joined = placement.with_moves({device: k})
             if (joined_s := losses.step_s(throughput, joined)) <= ROUNDING * step_s and math.isfinite(joined_s):
                 placement, step_s = joined, joined_s
                 break
@@ -57,9 +57,9 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
         stages = placement.stages
         if num_machines(stages[k]) > 1:
             continue
-        others = [device for stage in stages if stage is not stages[k] for device in stage]
-        moves = [_with_moved(placement, device, k) for device in others]
-        moves += [_with_exchanged(placement, device, stages[k][0]) for device in others]
+        others = [(device, other) for device, other in placement.stage_of().items() if other != k]
+        moves = [placement.with_moves({device: k}) for device, _ in others]
+        moves += [placement.with_moves({device: k, stages[k][0]: other}) for device, other in others]
         seconds = [losses.step_s(throughput, option) for option in moves]
         if seconds and min(seconds) < step_s:
             step_s = min(seconds)
@@ -70,18 +70,6 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
 def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> tuple[tuple[int, ...], ...]:
     """Return `stages` with `device` added to stage `index`."""
     return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
-
-
-def _with_moved(placement: Placement, device: int, index: int) -> Placement:
-    rest = tuple(tuple(d for d in stage if d != device) for stage in placement.stages)
-    return replace(placement, stages=with_device(rest, index, device))
-
-
-def _with_exchanged(placement: Placement, one: int, other: int) -> Placement:
-    exchanged = {one: other, other: one}
-    return replace(
-        placement, stages=tuple(tuple(sorted(exchanged.get(d, d) for d in stage)) for stage in placement.stages)
-    )
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:

@@ -67,7 +67,7 @@ def joins(
     speed and memory; where only a member joins, the present bounds are tried, too. Some may be infeasible."""
     stages = placement.stages
     for k in range(len(stages)):
-        joined = (*stages[:k], tuple(sorted((*stages[k], device))), *stages[k + 1 :])
+        joined = placement.with_moves({device: k}).stages
         for bounds in dict.fromkeys((*_cuts(topology, workload, joined), placement.bounds)):
             yield Placement(stages=joined, bounds=bounds)
     if may_add_stage and len(stages) < min(workload.num_layers, STAGES_MAX):

@@ -1,7 +1,8 @@
 """Defines a placement, its cost, and the interface of every objective."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shoal.protocol.plan import Bound
@@ -27,6 +28,13 @@ class Placement:
     def spares(self, num_devices: int) -> tuple[int, ...]:
         placed = {device for stage in self.stages for device in stage}
         return tuple(device for device in range(num_devices) if device not in placed)
+
+    def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
+        """Return the placement with these devices in these stages, whether they had a place before or not."""
+        stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
+        for device, stage in stage_of.items():
+            stages[stage].append(device)
+        return replace(self, stages=tuple(tuple(sorted(stage)) for stage in stages))
 
     def stage_of(self) -> dict[int, int]:
         """Device -> its stage."""

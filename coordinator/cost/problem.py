@@ -39,14 +39,15 @@ def problem_of(
     card_rate = np.zeros(len(cards))
     card_rate[card] = slower
     cut_bytes = tuple(dict.fromkeys((w.cut_bytes, *cuts)))
-    home, fetch_rate, carries = _homes(t, w, current)
+    q = _both_ways(t, weights, cut_bytes)
+    home, fetch_rate, carries = _homes(t, q[0] * w.cut_bytes, current)
     costs = (  # in the order of their positions
         w.microbatches,
         1.0 + w.backward_per_forward,
         w.loss_per_forward,
         w.s_max,
         horizon_s,
-        w.reduced.tied_parameters,
+        w.tied_parameters,
         w.memory.resident_bytes_per_parameter,
         w.state_bytes_per_parameter,
         w.memory.workspace_bytes,
@@ -66,7 +67,7 @@ def problem_of(
         latency=_fixed(t.latency_s),
         rate=_fixed(t.bytes_per_s),
         cut_bytes=np.array(cut_bytes),
-        q=_both_ways(t, weights, cut_bytes),
+        q=q,
         layers=np.array([np.cumsum((0.0, *of)) for of in layers]),
         beyond=np.array(beyond, dtype=np.float64),
         costs=np.array(costs, dtype=np.float64),
@@ -125,9 +126,10 @@ def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> F
     return q
 
 
-def _homes(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """Return (each device's layers [2, N], its rate of fetching others [N], its share of its stage's work [N])."""
-    n, frame_bytes = topology.num_devices, workload.cut_bytes
+def _homes(topology: Topology, rate: Floats, current: Placement | None) -> tuple[Ints, Floats, Floats]:
+    """Return (each device's layers [2, N], its rate of fetching others [N], its share of its stage's work [N]).
+    Args: rate: float [N, N], bytes/s between two devices."""
+    n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:
         return home, fetch_rate, carries
@@ -136,11 +138,6 @@ def _homes(topology: Topology, workload: Workload, current: Placement | None) ->
             home[:, device] = bounds
             carries[device] = topology.flop_per_s[device] / topology.flop_per_s[list(members)].sum()
     placed = np.array(sorted(device for stage in current.stages for device in stage), dtype=np.int64)
-    rate = topology.bytes_per_s[np.ix_(placed, placed)].astype(np.float64)
-    latency = topology.latency_s[np.ix_(placed, placed)].astype(np.float64)
-    frames = max(1.0, STREAM_CREDIT_BYTES // frame_bytes)
-    with np.errstate(divide="ignore"):
-        rate = np.minimum(rate, frames * frame_bytes / (frame_bytes / rate + latency + latency.T))
-    np.fill_diagonal(rate, 0.0)
-    fetch_rate[placed] = np.maximum(1.0, np.minimum(rate.max(axis=0, initial=0.0), topology.down_bytes_per_s[placed]))
+    best = rate[np.ix_(placed, placed)].max(axis=0, initial=0.0)
+    fetch_rate[placed] = np.maximum(1.0, np.minimum(best, topology.down_bytes_per_s[placed]))
     return home, fetch_rate, carries
