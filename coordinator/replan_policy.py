@@ -240,7 +240,7 @@ class ReplanPolicy:
         goes_on = live.next_layout and not live.cutover_version and is_whole
         if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
             layout = replace(layout, next_layout=live.next_layout)  # members continue to download their missing layers
-        if layout.places() == places_of(live):
+        if places_of(layout) == places_of(live):
             if under_way:
                 # A peer that restarts, or gets this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")

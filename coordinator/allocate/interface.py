@@ -147,18 +147,10 @@ class Layout:
             formats=plan.formats,
         )
 
-    def places(self) -> Places:
-        """The layout without shares: equal places mean that no peer moves."""
-        return _places(self.stages, self.spares)
 
-
-def places_of(plan: Plan) -> Places:
-    """Return the places of a plan's members, without shares."""
-    return _places(plan.stages, plan.spares)
-
-
-def _places(stages: tuple[Stage, ...], spares: tuple[PeerID, ...]) -> Places:
-    return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in stages), spares
+def places_of(layout: Layout | Plan) -> Places:
+    """Return the places of the members, without shares: equal places mean that no peer moves."""
+    return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
 class NoLayout(ShoalError):

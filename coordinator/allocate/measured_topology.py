@@ -54,7 +54,7 @@ CENSORED = 0.7
 """A link that reaches this part of the rate of its ends says nothing about the path between them."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def topology_of(snapshot: SwarmSnapshot) -> Topology:
     """Return the topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
     peers, network = snapshot.peers, snapshot.network

@@ -75,7 +75,7 @@ class ThroughputEvaluator:
         card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
         quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0]).tolist()
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
-
+        """The devices, by the rate of their cards and of their paths in the median."""
         self.draws = 16
         """The number of random starts of which the cheapest is improved."""
         self.share = 20_000 * topology.num_devices
