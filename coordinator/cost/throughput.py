@@ -113,17 +113,9 @@ class ThroughputObjective:
 
     def split(self, placement: Placement) -> "Split":
         """Split a placement's work as the objective assumes it: shares follow each member's capacity for a step. Every
-        plan is made with this. Empty stages give empty tuples, and then all others have equal shares."""
-        if all(placement.stages):
-            evaluation = self._evaluated(placement)
-            shares = tuple(evaluation.shares(k) for k in range(len(placement.stages)))
-            return Split(shares=shares, parts=evaluation.parts)
-        bounds = (0, self.workload.num_layers)
-        alone = [stage and self._evaluated(Placement(stages=(stage,), bounds=bounds)) for stage in placement.stages]
-        return Split(
-            shares=tuple((1.0 / len(stage),) * len(stage) if stage else () for stage in placement.stages),
-            parts=tuple(evaluation.parts[0] if evaluation else () for evaluation in alone),
-        )
+        plan is made with this. No stage may be empty."""
+        evaluation = self._evaluated(placement)
+        return Split(shares=tuple(map(evaluation.shares, range(len(placement.stages)))), parts=evaluation.parts)
 
     def _obstacle(self, placement: Placement) -> str:
         """Say why the placement is impossible before any evaluation; empty: it may be possible."""
