@@ -30,10 +30,6 @@ from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 NO_PATH_S = 1e9
 """Stands for infinity, since sums that contain it can be subtracted again."""
 _GIGABYTE = 1e9
-_SHARE = 2_000_000
-_SHARE_PER_PAIR = 1_000
-"""One local search may spend `_SHARE` + `_SHARE_PER_PAIR` N^2 units of work. With a third of that, a search of the same
-time on 100 devices ends 2 % worse; with three times that, a search of one second has too few starts."""
 _HEAT = 0.3
 """The first temperature, in mean changes of a trial. 0.2 to 0.35 give equal results, 1 is 1 % worse."""
 
@@ -161,7 +157,9 @@ def plan_dtfm(
     the best order, layers dealt evenly.
     Raises: LocalError: more stages than devices."""
     evaluator, rng = DtfmEvaluator(topology, workload, num_stages), Random(seed)
-    share = _SHARE + _SHARE_PER_PAIR * topology.num_devices**2
+    # With a third of this work for each start, a search of the same time on 100 devices ends 2 % worse; with three
+    # times that, a search of one second has too few starts.
+    share = 2_000_000 + 1_000 * topology.num_devices**2
     best, lowest, spent = np.zeros((0, 0), dtype=np.int64), math.inf, 0
     while spent < work or lowest == math.inf:
         start = evaluator.layout(evaluator.random(rng.getrandbits(63)))

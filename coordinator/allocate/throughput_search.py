@@ -92,14 +92,14 @@ class ThroughputEvaluator:
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
         assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
-        speed = self.topology.flop_per_s
+        speed: list[float] = self.topology.flop_per_s.tolist()
         if rng.random() < 0.5:
             # Neighbours make up whole stages.
-            total = float(speed[row].sum())
+            total = float(self.topology.flop_per_s[row].sum())
             reached = 0.0
             for device in row:
                 assignment[device] = min(self.num_stages - 1, int(self.num_stages * reached / total))
-                reached += float(speed[device])
+                reached += speed[device]
         else:
             # Neighbours make up whole pipelines: every block of the row holds all stages.
             size = -(-len(row) // num_blocks)
@@ -109,7 +109,7 @@ class ThroughputEvaluator:
                 for device in block:
                     k = given.index(min(given))
                     assignment[device] = k
-                    given[k] += float(speed[device])
+                    given[k] += speed[device]
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
@@ -129,9 +129,8 @@ class ThroughputEvaluator:
             fixed[device] = k
             if k >= 0:
                 rich[k] += speed[device]
-        for k in range(self.num_stages):
-            if not (fixed == k).any():
-                self._find_one(fixed, k)
+        for k in sorted({*range(self.num_stages)}.difference(fixed.tolist())):
+            self._find_one(fixed, k)
         return fixed
 
     def improve(self, assignment: Assignment, *, seed: int, work: int, heat: float) -> Improved:
