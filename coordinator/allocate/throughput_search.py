@@ -59,6 +59,7 @@ class ThroughputEvaluator:
         stayers: Sequence[int] = (),
     ) -> None:
         from shoal.coordinator.allocate import throughput_kernels  # numba takes a second to import
+        from shoal.coordinator.cost import compiled
 
         self._kernels: Any = throughput_kernels
         self.num_devices = topology.num_devices
@@ -71,6 +72,9 @@ class ThroughputEvaluator:
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
         self._even = np.linspace(0, workload.num_layers, num_stages + 1).astype(np.int64)
         self._known: dict[bytes, tuple[float, Ints]] = {}
+        # Loads the loops with which `ThroughputObjective` prices single placements once they are there.
+        compiled.build(self.problem, self._state, assignment_of(topology.num_devices, None), self._even)
+        compiled.evaluate(self.problem, self._state, np.zeros(1, dtype=np.int64))
         p = self.problem
         card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
         quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0]).tolist()
