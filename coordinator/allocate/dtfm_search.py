@@ -160,7 +160,8 @@ def plan_dtfm(
     # With a third of this work for each start, a search of the same time on 100 devices ends 2 % worse; with three
     # times that, a search of one second has too few starts.
     share = 2_000_000 + 1_000 * topology.num_devices**2
-    best, lowest, spent = np.zeros((0, 0), dtype=np.int64), math.inf, 0
+    best: Assignment = np.zeros((num_stages, 0), dtype=np.int64)
+    lowest, spent = math.inf, 0
     while spent < work or lowest == math.inf:
         start = evaluator.layout(evaluator.random(rng.getrandbits(63)))
         x, cost, did = evaluator.improve(start, seed=rng.getrandbits(63), work=min(share, work - spent))
