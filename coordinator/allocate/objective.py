@@ -350,7 +350,7 @@ def _leave_s(
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
     """Return the part that is left for the halt: one step's gradient of fetched layers, and other layers."""
-    part = workload.reduced_bytes_per_parameter / workload.state_bytes_per_parameter
+    part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
     return stop_and_copy_s * (1.0 - followed * (1.0 - part))

@@ -99,7 +99,7 @@ class _Found:
 
     placement: Placement
     cost: Cost
-    """Without the cost of moving; of a large swarm's clusters it may be impossible."""
+    """The cost of moving is left out. A placement of a large swarm's clusters may be impossible."""
     foreseen_s: float
     """The foreseen step with the cost of moving, corrected by the bias seen in this run: it compares numbers of
     stages, while the search's T is made for climbing."""

@@ -5,7 +5,7 @@ on a machine. There is no fastmath and no parallel loop: the results are those o
 
 import hashlib
 import inspect
-from pathlib import Path
+import sys
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +16,7 @@ from numba.core.caching import FunctionCache
 from shoal.coordinator.cost import pipeline
 
 _njit: Any = njit  # the types of njit lack two of its options
-_SOURCE = hashlib.sha256((inspect.getsource(pipeline) + Path(__file__).read_text()).encode()).hexdigest()
+_SOURCE = hashlib.sha256("".join(map(inspect.getsource, (pipeline, sys.modules[__name__]))).encode()).hexdigest()
 
 
 class _KernelCache(FunctionCache):

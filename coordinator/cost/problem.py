@@ -47,7 +47,7 @@ def problem_of(
         w.loss_per_forward,
         w.s_max,
         horizon_s,
-        w.tied_parameters,
+        w.reduced.tied_parameters,
         w.memory.resident_bytes_per_parameter,
         w.state_bytes_per_parameter,
         w.memory.workspace_bytes,

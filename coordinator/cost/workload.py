@@ -41,6 +41,17 @@ class PlacedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedGradients:
+    """A stage's reduced gradients, as they travel to peers outside the stage."""
+
+    bytes_per_parameter: float = FP32
+    """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
+    tied_parameters: float = 0.0
+    """Parameters of the matrix that the first and the last stage of a tied model share: in each commit every member of
+    one gets its gradient from the other. 0: the model is not tied, or the matrix does not train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The demands of one step of a model with L layers; the first includes the embedding, the last the head."""
 
@@ -63,11 +74,7 @@ class Workload:
     s_max: int
     control: Price | None = None
     """The price of staleness by which the pipeline's control chooses how much runs ahead. None: all."""
-    reduced_bytes_per_parameter: float = FP32
-    """Bytes of a reduced gradient on the wire, to a peer that follows a stage's steps without being its member."""
-    tied_parameters: float = 0.0
-    """Parameters of the matrix that the first and the last stage of a tied model share: in each commit every member of
-    one gets its gradient from the other. 0: the model is not tied, or the matrix does not train."""
+    reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all experts of its layers."""
 
@@ -115,7 +122,7 @@ class Workload:
         """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
         (`peer/membership/learner.py`); 1 where learners are not possible."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
-        if not has_light_members or self.tied_parameters:
+        if not has_light_members or self.reduced.tied_parameters:
             return 1.0
         return BF16 / STATE_BYTES_PER_PARAMETER
 
@@ -130,7 +137,7 @@ class Workload:
         placed = self.experts
         elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
         base = self.memory.base.parameters if self.memory.base is not None else 0.0
-        return sum(self.layer_parameters) - self.tied_parameters + elsewhere + base
+        return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
         """Return the bytes that a replica of those layers needs besides its microbatches in flight."""
@@ -156,8 +163,7 @@ class Workload:
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=takes.sums[spec.wire.sums[-1]],
-            reduced_bytes_per_parameter=BF16 if spec.wire.gradients == "bf16" else FP32,
-            tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
+            reduced=_reduced(spec),
             memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
             cut_bytes=takes.cuts[spec.wire.forward[-1]],
             microbatches=training.microbatches_per_step,
@@ -217,6 +223,13 @@ class FormatBytes:
         return WireBytes(
             tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
         )
+
+
+def _reduced(spec: RunSpec) -> ReducedGradients:
+    return ReducedGradients(
+        bytes_per_parameter=BF16 if spec.wire.gradients == "bf16" else FP32,
+        tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
+    )
 
 
 def _placed_experts(spec: RunSpec) -> PlacedExperts | None:

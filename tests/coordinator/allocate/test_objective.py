@@ -33,7 +33,7 @@ def workload(gradients: str) -> Workload:
 
 @pytest.mark.parametrize(("gradients", "part"), [("fp32", 1 / 3), ("bf16", 1 / 6)])
 def test_the_gradient_of_a_step_is_left_for_the_standstill_where_steps_are_long(gradients: str, part: float) -> None:
-    assert workload(gradients).reduced_bytes_per_parameter / STATE_BYTES_PER_PARAMETER == pytest.approx(part)
+    assert workload(gradients).reduced.bytes_per_parameter / STATE_BYTES_PER_PARAMETER == pytest.approx(part)
     assert residual_s(workload(gradients), 60.0, step_s=1000.0) == pytest.approx(part * 60.0)
 
 

@@ -26,7 +26,7 @@ def test_compiled_or_not_a_placement_costs_the_same_to_the_last_bit(seed: int, t
     topology = swarms.swarm(seed, 12, cards=seed % 3 > 0)
     workload = swarms.workload(layers=layers, s_max=seed % 2, cut_bytes=[4e6, 1e5, 1e8][seed % 3])
     workload = replace(workload, backward_per_forward=2.0 + seed // 4 % 2)
-    workload = replace(workload, tied_parameters=tied_parameters)
+    workload = replace(workload, reduced=replace(workload.reduced, tied_parameters=tied_parameters))
     if seed % 5 == 0:
         experts = PlacedExperts(number=8, held=3, replicas=2, parameters=(6e6,) * layers)
         workload = replace(workload, experts=experts)

@@ -10,7 +10,7 @@ from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pipeline import STEP_FLOP_PER_PARAMETER, fill
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective, split
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import ReducedGradients, Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.staleness import Price
 from shoal.protocol.topology import Topology, make_topology
@@ -133,7 +133,7 @@ def test_the_reduction_waits_for_its_slowest_path() -> None:
 
 def test_a_tied_matrix_goes_from_each_end_to_the_other() -> None:
     swarm = lan(4, up_bytes_per_s=1e7, down_bytes_per_s=1e7)
-    tied = replace(workload(s_max=0), tied_parameters=5e6)
+    tied = replace(workload(s_max=0), reduced=ReducedGradients(tied_parameters=5e6))
     for stages in (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))):
         apart, beside = (cost(swarm, work, *stages) for work in (workload(s_max=0), tied))
         assert beside.parts["commit_s"] == pytest.approx(apart.parts["commit_s"] + 2e7 / 1e7, rel=0.01)
