@@ -215,7 +215,6 @@ class ReplanPolicy:
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
             layout = self._divided_anew(look)
-        divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
             return None, reason
@@ -230,9 +229,12 @@ class ReplanPolicy:
             awaited = self._awaited(catalog, beginning, now_s) if waits else ""
             if not awaited:
                 return _restarted(layout, beginning, what)
-            if swarm == self._settled_for or divides:
-                self._settled_for = swarm
-                return None, f"{what}: {awaited}"
+            # A plan now would give a lost stage's places away, whose members may return and sign what they saved.
+            self._settled_for = swarm
+            return None, f"{what}: {awaited}"
+        unheld = [group for group in range(len(live.stages)) if not held[group] and group not in late]
+        if any(_loses_a_member(live, layout, group) for group in unheld):
+            return None, ""  # the stage's state may be on that member's disk; soon it is held again, or lost
         goes_on = live.next_layout and not live.cutover_version and is_whole
         if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
             layout = replace(layout, next_layout=live.next_layout)  # members continue to download their missing layers
@@ -595,6 +597,11 @@ def _next(layout: Layout) -> tuple[Layout, str]:
 def _same(live: Plan, reason: str, **changes: Any) -> Layout:
     """Return the layout of `live`, with other fields that a plan may change while it lasts, and a new prediction."""
     return Layout(stages=live.stages, spares=live.spares, reason=reason, **changes)
+
+
+def _loses_a_member(live: Plan, layout: Layout, group: int) -> bool:
+    stays = {peer for stage in layout.stages if stage.layers == live.stages[group].layers for peer in stage.peers}
+    return not stays.issuperset(live.stages[group].peers)
 
 
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:

@@ -93,7 +93,10 @@ def test_what_local_search_says_it_has_found_is_what_it_costs(seed: int) -> None
     assert found.cost == ThroughputObjective(topology, swarms.workload()).cost(placement).seconds
     state, kept = (state_of(evaluator.problem, swarms.workload(), 3) for _ in range(2))
     best, bounds = start.copy(), np.array(evaluator.placement_of(start).bounds)
-    cost, _ = throughput_kernels.improve(evaluator.problem, state, kept, seed, 200_000, 1.0, best, bounds)
+    home, stayers = np.full(14, -1, dtype=np.int64), np.zeros(3, dtype=np.int64)
+    cost, _ = throughput_kernels.improve(
+        evaluator.problem, state, kept, home, stayers, seed, 200_000, 1.0, best, bounds
+    )
     assert evaluator.evaluate(best, bounds) == pytest.approx(cost, rel=1e-9)
 
 

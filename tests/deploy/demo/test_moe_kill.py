@@ -17,9 +17,8 @@ LOADS = [5, 9, 4, 1, 10, 0.5, 22, 48.5]
 KILL_S, END_S = 14.0, 24.0
 
 
-@pytest.mark.sim
-def test_a_power_cut_costs_no_step_and_less_than_five_seconds_of_throughput() -> None:
-    """Nobody says that the connection has ended: frames are on their way to the dead for ten seconds."""
+def seconds_lost(victim: int) -> float:
+    """Return by how much the longest step after the kill of a device exceeds the usual one."""
     apart = 1.0 - np.eye(PEERS)
     topology = make_topology(
         5e-4 * apart,
@@ -34,7 +33,7 @@ def test_a_power_cut_costs_no_step_and_less_than_five_seconds_of_throughput() ->
             topology=topology,
             spec=load_spec(MOE_SPEC),
             seed=3,
-            churn=[Churn(KILL_S, "remove", 3)],
+            churn=[Churn(KILL_S, "remove", victim)],
             limits=RunLimits(seconds=END_S, steps=1000),
             expert_loads=LOADS,
             chunk_bytes=1 << 20,
@@ -46,4 +45,13 @@ def test_a_power_cut_costs_no_step_and_less_than_five_seconds_of_throughput() ->
     usual_s = median(after - before for before, after in pairwise(at_s) if after < KILL_S)
     waits_s = [after - before for before, after in pairwise(at_s) if after >= KILL_S]
     assert len(waits_s) >= 4, "it goes on"
-    assert max(waits_s) - usual_s < 5.0
+    return max(waits_s) - usual_s
+
+
+@pytest.mark.sim
+def test_a_power_cut_costs_no_step_and_in_the_median_less_than_four_seconds_of_throughput() -> None:
+    """Nobody says that the connection has ended: frames are on their way to the dead for ten seconds. How long it takes
+    depends on which device dies, and with how many microbatches."""
+    lost_s = [seconds_lost(victim) for victim in range(1, PEERS)]
+    assert median(lost_s) < 4.0, lost_s
+    assert max(lost_s) < 6.0, lost_s
