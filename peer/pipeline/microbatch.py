@@ -1,13 +1,13 @@
-"""The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
+"""The unit of work that passes through the stages: microbatch `(t, i)`, the `i`-th group of samples of step `t`."""
 
 from typing import NamedTuple
 
 
 class Microbatch(NamedTuple):
-    """One microbatch. `index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at
-    version `step`.
+    """One microbatch. `index` >= 0: a training microbatch, which needs the weights of version `step`; `index` < 0: the
+    validation microbatch number `-1 - index` at version `step`.
 
-    Work is done in the order (step, index), so validation comes first in its step.
+    Microbatches run in the order (step, index), so validation comes first in its step.
     """
 
     step: int
@@ -27,7 +27,7 @@ Indices = int
 
 
 def indices_from(bitmap: bytes, *, count: int) -> Indices:
-    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step lacks."""
+    """Read a bitmap. Bits at or above `count` are ignored, because the step has no such microbatches."""
     return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
 
