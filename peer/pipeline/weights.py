@@ -94,12 +94,13 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights to keep after the step from `state`, which frees its layers; None: keep nothing."""
+        """Return the weights of `state` to keep after the coming step, which frees the state; None: keep none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
-            # If staleness is admitted, `s_max + 2` copies are alive already; exact repair is not worth one more.
+            # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
             return None
-        # Other stages are at most one step behind; a microbatch that they repeat must give the same bits: exact repair.
+        # Exact repair: other stages are at most one step behind, and a microbatch repeated for them must give the same
+        # bits.
         return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
 
     def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:
