@@ -65,8 +65,7 @@ class Asking:
         return next(self._serials)
 
     async def ask(self, holder: PeerID, meta: ExpertTokens, payload: Payload, *, size: int) -> Payload | None:
-        """Send a frame, and return the holder's answer; None: try another holder. Args: size: bytes of a valid
-        answer."""
+        """Send a frame and return its answer; None: try another holder. Args: size: bytes of a valid answer."""
         now_s = self._s.clock.now_s()
         asked = _Asked(holder, meta.step, size, now_s, asyncio.get_running_loop().create_future())
         self._asked[meta.serial] = asked

@@ -132,8 +132,8 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders, in the background, that the microbatch's backward is done. Args: retried: the microbatch
-        may have run before."""
+        """Tell the holders that the microbatch's backward is done. Args: retried: the microbatch may have run
+        before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
@@ -147,8 +147,7 @@ class ExpertDispatch:
     async def _serve_all(
         self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
     ) -> set[int]:
-        """Let holders serve the experts `todo`; try other holders for those that fail. Returns: the experts that no
-        holder could serve.
+        """Let holders serve the experts `todo`; try others if some fail. Returns: experts that no holder could serve.
 
         Args: serve: (holder, some of its experts) -> True if it has served all of them, False if none.
         """
@@ -198,11 +197,9 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Send a frame to `holder` and return its answer. None: it failed, and no longer serves these experts in this
-        passage.
+        """Send a frame to `holder` and return its answer; None: it failed, and is no longer our holder of `counts`.
 
-        Args: counts: expert -> number of its rows; pieces: the rows of all experts, then, in a backward, their
-        gradients."""
+        Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the rows' gradients."""
         microbatch = passage.microbatch
         meta = ExpertTokens(
             stage=self._stage,
@@ -262,8 +259,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Repeat, at `holder`, the backwards of `expert` that only a lost holder had done. Returns: False if it
-        failed."""
+        """Repeat at `holder` the backwards that only a lost holder had done. Returns: False if that failed."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]

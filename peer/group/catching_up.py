@@ -103,8 +103,8 @@ class CatchingUp:
                 fetch.over.set()
 
     async def catch_up(self, mate: PeerID, step: int, *, owing: Sequence[PeerID], is_still: bool) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, which is past that step, unless pieces of our round are on
-        their way to us anyway.
+        """Fetch the reduced gradient of `step` from `mate`, which is past it, unless our round's pieces are on their
+        way.
 
         Args:
             owing: the members that owe us a piece of our round of `step`.
@@ -116,8 +116,7 @@ class CatchingUp:
             try:
                 answer = await self.fetch(source, step)
             except Unreachable as error:
-                # Do not fetch the state for an unreachable member: if it is dead, all members behind would discard
-                # their states at once.
+                # Do not fetch the state then: if the member is dead, all members behind would discard theirs at once.
                 logger.info("cannot catch up with step %d yet: %s", step, error)
             except (Refused, RemoteError) as error:
                 if source == mate and self._is_lacking(step):
@@ -128,8 +127,7 @@ class CatchingUp:
                     return
 
     def _is_lacking(self, step: int) -> bool:
-        """True if the step is our next and its gradient is not here. (A gradient that is here may wait for our
-        device.)"""
+        """True if the step is our next and its gradient is not here (nor waits here for our device)."""
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:

@@ -94,8 +94,8 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> bytes of a finished chunk in few bits. They are kept, since encoding the mean again would
-        round it again."""
+        """First element -> bytes of a finished chunk in few bits, since encoding the mean again would round it
+        again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
@@ -108,8 +108,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The complete mean as it travelled; empty in fp32 and bf16, since there the mean itself can be encoded
-        again."""
+        """The complete mean as it travelled; empty in fp32 and bf16, where the mean itself can be encoded again."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
         return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)
@@ -158,8 +157,7 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors that it has left out of a chunk.
-        After it has run, call `added`."""
+        """Return a function that adds up these chunks and returns the contributors left out; after it, call `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 

@@ -36,15 +36,14 @@ class Reductions:
         mean_bytes = vectors.mean_bytes * size
         self._replayed_steps = max(REPLAYED_STEPS_MIN, REPLAYED_BYTES_MAX // max(1, mean_bytes))
         self._rounds: dict[int, Reduction] = {}
-        # In a round, one member sends another at most two parts of the gradient: the mean of the sender's own part, and
-        # its contribution to the receiver's part.
+        # In a round a member sends another at most two parts of the gradient: the mean of its own, and its contribution
+        # to the receiver's.
         piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in vectors.sums)
         self.early = Early(piece_bytes_max, size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> the same gradient in few bits, if a round delivered it so: for members behind us it takes an eighth
-        of the bytes."""
+        """Step -> the same gradient in few bits, if a round delivered it so: an eighth of the bytes to send."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -75,8 +74,7 @@ class Reductions:
         return self._rounds.get(reduction.start.step, reduction) is not reduction
 
     def round_of(self, source: PeerID, meta: Piece, payload: Payload) -> Reduction | None:
-        """Return our round to which a piece belongs. None: the piece is useless, or is kept in `early` until we hear of
-        its round.
+        """Return our round of a piece. None: the piece is useless, or `early` keeps it until we hear of its round.
 
         Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has.
         """
@@ -84,8 +82,7 @@ class Reductions:
             return None
         reduction = self._rounds.get(meta.step)
         if reduction is None or reduction.start.attempt < meta.attempt:
-            # The sender heard of the round before we did. Keep nothing of a peer that our plan does not name (yet): it
-            # will send the piece again.
+            # The sender heard of the round before we did. A peer that our plan does not name yet sends the piece again.
             if self._core.has_place(source):
                 self.early.keep(source, meta, payload)
             return None
@@ -96,8 +93,7 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that produced it; None: another member gave it to us; pieces:
-        the same gradient in few bits, if any."""
+        """Keep a reduced gradient. Args: by: our round, if that made it; pieces: the gradient in few bits, if any."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -125,8 +121,8 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays. The gradient of the last of these steps is
-        kept for members behind us, unless `last`."""
+        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
+        `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -195,14 +191,12 @@ class Early:
 PRESS_S = 5.0
 """A round without progress for this long has lost a message, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""A member may claim that its pieces have not left yet. We believe it for this long after the last piece from any
-member, since it may lie."""
+"""We believe a member's claim that its pieces have not left yet for this long after the last piece: it may lie."""
 
 
 @dataclass(slots=True)
 class Pressing:
-    """Decides when pieces of a round that does not end are sent again, since some may be lost. It serves one round
-    after the other. Pure."""
+    """Decides when pieces of a round that does not end are sent again, for one round after the other. Pure."""
 
     _looked_at: tuple[Reduction | None, int] = (None, 0)
     _moved_s: float = 0.0
@@ -238,8 +232,7 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""Gradients are kept for an absent learner for this long. By then it must have loaded weights again, and have brought
-its layers to the group's version."""
+"""A learner must be back within this time, with weights loaded and its layers at the group's version."""
 STEPS_MAX: Final = 4
 """Gradients of at most this many steps are kept, in float32; as many as for peers that prepare for another layout."""
 

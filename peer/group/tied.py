@@ -245,12 +245,10 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. (Its round may end even before we reach it: the leader was ahead of
-        us.)"""
+        """True if we have not made the step. (Its round may end before we reach it: its leader may be ahead of us.)"""
         return self._core.version <= step
 
-    # The following methods copy a reduced gradient and change the copy: members that have not finished the round may
-    # still need pieces of the original.
+    # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.
 
     def _added_here(self, mean_N: Tensor) -> Tensor:
         whole_N = self._vectors.copied(mean_N)

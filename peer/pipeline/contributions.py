@@ -43,8 +43,7 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """The weights at which its gradients were taken; None: all were taken at the step's own weights, or the strategy
-    does not need them."""
+    """The weights at which its gradients were taken; None: all at the step's own weights, or they are not needed."""
     num: int
 
 
@@ -98,11 +97,10 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
-        """Add the microbatch's gradient to its step's sum, or hold it out if `held_out` and there is room. Call this
-        just before the gradient is announced.
+        """Add a gradient, just before it is announced, to its step's sum, or hold it out if `held_out` and there is
+        room.
 
-        Returns: True: it is held out; False: it is in the sum, or no backward was registered; None: its step is over,
-        and it is in no sum."""
+        Returns: True: it is held out; False: it is in the sum, or there is none; None: its step is over."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -121,8 +119,7 @@ class Contributions:
         """Request the sum of our contributions to `step` so far.
 
         Args: indices: the held-out gradients to include; None: all.
-        Returns: a function for any thread but the loop's. It returns the sum, which is read-only, or None if the
-            optimizer step of `step` has begun.
+        Returns: a function for any thread but the loop's. Its result is read-only; None: the optimizer step has begun.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})
@@ -214,8 +211,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`. None: all of them were taken at the step's own
-        weights, or places are not needed."""
+        """Return the places of the gradients in the sum and in `kept`; None: there are none, or they are not needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

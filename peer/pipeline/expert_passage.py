@@ -1,4 +1,4 @@
-"""One run of a microbatch through a stage with its experts on other peers (a *passage*), and the holders that serve
+"""A *passage*: one run of a microbatch through a stage with its experts on other peers, and the holders that serve
 it."""
 
 from dataclasses import dataclass, field

@@ -17,8 +17,7 @@ sender may have one that it still reports and one that runs; it gave up those in
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch: run number `passage` of the peer `source`, a member of the stage, in its start number
-    `incarnation`."""
+    """One run of a microbatch: run number `passage` of the stage member `source`, in its start number `incarnation`."""
 
     microbatch: Microbatch
     source: PeerID

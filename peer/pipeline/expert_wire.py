@@ -1,8 +1,7 @@
 """Encodes tokens for experts as bytes.
 
 Shapes follow from the run spec, and from counts that are checked against it. Tokens that a holder sends to itself are
-rounded like all others, so that the place of an expert does not change its results. A modelled peer replaces this
-class.
+rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
 
 P rows, sorted by expert   D width
 """

@@ -21,8 +21,7 @@ from shoal.protocol.spec import ModelSpec
 class FixedStage:
     """A stage with constant weights. While this object exists, the weights of its version stay in memory.
 
-    Args: params: layer key -> its parameters in `dtype`, in which the stage computes; rotary: tables for the whole
-        context.
+    Args: params: layer key -> its parameters, in `dtype`; rotary: tables for the whole context.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _APART: Final = ("cuda", "xpu")
 
 class Offload:
     """Offloads tensors of one peer from the `device` of its jobs. Once begun, it stays on for the peer's next
-    places."""
+    replica."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,8 +57,7 @@ class Offload:
         return there.copy_(tensor)
 
     def layer(self, layer: LayerState) -> LayerState:
-        """Return a layer with the moments moved to host memory and the parameters on the device; `layer` itself if
-        nothing moves."""
+        """Return the layer with its moments moved to host memory; `layer` itself if nothing moves."""
         moment1_N, moment2_N = self.put(layer.moment1_N), self.put(layer.moment2_N)
         if moment1_N is layer.moment1_N and moment2_N is layer.moment2_N:
             return layer

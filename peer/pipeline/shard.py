@@ -69,8 +69,7 @@ class How(TypedDict, total=False):
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's thread, and touch no
-    tensor.
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the event loop's, and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
     layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
@@ -133,8 +132,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated exactly (with s_max = 0: its weights are kept), or
-        if exactness is not needed (s_max > 0)."""
+        """True if a microbatch of the previous step can be repeated exactly, or need not be (s_max > 0)."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -224,8 +222,7 @@ class Shard:
         corrected for the weights at which the gradients were taken, if the compensation does so and `step` is the
         current version. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
-        Returns: a function for any thread but the loop's. It returns float32 [N] on the CPU; None: our optimizer step
-            has begun.
+        Returns: a function for any thread but the loop's: float32 [N] on the CPU; None: our optimizer step has begun.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive
@@ -270,8 +267,7 @@ class Shard:
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Return the weights for the microbatch's step. Raises: MemoryError: a step that ran out of memory has to
-        finish first."""
+        """Return the weights for the step. Raises: MemoryError: a step that ran out of memory has to finish first."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state
@@ -287,8 +283,7 @@ class Shard:
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
-        """Make the coming backward write its gradient into one flat tensor. Do nothing if not `contributes` or if the
-        gradient is here already."""
+        """Make the coming backward write its gradient into one flat tensor, unless the gradient is not needed."""
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return

@@ -129,8 +129,7 @@ class StageTrunk(StageShard):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, context.labels, None, grad=True))
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
-            # If an activation was not finite, the next stage sends a zero gradient, but 0 x NaN makes NaN in our
-            # weights.
+            # If an activation was not finite, its gradient comes back as zero, but 0 x NaN makes NaN in our weights.
             if not bool(self._contributions.zero_unless_finite(microbatch)):
                 logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
         else:
@@ -155,8 +154,7 @@ class StageTrunk(StageShard):
     def _run_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, loads: ExpertLoads | None, *, grad: bool
     ) -> Calling[_Graph]:
-        """Run the forward of all layers but the head, with their experts. Args: loads: counts the tokens of each
-        expert, if given; grad: keep the graph."""
+        """Run all layers but the head, with experts. Args: loads: counts each expert's tokens; grad: keep the graph."""
         model, cuts = self.spec.model, list[_Cut]()
         documents, rotary = Documents.of(labels.begins_BT, self._rotary)
         if x.is_floating_point():

@@ -23,8 +23,7 @@ class WeightSet:
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
-        """Return the parameters of one layer in the dtype of jobs. Each layer is converted once, and the result
-        kept."""
+        """Return the parameters of one layer in the dtype of jobs. Each layer is converted once."""
         if self.params[key].dtype == dtype:
             return self.params[key]
         if key not in self._narrow:
@@ -34,8 +33,7 @@ class WeightSet:
 
 @dataclass(slots=True)
 class Places:
-    """The sum of the weights at which the stale gradients of one step were taken (gradients taken at the step's own
-    weights are left out)."""
+    """The sum of the weights at which the stale gradients of one step were taken."""
 
     sum_N: Tensor
     """The sum of the weights, float32 [N], with one summand for each stale gradient."""
@@ -59,8 +57,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """The sum of the gradients of an open step that a member has at one moment. The tensors do not change while this
-    object is referenced."""
+    """A member's sum of gradients of an open step at one moment. It does not change while it is referenced."""
 
     sum_N: Tensor
     """The sum of the gradients, float32 [N]."""

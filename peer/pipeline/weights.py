@@ -32,16 +32,14 @@ from shoal.protocol.staleness import staleness_bound
 logger = logging.getLogger(__name__)
 
 FRESHER: Final = 1.5
-"""A set is made again when this many times as many gradients have been seen as it was made from. A value near 1 would
-make a new set for each microbatch."""
+"""A set is made again from this many times as many gradients. A value near 1 would make one for each microbatch."""
 
 
 class Weights:
     """The weights of one stage. The state is an argument of each call, because another thread may load a new state.
 
     With `keep = "recompute"` no set is kept for steps ahead: each job predicts again.
-    Args: spans: layer key -> slice of the stage's flat vector; gradients: the open steps' sums, for strategies that use
-        them.
+    Args: spans: layer key -> slice of the stage's flat vector; gradients: the sums of gradients of the open steps.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: Contributions) -> None:
@@ -99,8 +97,7 @@ class Weights:
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
             return None
-        # Exact repair: other stages are at most one step behind, and a microbatch repeated for them must give the same
-        # bits.
+        # Other stages are at most one step behind; a microbatch repeated for them must give the same bits.
         return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
 
     def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:

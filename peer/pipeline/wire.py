@@ -43,8 +43,7 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages. Until `travel_as` is called, it uses the run's widest
-    format."""
+    """Both directions of the traffic between two stages, in the run's widest format until `travel_as` is called."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec

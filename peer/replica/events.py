@@ -21,8 +21,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` in our stage or expert is done; `retried`: another member may have this gradient,
-    too."""
+    """The backward of `microbatch` is done, in our stage or expert. `retried`: another member may have the gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -71,8 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, only its weights. `remembers`: we can repeat microbatches of the
-    previous step exactly."""
+    """We hold the group's state or, if `learner`, only its weights. `remembers`: see `Stepped`."""
 
     remembers: bool
     learner: bool = False
@@ -318,8 +316,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, the last holder of a stage, leaves and asks that no further step begins. `at_once`: nor is a step
-    that has begun to be finished."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor is a begun step finished."""
 
     source: PeerID
     at_once: bool
@@ -397,8 +394,7 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`: we have made a step or fetched the state. `digest`: of our state; None while we hold weights
-    alone.
+    """We hold `version`, by a step or a fetched state. `digest`: of our state; None while we hold weights alone.
 
     `by`: the round that gave the gradient of our step; it may be void by now, if a member died after it had sent its
     part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
@@ -413,8 +409,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has made no progress for seconds. The core then repeats messages that another member may have dropped
-    when it counted a peer as lost."""
+    """The run has stood still for seconds: repeat messages that a member may have dropped with a lost peer."""
 
 
 CommitEvent = (

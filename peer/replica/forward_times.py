@@ -40,8 +40,7 @@ class ForwardTimes:
 
     @property
     def seconds(self) -> float:
-        """Median of recent times, or of only the last three if these are all far from it; 0 before the first
-        forward."""
+        """Median of recent times, or of only the last three if these are all far from it; 0 before any forward."""
         if not self._took_s:
             return 0.0
         usual_s, last_s = median(self._took_s), [*self._took_s][-_SURE_FORWARDS:]

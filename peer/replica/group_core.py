@@ -146,8 +146,7 @@ class GroupCore(GroupView):
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Note, at stage 0, a microbatch that is granted to us. `retried`: it runs again, and the leader may not know
-        that."""
+        """Note, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -312,8 +311,7 @@ class GroupCore(GroupView):
             return []  # Our own round will replace it at all members.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
         if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
-            # Our sum holds more than the leader knew, and a mean must count all it contains. We report our sum, and the
-            # leader opens another round.
+            # Our sum holds more than the leader knew, and a mean must count all of it: the leader opens another round.
             return [Tell(self._progress(message.step))]
         self._rounds.open[message.step] = message
         return [Reduce(message)] if mine is not None else []

@@ -23,8 +23,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
-    """The time that one job, or a part of it, had the device, by this peer's clock. A job prints as `F(3, 1)`: the
-    forward of microbatch (3, 1)."""
+    """When one job, or a part of it, had the device, by this peer's clock. `F(3, 1)`: forward of microbatch (3, 1)."""
 
     job: Job
     started_s: float

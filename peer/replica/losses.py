@@ -38,8 +38,7 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """First version of the generation. In that step stage 0's leader makes all grants itself, so it knows all
-    losses."""
+    """First version of the generation. Stage 0's leader makes all grants of that step itself: it knows all losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
@@ -94,8 +93,7 @@ class Losses:
                 del table[step]
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
-        """Return the requests that are due. Args: lacks: returns whether microbatch (step, index) is in no member's
-        sum."""
+        """Return the requests that are due. Args: lacks: True if no member has contributed microbatch (step, index)."""
         if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1

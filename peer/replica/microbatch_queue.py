@@ -93,8 +93,7 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins. The record is kept after its end, until that member has been
-    away."""
+    """A leaving member's request that no step begins, kept after its end until that member has been away."""
 
     ends_s: float
     """The latest end, with all renewals."""
@@ -309,8 +308,7 @@ class MicrobatchQueue:
         self._asked, self._claims_at_s = None, now_s
         self._answers_s.append(now_s - asked.at_s)
         commands: list[QueueCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
-        # If the leader has changed meanwhile, our Progress to the new leader did not list these microbatches, and the
-        # new leader grants them again: drop them.
+        # If the leader has changed meanwhile, drop these: the new leader does not know them, and grants them again.
         for step, index in grant.items if leader == self.group.leader else ():
             if index >= 0:
                 self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
@@ -477,8 +475,7 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Divide microbatches that were lost with a replica among all open members, because the leader alone would take
-        too long."""
+        """Divide microbatches lost with a replica among all open members: the leader alone would take too long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []

@@ -54,8 +54,9 @@ class PeerPace:
         self._tried_s[peer] = now_s
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
-        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard. Args: waiting_s: age of
-        the peer's oldest unanswered microbatch."""
+        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard.
+
+        Args: waiting_s: age of the peer's oldest unanswered microbatch."""
         return self._weight(peer, self._best_s(among), waiting_s)
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
@@ -123,8 +124,7 @@ def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T
 
 @dataclass(kw_only=True, slots=True)
 class Router:
-    """Chooses a ready replica for each microbatch by the plan's shares, and by how many microbatches each still owes
-    us.
+    """Chooses a ready replica for each microbatch, by the plan's shares and by how many microbatches each owes us.
 
     The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas that are `ALIKE`,
     the one furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has

@@ -81,12 +81,8 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches.
-
-        Args:
-            due: step -> the most microbatches to grant of that step; None: no limit.
-            due_to_validate: the most validation microbatches to grant; None: no limit.
-        """
+        """Grant up to `count` microbatches. Args: due: step -> the most of that step to grant; due_to_validate: the
+        most validation microbatches to grant; None: no limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():
@@ -103,9 +99,7 @@ class WorkQueue:
 
     def halt(self, *, at_once: bool) -> int:
         """Begin no further step until `go_on`; `at_once`: also grant nothing more of the steps that have begun.
-
-        Returns: the version at which every stage will stop. A further call may lower this version, but never raise it.
-        """
+        Returns: the version at which every stage will stop; a further call may lower it, but never raise it."""
         begun = {step: taken for step, taken in self._taken.items() if taken}
         if at_once:
             steps, all_of_it = range(self.version, self.steps), self.microbatches

@@ -32,6 +32,5 @@ COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
 
 
 def compensation(name: str, optimizer: str) -> Compensation:
-    """Make the strategy `name` for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Raises: KeyError: one of
-    the names is unknown."""
+    """Make the strategy `name` for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Raises: KeyError."""
     return COMPENSATIONS[name](optimizer)
