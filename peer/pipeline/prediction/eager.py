@@ -8,7 +8,7 @@ from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 KEPT: Final = 0.7
-"""The part of the deviation of earlier predicted weights that is kept in the next weights (γ below)."""
+"""The part of the deviation of earlier predicted weights that is kept in the next weights: gamma of `Eager`."""
 
 
 class Eager(Compensation):
