@@ -13,7 +13,8 @@ LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
 """The limit, as a multiple of the others' longest recent answer time, which is seldom less than a step."""
 APART = 20.0
-"""A slow holder is avoided for this many times the time that it cost, so trials cost at most a twentieth."""
+"""A slow holder is avoided for this multiple of the time that it cost, so trials cost at most a twentieth of all
+time."""
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Patience:
     _answered: dict[PeerID, tuple[int, float]] = field(default_factory=dict)
     """Holder -> (step, time) of its newest answer."""
     _shunned: dict[PeerID, tuple[float, float]] = field(default_factory=dict)
-    """Holder -> (end, duration) of the time in which it is avoided."""
+    """Holder -> (end, duration), in seconds, of the period in which the holder is avoided."""
 
     def answered(self, holder: PeerID, step: int, *, sent_s: float, now_s: float) -> None:
         """Record an answer of `holder` to a frame sent at `sent_s` for a microbatch of `step`."""
@@ -51,5 +52,5 @@ class Patience:
         self._shunned[holder] = (now_s + for_s, for_s)
 
     def shunned(self, now_s: float) -> frozenset[PeerID]:
-        """Return the holders to avoid now, if there are others."""
+        """Return the holders to avoid now if another holder can serve."""
         return frozenset(holder for holder, (until_s, _) in self._shunned.items() if now_s < until_s)

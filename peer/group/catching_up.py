@@ -198,9 +198,9 @@ class CatchingUp:
             fetch.over.set()
 
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        """Check a piece before any of it is kept.
+        """Check a piece of a gradient before we keep it.
 
-        Raises: RemoteError: wrong range, format or size, or a repeat.
+        Raises: RemoteError: it has a wrong range, format or size, or repeats elements.
         """
         vectors, end = self._vectors, meta.start + meta.size
         is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk

@@ -206,7 +206,7 @@ class Reduction:
         self.num_taken += 1
 
     def _is_due(self, chunk: int) -> bool:
-        """True if all contributions to a chunk of our part are here and it is not being added up."""
+        """True if all contributions to a chunk of our part are here and the chunk is not added up yet."""
         if self._sum_N is None or chunk not in self._missing or chunk in self._under_way:
             return False
         arrived = self._arrived.get(chunk, {})

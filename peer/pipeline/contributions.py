@@ -30,7 +30,7 @@ from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 
 HELD_OUT_MAX = 16
-"""The most gradients of one step held out of its sum; each is as large as the stage."""
+"""The most gradients of one step that are held out of its sum; each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
 """A gradient, and the weights at which it was taken."""
@@ -38,7 +38,7 @@ _Gradient = tuple[Tensor, WeightSet | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """A replica's part in the reduction of one step."""
+    """One replica's contribution to the reduction of one step."""
 
     sum_N: Tensor
     """float32 [N] on the host."""

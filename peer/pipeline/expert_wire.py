@@ -20,7 +20,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class TokenWire:
-    """The encoding of tokens in one run."""
+    """Encodes, decodes and checks the tokens of one run."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._width = spec.model.dim

@@ -22,8 +22,8 @@ Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
 # Printed as "(3, 1)" in every job's and frame's name. Inside the class mypy would take the line for a field.
 
 Indices = int
-"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|`, `& ~` and
-`bit_count()` serve as its methods. It travels as a bitmap (bit i of byte i // 8)."""
+"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|` is the union,
+`& ~` the difference, `bit_count()` the size. The set travels as a bitmap (bit i % 8 of byte i // 8)."""
 
 
 def indices_from(bitmap: bytes, *, count: int) -> Indices:

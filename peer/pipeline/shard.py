@@ -127,7 +127,7 @@ class Shard:
 
     @property
     def is_learner(self) -> bool:
-        """True if this replica is a learner: it has weights but no state."""
+        """True if this replica is a learner: it has weights but no optimizer moments."""
         return self._light is not None
 
     @property

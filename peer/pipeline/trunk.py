@@ -65,7 +65,7 @@ class _Cut:
 
 
 _Graph = tuple[Tensor, list[_Cut]]
-"""The output of the last part, and the cuts before it, first layer first."""
+"""The output of the last part of a forward, and the cuts (calls) before this part, first layer first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Context:
 
 
 class StageTrunk(StageShard):
-    """The layers of one stage without their experts."""
+    """The layers of one stage without their experts, which other peers hold."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]

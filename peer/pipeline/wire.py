@@ -102,7 +102,7 @@ class ActivationWire:
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
-        """Returns: (a new float32 [B, T, D] on `device`, its labels there)."""
+        """Decode an activation. Returns: (a new float32 [B, T, D] on `device`, its labels on `device`)."""
         at = len(payload) - self.targets_bytes
         x_BTD = self._read(payload, at, self._activations[at], device)
         word_BT, weight_1, token_BN = self._words(payload, at)
@@ -155,7 +155,7 @@ class ActivationWire:
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
-        """Returns: a new float32 [B, T, D] on `device`."""
+        """Decode a gradient. Returns: a new float32 [B, T, D] on `device`."""
         grad_BTW = self._read(payload, len(payload), self._gradients[len(payload)], device)
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 

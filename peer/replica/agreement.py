@@ -65,7 +65,7 @@ class Agreement:
                 del self._digests[min(versions)]
 
     def forget_all_but(self, known: Container[PeerID]) -> None:
-        """Drop what peers outside `known` have said: no recent plan names them."""
+        """Drop the digests of peers outside `known`: no recent plan names these peers."""
         self._spoken = {peer: version for peer, version in self._spoken.items() if peer in known}
         for version in list(self._digests):
             self._digests[version] = {p: digest for p, digest in self._digests[version].items() if p in known}

@@ -207,7 +207,7 @@ class AskRepair:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Our state at `version` is not the group's: fetch it from `mate`."""
+    """Fetch the group's state at `version` from `mate`: our state differs from it."""
 
     mate: PeerID
     version: int

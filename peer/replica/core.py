@@ -133,7 +133,7 @@ class ReplicaCore(MemberCore):
         return self._supplied(self._queue.handle(event, now_s=now_s), now_s)
 
     def _supplied(self, commands: list[QueueCommand], now_s: float) -> list[Command]:
-        """Carry out what the queue has decided."""
+        """Carry out the queue's commands: pass each to another part, or return it for the driver."""
         assert self._queue is not None, "commands of a queue at a later stage"
         self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []

@@ -114,7 +114,7 @@ class Arrived:
     retried: bool = False
     """The microbatch may have run before, here or elsewhere."""
     incarnation: int = 0
-    """The incarnation in which `source` sent it."""
+    """The incarnation (number of a start) in which `source` sent the activation."""
 
 
 @dataclass(frozen=True, slots=True)

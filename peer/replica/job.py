@@ -1,4 +1,4 @@
-"""One run of the device."""
+"""Jobs: the units of work that the device runs one at a time."""
 
 from dataclasses import dataclass
 from typing import Literal

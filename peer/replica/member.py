@@ -48,7 +48,7 @@ _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
 
 
 class MemberCore(ABC):
-    """One member's commits and its life. Args: plan: the plan that gives the member its place."""
+    """Decides one member's commits and states. Args: plan: the plan that gives the member its place."""
 
     def __init__(self, group: GroupCore, plan: Plan) -> None:
         self.group = group
@@ -164,7 +164,7 @@ class MemberCore(ABC):
         return self._decided(self.group.handle(event, now_s=now_s), now_s)
 
     def _decided(self, commands: list[CommitCommand], now_s: float) -> list[Command]:
-        """Carry out what the group has decided."""
+        """Carry out the commands of the group's core; return those for the driver."""
         self._group_due_s = self.group.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
@@ -195,7 +195,7 @@ class MemberCore(ABC):
 
 
 class ExpertCore(MemberCore):
-    """A member of the group of one expert's holders."""
+    """One holder of an expert, as a member of the group of that expert's holders."""
 
     def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
         place = next((place for place in presence.experts if place.group == self.group.stage), None)

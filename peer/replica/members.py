@@ -11,14 +11,14 @@ from shoal.protocol.plan import Member
 
 @dataclass(slots=True)
 class Mate:
-    """One member, as we know it."""
+    """Our knowledge about one other member."""
 
     is_ready: bool = False
     """It takes part, with the group's state or as a learner."""
     is_learner: bool = False
-    """It takes part with weights alone."""
+    """It takes part with weights alone, without the optimizer's moments."""
     is_open: bool = True
-    """It accepts traffic."""
+    """It accepts microbatches."""
     is_present: bool = False
     """It has announced itself since it was last recorded as lost."""
     is_absent: bool = False
@@ -62,7 +62,7 @@ class MembershipView:
     draining: tuple[PeerID, ...] = field(init=False, default=())
     """Ready members that the plan no longer names: they drain."""
     leader: PeerID | None = field(init=False, default=None)
-    """The first full member by rank that is ready and open; if all of them drain, the first full member."""
+    """The first full member by rank that is open; if none is open, the first full member; None: there is none."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
     """The members that may still believe in another leader than us."""
     is_leader: bool = field(init=False, default=False)
@@ -98,7 +98,7 @@ class MembershipView:
         return peer in self.group_peers or peer in self.draining
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
-        """True if a plan dropped the peer less than one drain time ago."""
+        """True if a plan dropped the peer less than `DRAINING_S_MAX` ago, so that it may still drain."""
         return now_s < self._dropped_s(peer) + DRAINING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
@@ -168,11 +168,11 @@ class MembershipView:
         return news
 
     def has_no_state(self, peer: PeerID) -> None:
-        """Record that a peer has no state here: it said so, or it is elsewhere."""
+        """Record that a peer has no state of our group: it reported that, or it has a place elsewhere."""
         self._of(peer).reported_empty = True
 
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
-        """Record that a member drains from here to its place elsewhere, moved by a plan that we may not have seen."""
+        """Record that a member drains here because a plan, which we may not have seen, moved it elsewhere."""
         mate = self._of(peer)
         if peer not in self.group_peers and mate.dropped_s is None:
             mate.dropped_s = now_s

@@ -107,7 +107,9 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchQueue:
-    """One stage-0 replica's view of the grants."""
+    """Claims, grants and repairs, as one replica of stage 0 knows them; the leader's decisions on them.
+
+    Args: book: the list of grants; group: our view of the group; demand: our schedule, which wants microbatches."""
 
     book: WorkQueue
     group: GroupView
@@ -118,7 +120,7 @@ class MicrobatchQueue:
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """The microbatches that are granted and not yet contributed."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> number of its microbatches given to each member."""
+    """Step -> number of microbatches of this step given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """When each claimant last contributed a microbatch that we had granted."""
     _flows_s: float | None = field(init=False, default=None)
@@ -518,7 +520,8 @@ class MicrobatchQueue:
             raise Refused(self.group.me, "does not know the sender as a holder")
 
     def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[QueueCommand]:
-        """Raises: Refused: see `_check_holder`; or the sender has used up its halt and is still here."""
+        """Begin or renew a halt. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers, or
+        the sender has used up its halt."""
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
         if now_s >= halt.ends_s:

@@ -34,7 +34,7 @@ class OpenCalls:
         return reply
 
     def answer(self, command: Answer) -> None:
-        """Give a caller its answer, unless it has gone."""
+        """Give a caller the core's answer, unless the caller has stopped waiting."""
         answer = self._answers.get(command.call)
         if answer is not None and not answer.done():
             answer.set_result(command.message)

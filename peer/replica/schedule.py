@@ -68,7 +68,7 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(slots=True)
 class Flight:
-    """The state of one microbatch that is here."""
+    """The state of one microbatch at this replica."""
 
     sources: dict[PeerID, int]
     """Each peer that waits for the gradient -> its incarnation. Empty at stage 0; more than one if the stage before

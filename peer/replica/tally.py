@@ -16,7 +16,7 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step, as far as we know."""
+    """One member's contribution to one step, as far as we have heard."""
 
     indices: Indices = 0
     loss_sum: float = 0.0

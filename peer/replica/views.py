@@ -46,7 +46,7 @@ class GroupView(MembershipView):
 
     @property
     def holders(self) -> tuple[PeerID, ...]:
-        """The other holders of the stage's state; draining ones come last."""
+        """The other members that hold the stage's state; draining members come last."""
         return (*self.full_members, *(peer for peer in self.draining if peer not in self.learners))
 
     def share_of(self, peer: PeerID) -> float:

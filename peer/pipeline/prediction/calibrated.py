@@ -34,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A predicted movement that is being compared with the actual one."""
+    """A measurement in progress: a predicted movement, compared with the actual movement."""
 
     way_N: Tensor
     staleness_steps: int
