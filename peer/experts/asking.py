@@ -71,7 +71,7 @@ class Asking:
         self._asked[meta.serial] = asked
         try:
             for attempt in itertools.count():
-                # Sending to a peer that has lost power takes long; it must not delay the choice of another holder.
+                # Send in the background: to a peer that lost power it takes long, and would delay the next holder.
                 self._tasks.spawn(self._send(asked, meta, payload), f"tokens of ({meta.step}, {meta.index})")
                 await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
                 if asked.answer.done():
@@ -87,7 +87,7 @@ class Asking:
         """Process an answer. Raises: RemoteError: the answer has the wrong size."""
         asked = self._asked.get(meta.serial)
         if asked is None or asked.holder != source or asked.answer.done():
-            return  # a late answer
+            return  # the answer came too late, or twice
         if meta.refused:
             logger.info("%s refuses tokens: %s", source[-8:], meta.refused)
             asked.give_up()

@@ -142,7 +142,7 @@ class CatchingUp:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
             if reply.version <= step:
                 return "on its way" if reply.version == step else "nothing"
-            await self._wait_for(fetch, step)  # the reply and the frames travel separately
+            await self._wait_for(fetch, step)  # the frames with the gradient travel apart from the reply
         finally:
             del self._fetches[step]
         if step >= min(self._group.version, self._wanted_from()):

@@ -118,7 +118,7 @@ class Reduction:
         return [peer for peer in self._peers if peer != self._me]
 
     def missing_from(self) -> set[PeerID]:
-        """Return the members whose contributions or finished chunks are still missing here."""
+        """Return the members from which contributions or finished chunks are still missing here."""
         waiting = {self._peers[self._owner(chunk)] for chunk in self._missing - self._under_way} - {self._me}
         for chunk in (self._missing - self._under_way) & set(self._chunks(self._rank)):
             waiting |= set(self._contributors) - set(self._arrived.get(chunk, ())) - {self._me}

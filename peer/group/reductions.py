@@ -48,7 +48,7 @@ class Reductions:
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
         self._stepping_round: RoundStart | None = None
-        """The round with whose result we step; None: another member gave us the gradient."""
+        """The round that made the gradient of our present step; None: another member gave us the gradient."""
 
     def __contains__(self, step: int) -> bool:
         return step in self._rounds

@@ -33,7 +33,7 @@ class Telling:
         self._outbox = outbox
         self._audience = audience
         self._gathered: dict[tuple[type, int], Progress] = {}
-        self._resting: dict[tuple[type, int], Progress] = {}  # reports that the leader has not received either
+        self._resting: dict[tuple[type, int], Progress] = {}  # deferred reports, not sent to the leader either
         self._timer: asyncio.TimerHandle | None = None
         self._leader_timer: asyncio.TimerHandle | None = None
 
@@ -45,7 +45,7 @@ class Telling:
                 self._the_leader(message.leader, message)
             case Tell(message, to=None):
                 self._everybody(message, self._audience(message))
-                if isinstance(message, Digest):  # reports on the steps before are obsolete
+                if isinstance(message, Digest):  # reports on earlier steps are obsolete
                     for words in (self._gathered, self._resting):
                         for key in [key for key, word in words.items() if word.step < message.version]:
                             del words[key]

@@ -369,7 +369,7 @@ class TiedGradient:
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
         if fetch is None or (fetch.source, fetch.serial) != (source, meta.serial) or meta.start not in fetch.missing:
-            return  # it may belong to an earlier answer with another gradient
+            return  # the piece may belong to an earlier answer with another gradient
         if len(payload) > self._piece_bytes_max:
             raise RemoteError(source, f"sent {len(payload)} bytes for a piece of a gradient")
         fetch.pieces[meta.start] = payload

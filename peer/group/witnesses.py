@@ -1,5 +1,5 @@
-"""Sign the states to which this holder steps, and offer newcomers the newest state that most of their voters (the
-holders whose signatures count, `attestations.py`) have signed. Recent states are kept until the others have signed.
+"""Sign the states to which this holder steps, and offer newcomers the newest state that most of their voters (holders,
+`../replica/attestations.py`) have signed. Recent states are kept so that the other voters have time to sign them.
 
 While every member of the group holds the state, no state is hashed, signed or kept for newcomers.
 """

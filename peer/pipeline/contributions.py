@@ -60,9 +60,9 @@ class Contributions:
         self._offload = offload or Offload(vectors.host)
         self._sums: dict[int, Tensor] = {}
         self._given: set[int] = set()  # steps with a sum that was returned without a copy
-        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: the reads of its sum and places that are alive
+        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: reads of its sum that are still in use
         self._nums: dict[int, int] = {}  # by step: the number of gradients in its sum
-        self._told: deque[Callable[[], None]] = deque()  # orders of the loop that no thread has run yet
+        self._told: deque[Callable[[], None]] = deque()  # queued orders of the event loop
         self._working = Lock()  # held while running `_told` or reading its results
         self._first_open = 0  # sums of earlier steps are closed
         self._places: dict[int, Places] = {}  # by step, if the compensation uses them

@@ -19,7 +19,8 @@ class Microbatch(NamedTuple):
 
 
 Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
-# Printed as "(3, 1)" in every job's and frame's name. Inside the class mypy would take the line for a field.
+# A microbatch is printed as "(3, 1)" in the names of jobs and frames. (mypy would take this line in the class for a
+# field.)
 
 Indices = int
 """A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|` is the union,

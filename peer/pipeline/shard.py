@@ -179,7 +179,7 @@ class Shard:
         for key in list(step.old):
             self._step_layer(step, key, mean_gradient_N[self._spans[key]])
         after = StageState(version=step.version + 1, layers=step.new, gradient_norm=math.sqrt(step.square))
-        if self._step is step:  # else another state was loaded during the step, because ours differed from the group's
+        if self._step is step:  # else another state was loaded meanwhile, because ours was wrong
             self._version = after.version
             self.state = after
             self._step = None

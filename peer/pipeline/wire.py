@@ -89,7 +89,7 @@ class ActivationWire:
             assert labels.tokens_BT is not None, "an activation of a subspace model without its tokens"
             x_BTD = self._subspace(x_BTD.device).coordinates(x_BTD, labels.tokens_BT.to(x_BTD.device))
         self._write(x_BTD, payload, form)
-        if labels.tokens_BT is not None:  # after the tensor: this copy waits for the device
+        if labels.tokens_BT is not None:  # copied last, since this copy waits for the device
             token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
         targets_BT = labels.targets_BT
         if not self._leaves_out:

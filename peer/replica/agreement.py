@@ -137,7 +137,7 @@ class Agreement:
             # The living members did not reach this version by this round: we were suspended, and they made another.
             return []
         votes = [digests[peer] for peer in voters]
-        # The most frequent digest; in a tie, the leader's.
+        # The most frequent digest wins; in a tie, the one of the first member by rank.
         truth = max(dict.fromkeys(votes), key=lambda digest: (votes.count(digest), -votes.index(digest)))
         reporter = voters[votes.index(truth)]
         if digests.get(self.me, truth) != truth:  # we have none if we skipped that version by fetching a later state

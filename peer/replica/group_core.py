@@ -74,7 +74,7 @@ class GroupCore(GroupView):
     catch_up_after_s: float = 1.0
     incarnation: int = 0
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """Peer just promoted to full member -> the last step whose round may still list it as a learner."""
+    """Peer just promoted to full member -> the last step in whose round it may still be listed as a learner."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
     _behind_at_s: float = field(init=False, default=math.inf)
@@ -276,7 +276,7 @@ class GroupCore(GroupView):
         if not self.is_near(source) or self.is_barred(source):
             return []  # A removed member may still send its last Progress.
         if message.incarnation < self.incarnation_of(source):
-            return []  # Sent by an earlier incarnation.
+            return []  # An earlier incarnation of the sender has sent it.
         commands = self._reborn(source, message.incarnation, now_s)
         if self.is_barred(source):
             return [*commands, *self._leader_may_have_changed(now_s)]
@@ -302,7 +302,7 @@ class GroupCore(GroupView):
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
         """Take part in a round that the leader opens, or that we open as the leader."""
         if not self.ready:
-            return []  # It names an earlier incarnation of us, whose gradients we lack.
+            return []  # The round names an earlier incarnation of us; we lack its gradients.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
         if any(message.step > self._learner_until.get(peer, -1) for peer in self._whole.intersection(message.learners)):
@@ -317,7 +317,7 @@ class GroupCore(GroupView):
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """As leader, void our round if a member's sum holds more than the round says (a microbatch ran twice)."""
+        """Void our round, if we lead and `peer` has contributed more than the round says (a microbatch ran twice)."""
         start = self._rounds.open[step]
         if step != self.version or self.leader != self.me:
             return

@@ -122,5 +122,5 @@ class Losses:
             return STALL_S_DEATH if self._has_died else STALL_S_BEGINNING
         if not self._steps_s:
             return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
-        # Steps that take minutes may be slow because of just such losses.
+        # The limit: steps that take minutes may be slow because of just such losses.
         return self._usual_s() if self.is_first else min(self._usual_s(), STALL_S_FIRST)

@@ -258,7 +258,7 @@ class MicrobatchQueue:
         if granted is not None:
             self._made_s[granted.peer] = now_s
             if granted.peer in self._claims:
-                self._serves_at_s = now_s  # it holds less, so more may be due to it
+                self._serves_at_s = now_s  # the member holds less now, so more may be due to it
             if self._flows_s is None:
                 self._flows_s = now_s
             self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
@@ -313,8 +313,8 @@ class MicrobatchQueue:
         # If the leader has changed meanwhile, drop these: the new leader does not know them, and grants them again.
         for step, index in grant.items if leader == self.group.leader else ():
             if index >= 0:
-                self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
-                if leader != self.group.me:  # else it counted when we granted it
+                self.book.take(step, 1 << index)  # for our Progress, and in case we lead next
+                if leader != self.group.me:  # else we counted it when we granted it
                     self._had.setdefault(step, Counter())[self.group.me] += 1
             commands.append(Make(Microbatch(step, index), False))
         return commands
@@ -469,7 +469,7 @@ class MicrobatchQueue:
         until_s = self._repaired_until_s.get(source, now_s)
         may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
         if asked and may_run <= 0 and now_s >= max(seen[-1] if seen else 0.0, self._spared_s) + _STILL_STEPS * step_s:
-            self._spared_s = now_s  # once in that time, for all askers together
+            self._spared_s = now_s  # admit this once in `_STILL_STEPS`, for all askers together
             return asked
         if asked and may_run <= 0:
             raise Refused(self.group.me, "has used up the sender's share of repairs for now")

@@ -205,7 +205,7 @@ class Schedule:
             case VersionSet(version):
                 assert version >= self.version, f"version would fall from {self.version} to {version}"
                 if version > self.version:
-                    self._step_ready = False  # Its gradient belongs to a version that we no longer have.
+                    self._step_ready = False  # The reduced gradient belongs to a version that we no longer have.
                 self.version = version
                 self._commits.loaded(version)
                 commands = []
@@ -239,7 +239,7 @@ class Schedule:
     def _arrive(self, event: Arrived, now_s: float) -> list[ScheduleCommand]:
         microbatch, source = event.microbatch, event.source
         if source is not None and source not in self.upstream:
-            return []  # Its gradient would go to that sender, and we would learn from its activation.
+            return []  # A stranger: it would get a gradient, and the run would learn from its activation.
         flight = self._flights.get(microbatch)
         if flight is None:
             flight = Flight({}, microbatch.validates, retried=event.retried, waiting_since_s=now_s)

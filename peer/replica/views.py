@@ -98,7 +98,7 @@ class GroupView(MembershipView):
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of rounds whose digests are not compared yet."""
+        """The other members of rounds that have not been compared by digests yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 
