@@ -1,4 +1,4 @@
-"""Sends frames and end-of-run messages to holders of experts until they answer or another holder is the better
+"""Sends tokens and end-of-run reports to a holder of experts until it answers, or another holder is the better
 choice."""
 
 import asyncio
@@ -19,8 +19,7 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: it or its answer may be lost with its stream. After the last, try another
-holder."""
+"""Seconds until a frame is sent again: the frame or its answer may be lost. After the last, try another holder."""
 _LOOK_S: Final = 0.5
 """The interval at which slow holders are looked for."""
 
@@ -40,7 +39,9 @@ class _Asked:
 
 
 class Asking:
-    """Frames and messages to the holders of one tenure. `has_others`: other holders could serve the whole frame."""
+    """Frames and messages to holders of experts, while we have one place in a stage.
+
+    Args: has_others: returns whether holders other than the given one could serve the whole frame."""
 
     def __init__(self, services: Services, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
         self._s = services
@@ -57,20 +58,20 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Holders that are far slower than others."""
+        """Holders to avoid now, because they were far slower than others."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:
         return next(self._serials)
 
     async def ask(self, holder: PeerID, meta: ExpertTokens, payload: Payload, *, size: int) -> Payload | None:
-        """Send a frame, and return the answer; None: try another holder. `size`: bytes of a valid answer."""
+        """Send a frame and return its answer; None: try another holder. Args: size: bytes of a valid answer."""
         now_s = self._s.clock.now_s()
         asked = _Asked(holder, meta.step, size, now_s, asyncio.get_running_loop().create_future())
         self._asked[meta.serial] = asked
         try:
             for attempt in itertools.count():
-                # Sending to a peer that has lost power takes long; it must not delay the choice of another holder.
+                # Send in the background: to a peer that lost power it takes long, and would delay the next holder.
                 self._tasks.spawn(self._send(asked, meta, payload), f"tokens of ({meta.step}, {meta.index})")
                 await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
                 if asked.answer.done():
@@ -83,10 +84,10 @@ class Asking:
             del self._asked[meta.serial]
 
     def answered(self, source: PeerID, meta: ExpertOutput, payload: Payload) -> None:
-        """Process an answer. Raises: RemoteError: it has the wrong size."""
+        """Process an answer. Raises: RemoteError: the answer has the wrong size."""
         asked = self._asked.get(meta.serial)
         if asked is None or asked.holder != source or asked.answer.done():
-            return  # a late answer
+            return  # the answer came too late, or twice
         if meta.refused:
             logger.info("%s refuses tokens: %s", source[-8:], meta.refused)
             asked.give_up()
@@ -98,7 +99,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report the end of a run. Return True if the holder has counted it."""
+        """Report to `holder` that a run has ended. Return True if the holder has counted the microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
@@ -119,7 +120,7 @@ class Asking:
         return False
 
     def give_up(self, peer: PeerID) -> None:
-        """Give up all frames to a peer that is lost or has lost its experts."""
+        """Give up all frames and reports to a peer that is lost or has lost its experts."""
         for asked in self._asked.values():
             if asked.holder == peer:
                 asked.give_up()
@@ -137,7 +138,7 @@ class Asking:
             asked.give_up()
 
     async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
-        """Wait for the answer. Give the holder up if others answer much faster."""
+        """Wait for the answer, at most `for_s` seconds. Give the holder up if others answer much faster."""
         until_s = self._s.clock.now_s() + for_s
         while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
             await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))

@@ -1,4 +1,4 @@
-"""The choice of the holder that gets an expert's tokens of the next microbatch. Pure."""
+"""Chooses the holder that gets an expert's tokens of the next microbatch. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     """Return the part of its tokens that `me` sends to each holder, so that all senders together meet the holders'
     shares.
 
-    A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The rest goes to the
-    holders with a share above their own tokens, in proportion to the excess.
+    A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
+    go to holders whose share exceeds their own tokens, in proportion to the excess.
 
     Args:
-        holders: holder of one expert -> its share of the tokens, > 0; need not sum to 1.
+        holders: holder of one expert -> its share of the tokens, > 0; the shares need not sum to 1.
         senders: member of the stage -> its share of the microbatches; `me` may be missing.
-    Returns: positive, sums to 1 apart from `SHARE_MIN`.
+    Returns: holder -> positive part; the parts sum to 1 apart from `SHARE_MIN`.
     """
     due, have = _normed(holders), _normed(senders)
     mine = have.get(me, 0.0)
     itself = min(1.0, due[me] / mine) if me in due and mine > 0.0 else 0.0
     short = {peer: max(0.0, share - have.get(peer, 0.0)) for peer, share in due.items() if peer != me}
     if sum(short.values()) <= 0.0:
-        short = {peer: share for peer, share in due.items() if peer != me}  # nobody is short: we are no member
+        short = {peer: share for peer, share in due.items() if peer != me}  # no holder has an excess
     rest = _normed(short)
     parts = {peer: itself if peer == me else (1.0 - itself) * rest[peer] for peer in due}
     return {peer: max(SHARE_MIN, part) for peer, part in parts.items()}
@@ -42,8 +42,8 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 class HolderRouter(Router):
     """Distributes the microbatches of one expert among its holders by their shares.
 
-    Earlier choices count, and outstanding ones twice: few are outstanding at a time, and these alone would send all to
-    the holder with the largest share.
+    Earlier choices count, and outstanding ones twice. Outstanding ones alone would not do: they are few at a time, so
+    the holder with the largest share would get every microbatch.
     """
 
     me: PeerID
@@ -56,12 +56,12 @@ class HolderRouter(Router):
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
         target = Router.pick(self, now_s=now_s, avoid=avoid, shunned=shunned)
         for peer in self._given:
-            # About 64 choices are remembered: a holder that was away for longer need not catch up on all of it.
+            # About 64 choices are remembered, so that a holder that was away need not make up for all it missed.
             self._given[peer] *= 1.0 - 1.0 / 64.0
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return none: a holder without a share needs no trial, and `patience.py` deals with slow ones."""
+        """Return no holder: a holder without a share needs no trial, and `patience.py` handles slow holders."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

@@ -1,9 +1,10 @@
 """Sends the tokens of a stage's microbatches to the holders of experts, and collects their results.
 
-Each expert gets one holder for a whole microbatch (`choice.py`); a layer is one frame to each holder, without padding.
-A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is
-*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it. If
-none of an expert's holders can be reached, its tokens are *passed by*: they continue by the residual.
+One holder serves an expert for a whole microbatch (`choice.py`). For each layer, each holder gets one frame, without
+padding. A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. At the end the
+microbatch is *settled*: the replacement repeats the backwards that the lost holder had done, and each holder is told to
+count the microbatch. If none of an expert's holders can be reached, its tokens are *passed by*: they skip the expert,
+and only the residual stream carries them on.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
-"""Tokens are passed by if their expert has had no holder for so long, and none is expected."""
+"""Tokens are passed by if no holder of their expert could be reached for this long."""
 
 
 class ExpertDispatch:
-    """The expert traffic of one tenure in stage `stage`."""
+    """The expert traffic of this peer while it has one place in stage `stage`."""
 
     def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = services
@@ -50,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation, of all places in its PresenceUpdate, open or not."""
+        """Holder -> expert -> incarnation (number of its start), for all places in its PresenceUpdate, open or not."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -84,7 +85,7 @@ class ExpertDispatch:
                 now[expert] = place.incarnation
         self._places[peer] = now
         if any(now.get(expert) != incarnation for expert, incarnation in before.items()):
-            self._asking.give_up(peer)  # it lost some of its experts; the others are asked for again
+            self._asking.give_up(peer)  # it lost some of its experts; frames for its other experts are sent again
 
     def lost(self, peer: PeerID) -> None:
         self._absent.add(peer)
@@ -99,7 +100,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's rows to the experts. Return their output, [P, D]; zero for tokens passed by."""
+        """Send one layer's P rows to the experts. Return the experts' output, [P, D]; zero for tokens passed by."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}
@@ -131,12 +132,13 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. `retried`: it may have run before."""
+        """Tell the holders that the microbatch's backward is done. Args: retried: the microbatch may have run
+        before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
-        """Drop a run that nobody needs any more."""
+        """Drop a run whose result nobody needs any more."""
         for expert, part in passage.parts.items():
             self._release(expert, part)
 
@@ -145,7 +147,7 @@ class ExpertDispatch:
     async def _serve_all(
         self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
     ) -> set[int]:
-        """Have the experts `todo` served, by other holders if some fail. Returns: those that no holder could serve.
+        """Let holders serve the experts `todo`; try others if some fail. Returns: experts that no holder could serve.
 
         Args: serve: (holder, some of its experts) -> True if it has served all of them, False if none.
         """
@@ -159,13 +161,13 @@ class ExpertDispatch:
             elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
                 break
             if todo:
-                await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
-                # Each try of a refused frame sends all of its tokens.
+                await asyncio.sleep(wait_s)  # a new holder may come, or a holder may stop refusing
+                # Wait longer after each refusal, because each try sends all tokens of the frame.
                 wait_s = min(2 * wait_s, 1.6) if by_holder else _RETRY_S
         return todo
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
-        """Return (holder, experts) for each frame. Experts without a holder are missing."""
+        """Return (holder, experts) for each frame to send. Experts without a holder are left out."""
         by_holder: dict[PeerID, list[int]] = {}
         for expert in experts:
             holder = self._holder(expert, passage.part(expert))
@@ -195,7 +197,9 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Return the holder's answer; None: it no longer has these experts of this passage."""
+        """Send a frame to `holder` and return its answer; None: it failed, and is no longer our holder of `counts`.
+
+        Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the rows' gradients."""
         microbatch = passage.microbatch
         meta = ExpertTokens(
             stage=self._stage,
@@ -235,7 +239,7 @@ class ExpertDispatch:
             self.abandon(passage)
 
     async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
-        """Have a holder count the microbatch for its experts. Returns: False if it failed."""
+        """Tell a holder to count the microbatch for its `experts`. Returns: False if that failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return False
@@ -255,7 +259,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Repeat the backwards that a replaced holder had done."""
+        """Repeat at `holder` the backwards that only a lost holder had done. Returns: False if that failed."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]
@@ -277,7 +281,7 @@ class ExpertDispatch:
         part.lose()
 
     def _is_lost(self, expert: int) -> bool:
-        """True if no holder of the plan can be reached."""
+        """True if none of the expert's holders by the plan can be reached."""
         return all(peer in self._absent for peer in self._routers[expert].shares)
 
     def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
-"""How long to wait for a holder of experts, by the times of the others. Pure.
+"""Decides how long to wait for a holder of experts, by the times that other holders take. Pure.
 
-All holders of an expert may wait for a version. So a holder is given up only after others have answered for the same
-step or a later one, and then avoided for a time that grows with each late answer.
+All holders of an expert may wait for the same version. So a holder is given up only after others have answered for the
+same step or a later one. It is then avoided for a time that grows with each late answer.
 """
 
 from collections import deque
@@ -11,9 +11,10 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""The limit, in units of the others' longest recent answer, which is seldom less than a step."""
+"""The limit, as a multiple of the others' longest recent answer time, which is seldom less than a step."""
 APART = 20.0
-"""A slow holder is avoided for this many times the time that it cost, so trials cost at most a twentieth."""
+"""A slow holder is avoided for this multiple of the time that it cost, so trials cost at most a twentieth of all
+time."""
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Patience:
     _answered: dict[PeerID, tuple[int, float]] = field(default_factory=dict)
     """Holder -> (step, time) of its newest answer."""
     _shunned: dict[PeerID, tuple[float, float]] = field(default_factory=dict)
-    """Holder -> (end, duration) of the time in which it is avoided."""
+    """Holder -> (end, duration), in seconds, of the period in which the holder is avoided."""
 
     def answered(self, holder: PeerID, step: int, *, sent_s: float, now_s: float) -> None:
         """Record an answer of `holder` to a frame sent at `sent_s` for a microbatch of `step`."""
@@ -32,7 +33,7 @@ class Patience:
         self._shunned.pop(holder, None)
 
     def limit_s(self, holder: PeerID) -> float:
-        """Return the limit for the holder's answer; infinite if nothing is known of others."""
+        """Return the time limit for the holder's answer, in seconds; infinite if no other holder has answered yet."""
         others = [seconds for other, seconds in self._took if other != holder]
         return max(LIMIT_S_MIN, LIMIT_TIMES * max(others)) if others else float("inf")
 
@@ -46,10 +47,10 @@ class Patience:
     def gave_up(self, holder: PeerID, *, after_s: float, now_s: float) -> None:
         until_s, before_s = self._shunned.get(holder, (0.0, 0.0))
         if now_s < until_s:
-            return  # several frames to it are given up at once
+            return  # it is avoided already: several frames to it are given up at once
         for_s = max(APART * after_s, 2.0 * before_s)
         self._shunned[holder] = (now_s + for_s, for_s)
 
     def shunned(self, now_s: float) -> frozenset[PeerID]:
-        """Return the holders to avoid now, if there are others."""
+        """Return the holders to avoid now if another holder can serve."""
         return frozenset(holder for holder, (until_s, _) in self._shunned.items() if now_s < until_s)

@@ -2,9 +2,10 @@
 
 Often a member that is behind only has to wait: its pieces are on their way, and the whole gradient in float32 has eight
 times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
-round stands still, the members that are behind may hold a later attempt than the others have finished, and owe each
-other pieces that they will never have. Then it asks all that owe it pieces, and waits only if one says that its pieces
-have not left yet (behind activations on a slow line, for minutes); otherwise only a member past the step can help.
+round stands still, the members that are behind may follow a later attempt than the one that the others have finished,
+and wait for pieces from each other that never come. Then the member asks all members that owe it pieces. It waits only
+if one of them answers that its pieces have not left yet (on a slow line they stand behind activations for minutes);
+otherwise only a member past the step can help.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""The gradient has arrived; pieces of its round are on their way to us; the other member has no gradient yet."""
+"""The result of a request: the gradient has arrived; pieces of its round are on their way to us instead; the other
+member does not have the gradient yet."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces, if each of them has kept its bytes; else none."""
+        """All pieces as they travelled, or none if some piece is exact and so has no bytes kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 
@@ -60,13 +62,13 @@ class _Fetch:
 
 
 class CatchingUp:
-    """Ask for reduced gradients that this replica misses, and answer such requests of others.
+    """Ask for reduced gradients that this replica lacks, and answer such requests of other members.
 
     Args:
         kept: the reduced gradients that are here.
         wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
-        on_mean: takes (step, whole gradient, its pieces as they travelled) of a step that we have not made.
-        on_behind: called when we must fetch the state from `mate`, since we are too far behind it.
+        on_mean: called with (step, whole gradient, its pieces as they travelled) for a step that we have not made.
+        on_behind: called with a member whose state we must fetch, since it no longer has the gradient that we need.
     """
 
     def __init__(
@@ -94,19 +96,19 @@ class CatchingUp:
         self._endpoint.on_frame(ReducedChunk, self._on_chunk, stage=self._stage)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Give up fetches from `peer`."""
+        """Give up the fetches from `peer`, which died."""
         for fetch in self._fetches.values():
             if fetch.mate == peer:
                 fetch.is_lost = True
                 fetch.over.set()
 
     async def catch_up(self, mate: PeerID, step: int, *, owing: Sequence[PeerID], is_still: bool) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, which is past the step, unless its pieces are on their way
-        to us anyway.
+        """Fetch the reduced gradient of `step` from `mate`, which is past it, unless our round's pieces are on their
+        way.
 
         Args:
             owing: the members that owe us a piece of our round of `step`.
-            is_still: no piece has arrived for long, although we have sent ours again; or there is no round.
+            is_still: we have no round of `step`; or no piece has arrived for long, although we sent our pieces again.
         """
         if step in self._fetches or not self._is_lacking(step):
             return
@@ -114,8 +116,7 @@ class CatchingUp:
             try:
                 answer = await self.fetch(source, step)
             except Unreachable as error:
-                # An unreachable member is not to blame: if it is dead, all of us would discard our states over its
-                # death.
+                # Do not fetch the state then: if the member is dead, all members behind would discard theirs at once.
                 logger.info("cannot catch up with step %d yet: %s", step, error)
             except (Refused, RemoteError) as error:
                 if source == mate and self._is_lacking(step):
@@ -126,12 +127,12 @@ class CatchingUp:
                     return
 
     def _is_lacking(self, step: int) -> bool:
-        """True if the step is our next and its gradient is not here. One that is here may still wait for our device."""
+        """True if the step is our next and its gradient is not here (nor waits here for our device)."""
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Fetch the reduced gradient of `step` from `mate`. Keep it if a part of our state still lacks it on arrival,
-        and commit it if it is our version's.
+        """Fetch the reduced gradient of `step` from `mate`. Keep it if a part of our state still lacks it when it
+        arrives, and commit it if `step` is our version.
 
         Raises: Unreachable; Refused: `mate` no longer has it.
         """
@@ -141,7 +142,7 @@ class CatchingUp:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
             if reply.version <= step:
                 return "on its way" if reply.version == step else "nothing"
-            await self._wait_for(fetch, step)  # the reply and the frames travel separately
+            await self._wait_for(fetch, step)  # the frames with the gradient travel apart from the reply
         finally:
             del self._fetches[step]
         if step >= min(self._group.version, self._wanted_from()):
@@ -197,9 +198,9 @@ class CatchingUp:
             fetch.over.set()
 
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        """Check a piece before any of it is kept.
+        """Check a piece of a gradient before we keep it.
 
-        Raises: RemoteError: wrong range, format or size, or a repeat.
+        Raises: RemoteError: it has a wrong range, format or size, or repeats elements.
         """
         vectors, end = self._vectors, meta.start + meta.size
         is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk

@@ -1,4 +1,4 @@
-"""Send pieces of gradients to other members, behind pipeline traffic and before copies of state."""
+"""Send pieces of gradients to other members, at a lower priority than pipeline traffic and a higher one than state."""
 
 import asyncio
 import functools
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _FORGETS: Final = 0.95
 _ON_THE_WAY_S: Final = 2.0
-"""Time for which a piece that has left may still be travelling, as may the question whether it has left."""
+"""Time for which a piece may still be travelling after it has left, or a question about it may be."""
 
 
 class Pieces:
-    """The pieces that one replica sends: of its rounds, and to members that catch up with a step."""
+    """Sends the pieces of one replica: those of its rounds, and gradients for members that are behind."""
 
     def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock, compute: Compute) -> None:
         self._endpoint = endpoint
@@ -43,11 +43,11 @@ class Pieces:
         return any(peer == target for peer, _ in self._unsent)
 
     def slowest_s(self, target: PeerID) -> float:
-        """Return about how long the slowest recent piece took to leave for `target`."""
+        """Return about how long the slowest recent piece took to leave for `target`, in seconds."""
         return self._slowest_s.get(target, 0.0)
 
     def forget(self, target: PeerID) -> None:
-        """Forget the send times of a peer that has gone: they say nothing about its successor under that name."""
+        """Forget the send times of a peer that has gone: after a restart its line may be another."""
         self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
@@ -57,7 +57,7 @@ class Pieces:
         return is_fresh or (target, step) in self._unsent
 
     def send(self, outgoing: Iterable[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
-        """Send pieces in the background, one by one for each target, so that a stalled target holds up no other."""
+        """Send pieces in the background. Each target has its own queue, so that a stalled target delays no other."""
         by_target: dict[PeerID, list[Outgoing]] = {}
         for piece in outgoing:
             by_target.setdefault(piece.target, []).append(piece)
@@ -69,7 +69,8 @@ class Pieces:
     def send_mean(
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
-        """Send a reduced gradient, float32 [N], in the background: its `pieces` in few bits if there are any."""
+        """Send a reduced gradient, float32 [N], in the background. Args: pieces: the same gradient as encoded by its
+        round; if there are any, send these bytes instead of encoding the numbers again."""
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(
@@ -130,7 +131,7 @@ class Pieces:
 
 
 class _Encoded:
-    """Encoded pieces, each encoded once for all its targets and dropped after the last use."""
+    """Encodes pieces: each once for all its targets, and drops its bytes after the last use."""
 
     def __init__(self, encode: Callable[[Outgoing], Awaitable[Payload]], pieces: Iterable[Outgoing]) -> None:
         self._encode = encode

@@ -1,22 +1,22 @@
 """The butterfly all-reduce of one round: reduce-scatter and all-gather, added in fp32, chunk by chunk.
 
-The stage's gradient [N] is cut into one part per full member, sized by bandwidth. Every contributor sends each part to
-its owner. The owner adds the parts **in rank order** (so that arrival times change no bit), divides by the number of
-microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and received about 2 N
-numbers whatever the group's size, and a chunk returns before the next one has arrived. A learner contributes and
-receives the mean, but owns no part.
+The stage's gradient [N] is cut into one part per full member, sized by bandwidth. Every contributor sends each part of
+its sum to that part's owner. The owner adds these **in rank order** (so that arrival times change no bit), divides by
+the number of microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and
+received about 2 N numbers whatever the group's size, and the mean of a chunk returns before the next chunk has arrived.
+A learner (a member with weights but no moments) contributes and receives the mean, but owns no part.
 
-Numbers travel in `RoundStart.form`. If that is narrower than fp32, the owner rounds the mean before it sends it, and
-steps with the rounded mean itself. In few bits (`kernels/codec`) rounding is stochastic, so that it is unbiased without
-error feedback, and no residual is lost with a member.
+Numbers travel in the format `RoundStart.form`. If it is narrower than fp32, the owner rounds the mean before it sends
+the mean, and steps with the rounded mean itself. In formats of few bits (`kernels/codec`) rounding is stochastic, so
+that it is unbiased without error feedback, and no residual is lost with a member.
 
 A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
-members get the same bytes. Members refuse a finished chunk with such a number. If another member got a good one, it
-gives us the mean; otherwise the round stands still and is made again without the sender
-(`peer/membership/group_membership.py`).
+members get the same bytes. Members refuse a finished chunk with a number that is not finite or beyond `REDUCED_MAX`. If
+another member got a valid chunk, it gives us the mean; otherwise the round stands still and is made again without the
+member that sent the chunk (`peer/membership/group_membership.py`).
 
-Two threads use a `Reduction`. The event loop keeps the books. Functions that a method returns touch tensors and run on
-another thread; afterwards the loop records that they are done.
+Two threads use a `Reduction`. The event loop calls the methods. Some methods return a function that works on tensors:
+it runs on another thread, and afterwards the loop calls the method that records its end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,32 +36,32 @@ from shoal.protocol.wire_format import WireFormat, is_in_few_bits, tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class MeanPiece:
-    """Elements [start, start + size) of a reduced gradient, as they travel."""
+    """Elements [start, start + size) of a reduced gradient, in the format in which they travel."""
 
     start: int
     size: int
     form: WireFormat
     payload: Payload | None = None
-    """None: encode it when it is sent."""
+    """The encoded elements; None: they are encoded when they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Elements [start, start + len(values_C)) for `target`."""
+    """Elements [start, start + len(values_C)) of a gradient, to be sent to `target`."""
 
     target: PeerID
     start: int
     values_C: Tensor
     form: WireFormat = "fp32"
     key: tuple[int, int] = (0, 0)
-    """Seed of their stochastic rounding (`Vectors.piece_payload`)."""
+    """Seed of the stochastic rounding (`Vectors.piece_payload`)."""
     payload: Payload | None = None
-    """Their bytes, if already encoded."""
+    """The encoded elements; None: not encoded yet."""
 
 
 def part_bounds(bandwidths: list[float], size: int) -> list[int]:
-    """Return where each member's part begins, and the end: `len(bandwidths) + 1` integers from 0 to `size`. At least
-    one bandwidth must be positive; a bandwidth of 0 gives an empty part."""
+    """Return the first element of each member's part, and the end of the last part: `len(bandwidths) + 1` integers from
+    0 to `size`. At least one bandwidth must be positive; a bandwidth of 0 gives an empty part."""
     total = sum(bandwidths)
     bounds, reached = [0], 0.0
     for bandwidth in bandwidths[:-1]:
@@ -71,7 +71,7 @@ def part_bounds(bandwidths: list[float], size: int) -> list[int]:
 
 
 class Reduction:
-    """One member's side of one round. Args: size: N; microbatches: M."""
+    """One member's side of one round. Args: size: N, numbers in the gradient; microbatches: M, per step."""
 
     def __init__(
         self, me: PeerID, start: RoundStart, size: int, *, microbatches: int, vectors: Vectors = VECTORS
@@ -86,7 +86,7 @@ class Reduction:
         counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
         self._contributors = {peer: count for peer, count in zip(self._peers, counts, strict=True) if count}
         """Peer -> number of its microbatches, by rank."""
-        # A learner owns no part: the owner of a part must step with it, and the others count on that.
+        # A learner owns no part: the owner of a part must make the step itself, since the others rely on that.
         owning = [0.0 if member.peer in start.learners else member.bandwidth for member in start.members]
         self._bounds = part_bounds(owning, size)
         self._arrived: dict[int, dict[PeerID, Payload]] = {}
@@ -94,11 +94,12 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> bytes of a finished chunk in few bits; encoding the mean again would round it again."""
+        """First element -> bytes of a finished chunk in few bits, since encoding the mean again would round it
+        again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
-        """New pieces from others."""
+        """Number of new pieces from other members."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
 
     @property
@@ -117,7 +118,7 @@ class Reduction:
         return [peer for peer in self._peers if peer != self._me]
 
     def missing_from(self) -> set[PeerID]:
-        """Return the members that we still wait for."""
+        """Return the members from which contributions or finished chunks are still missing here."""
         waiting = {self._peers[self._owner(chunk)] for chunk in self._missing - self._under_way} - {self._me}
         for chunk in (self._missing - self._under_way) & set(self._chunks(self._rank)):
             waiting |= set(self._contributors) - set(self._arrived.get(chunk, ())) - {self._me}
@@ -129,7 +130,7 @@ class Reduction:
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
-        """Yield our contribution to one member's part; nothing before our sum is made."""
+        """Yield our contribution to the part of `peer`; nothing before our sum is made."""
         if self._me not in self._contributors or self._sum_N is None:
             return
         rank = self._peers.index(peer)
@@ -138,7 +139,7 @@ class Reduction:
             yield Outgoing(peer, chunk, values_C, self.start.form, self._key(chunk, self._me))
 
     def finished(self) -> list[Outgoing]:
-        """Return the finished chunks of our part, for members that may have lost them on the way."""
+        """Return the finished chunks of our part for all other members, to be sent again: they may have been lost."""
         return self._for_all(chunk for chunk in self._chunks(self._rank) if chunk not in self._missing)
 
     def part_arrived(self, source: PeerID, start: int, payload: Payload) -> bool:
@@ -150,13 +151,13 @@ class Reduction:
             raise RemoteError(source, f"sent a part at {start} that is not in round {self.start.step}")
         self._check(payload, self._end(self._rank, start) - start, source)
         if start not in self._missing or start in self._under_way:
-            return False  # It came twice.
+            return False  # The contribution came twice.
         self.num_taken += source not in self._arrived.get(start, ())
         self._arrived.setdefault(start, {})[source] = payload
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors left out; then call `added`."""
+        """Return a function that adds up these chunks and returns the contributors left out; after it, call `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
@@ -166,15 +167,15 @@ class Reduction:
         return add
 
     def added(self, chunks: Iterable[int]) -> list[Outgoing]:
-        """Record that chunks are added up. Return them, finished, for every other member."""
+        """Record that chunks are added up. Return the finished chunks for every other member."""
         for chunk in chunks:
             self._done_with(chunk)
         return self._for_all(chunks)
 
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
-        """Take a finished chunk of another member's part. Return a function that copies it into the mean; None for a
-        repeat, since the optimizer may be reading the first copy. If the function returns true, call `taken`; else the
-        chunk has a number that no mean has: call `refused`. Raises: RemoteError: not a chunk of the sender's part."""
+        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; None
+        for a repeat, since the optimizer may be reading the first copy. If the function returns true, call `taken`;
+        else the chunk has an invalid number: call `refused`. Raises: RemoteError: not a chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
@@ -196,7 +197,7 @@ class Reduction:
         return take
 
     def refused(self, source: PeerID, start: int) -> None:
-        """Record that a finished chunk was invalid; it is still missing."""
+        """Record that a finished chunk from `source` was invalid; the chunk is still missing."""
         self._under_way.discard(start)
         self.refused_from.add(source)
 
@@ -205,7 +206,7 @@ class Reduction:
         self.num_taken += 1
 
     def _is_due(self, chunk: int) -> bool:
-        """True if all contributions to a chunk of our part are here and it is not being added up."""
+        """True if all contributions to a chunk of our part are here and the chunk is not added up yet."""
         if self._sum_N is None or chunk not in self._missing or chunk in self._under_way:
             return False
         arrived = self._arrived.get(chunk, {})
@@ -215,7 +216,7 @@ class Reduction:
         self._under_way.discard(chunk)
         self._missing.discard(chunk)
         if not self._missing:
-            self._sum_N = None  # each other owner that sent us its part of the mean already had our part of the sum
+            self._sum_N = None  # nobody needs it: each owner that finished its part already has our contribution
 
     def _for_all(self, chunks: Iterable[int]) -> list[Outgoing]:
         ready = [(chunk, self.mean_N[chunk : self._end(self._rank, chunk)]) for chunk in chunks]
@@ -242,7 +243,7 @@ class Reduction:
         mean_C *= 1.0 / max(1, sum(count for peer, count in self._contributors.items() if peer not in left_out))
         rounded = self._vectors.round_mean(
             mean_C, self.start.form, self._key(chunk)
-        )  # we step with what the others get
+        )  # we step with the same rounded numbers as the others
         if rounded is not None:
             self._rounded[chunk] = rounded
         return left_out

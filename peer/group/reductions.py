@@ -1,7 +1,7 @@
-"""One member's rounds in progress, their early pieces, what to send again of a round that does not end, and the reduced
-gradients that rounds ended in.
+"""The state of one member's rounds: rounds in progress, pieces that arrived before their round, which pieces to send
+again if a round does not end, and the reduced gradients that are kept.
 
-This module says what is to be done; `peer/membership/group_membership.py` does it.
+This module decides; `peer/membership/group_membership.py` acts.
 """
 
 from collections.abc import Callable, Collection, Container
@@ -26,7 +26,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """Rounds by step. Args: retained_from: returns the oldest version that a newcomer still builds on."""
+    """Rounds by step. Args: retained_from: returns the oldest version from which a newcomer still replays steps."""
 
     def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core
@@ -36,19 +36,19 @@ class Reductions:
         mean_bytes = vectors.mean_bytes * size
         self._replayed_steps = max(REPLAYED_STEPS_MIN, REPLAYED_BYTES_MAX // max(1, mean_bytes))
         self._rounds: dict[int, Reduction] = {}
-        # Between two members, two parts of the gradient travel each way at most: the sender's own, and its share of the
-        # receiver's.
+        # In a round a member sends another at most two parts of the gradient: the mean of its own, and its contribution
+        # to the receiver's.
         piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in vectors.sums)
         self.early = Early(piece_bytes_max, size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
-        """Step -> reduced gradient, until we have stepped with it, and for members behind us."""
+        """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> the same in few bits, where a round delivered it so: an eighth of the bytes for members behind us."""
+        """Step -> the same gradient in few bits, if a round delivered it so: an eighth of the bytes to send."""
         self._made_by: dict[int, RoundStart] = {}
-        """Step -> our round that produced `means`."""
+        """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
         self._stepping_round: RoundStart | None = None
-        """The round whose result we step with; None: another member gave us the gradient."""
+        """The round that made the gradient of our present step; None: another member gave us the gradient."""
 
     def __contains__(self, step: int) -> bool:
         return step in self._rounds
@@ -74,7 +74,7 @@ class Reductions:
         return self._rounds.get(reduction.start.step, reduction) is not reduction
 
     def round_of(self, source: PeerID, meta: Piece, payload: Payload) -> Reduction | None:
-        """Return the round of a piece. None: the piece is useless, or is kept until we hear of its round.
+        """Return our round of a piece. None: the piece is useless, or `early` keeps it until we hear of its round.
 
         Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has.
         """
@@ -93,7 +93,7 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that produced it; pieces: the same in few bits, if any."""
+        """Keep a reduced gradient. Args: by: our round, if that made it; pieces: the gradient in few bits, if any."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -102,7 +102,7 @@ class Reductions:
             self._made_by[step] = by
 
     def next_mean(self) -> Tensor | None:
-        """Return the reduced gradient to step with now, each once; None: it is missing, or we are stepping."""
+        """Return the reduced gradient for our next step, once; None: it is missing, or that step has begun."""
         version = self._core.version
         mean_N = self.means.get(version)
         if mean_N is None or self._stepping >= version:
@@ -113,15 +113,16 @@ class Reductions:
         return mean_N
 
     def reached(self, version: int) -> RoundStart | None:
-        """Record that we have stepped to `version` or loaded its state, before the core hears of it. Return the round
-        whose result we have stepped with."""
+        """Record that we have stepped to `version` or loaded its state; call it before the core is told. Return the
+        round whose result made this step; None: there was none."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays; `last`: the last step's, too."""
+        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
+        `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -130,18 +131,19 @@ class Reductions:
 
 
 ROUNDS_MAX: Final = 4
-"""Per sender: attempts at the step that is due, all but one superseded, and one at the next step."""
+"""Rounds for which early pieces of one sender are kept: some attempts at the current step, one at the next."""
 
 
 @dataclass(slots=True)
 class Early:
     """Pieces of rounds that we have not heard of yet, by sender and round. Pure.
 
-    Another member may hear of a round before we do. A member can make up rounds, so only the latest few of each member
-    are kept. A dropped piece costs an honest member seconds: its round stands still, and it sends again (`Pressing`).
-    Step numbers have no bound: a member with a slow device falls behind the rounds that it takes part in.
+    Another member may hear of a round before we do. A member can make up rounds, so pieces are kept only for the latest
+    few rounds of each sender. A dropped piece costs an honest member seconds: its round stands still, and it sends the
+    piece again (`Pressing`). Step numbers have no bound: a member with a slow device takes part in rounds far ahead of
+    its version.
 
-    Args: pieces_max: number that one member sends another in a round, at most.
+    Args: pieces_max: the most pieces that one member sends another in a round.
     """
 
     piece_bytes_max: int
@@ -160,7 +162,7 @@ class Early:
             raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
         rounds = self._kept.setdefault(mate, {})
         pieces = rounds.setdefault((piece.step, piece.attempt), {})
-        pieces[type(piece), piece.start] = piece, payload  # it may have been sent again
+        pieces[type(piece), piece.start] = piece, payload  # a piece that was sent again replaces the first
         if len(pieces) > self.pieces_max:
             del rounds[piece.step, piece.attempt]
             raise RemoteError(mate, f"sent more pieces of round {piece.step} than a round has")
@@ -168,7 +170,7 @@ class Early:
             del rounds[min(rounds)]
 
     def take(self, step: int, attempt: int) -> list[tuple[PeerID, Piece, Payload]]:
-        """Remove and return the pieces of a round that begins here. Earlier attempts at its step are dropped."""
+        """Remove and return the pieces of a round that begins here. Drop pieces of earlier attempts at that step."""
         came = []
         for mate, rounds in self._kept.items():
             came += [(mate, *piece) for piece in rounds.get((step, attempt), {}).values()]
@@ -187,16 +189,14 @@ class Early:
 
 
 PRESS_S = 5.0
-"""A round without progress for this long has lost something, or its pieces wait behind activations."""
+"""A round without progress for this long has lost a message, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""A member whose pieces have not left yet is believed for this long after the last piece from any member: it may
-lie."""
+"""We believe a member's claim that its pieces have not left yet for this long after the last piece: it may lie."""
 
 
 @dataclass(slots=True)
 class Pressing:
-    """Decides when to send again what may have been lost in a round that does not end, one round after the other.
-    Pure."""
+    """Decides when pieces of a round that does not end are sent again, for one round after the other. Pure."""
 
     _looked_at: tuple[Reduction | None, int] = (None, 0)
     _moved_s: float = 0.0
@@ -216,45 +216,48 @@ class Pressing:
         return True
 
     def is_due(self, peer: PeerID, now_s: float, *, took_s: float) -> bool:
-        """True if our part should be sent to `peer` again. Args: took_s: time for a piece to leave."""
+        """True if our pieces should be sent to `peer` again. Args: took_s: time that a piece takes to leave for it."""
         if now_s < self._again_s.get(peer, self._moved_s) + max(PRESS_S, 2.0 * took_s):
             return False
         self._again_s[peer] = now_s
         return True
 
     def believes(self, now_s: float) -> bool:
-        """True if we still wait for members that say that their pieces have not left yet."""
+        """True if we still wait for members that claim that their pieces have not left yet."""
         return now_s < self._moved_s + BELIEVED_S
 
     def was_in_vain(self, reduction: Reduction) -> bool:
-        """True if nothing has arrived since the round was last found standing still."""
+        """True if no piece has arrived since `stands_still` last returned true for the round."""
         return self._pressed == (reduction, reduction.num_taken)
 
 
 AWAY_S: Final = 600.0
-"""A learner must be back within this time: weights loaded, and its layers at the group's version."""
+"""A learner must be back within this time, with weights loaded and its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
+"""Gradients of at most this many steps are kept, in float32; as many as for peers that prepare for another layout."""
 
 
 class AbsentLight:
-    """Decides how long reduced gradients are kept for absent learners, of which one member knows. Pure.
+    """Decides how long one member keeps reduced gradients for learners that went away and may come back. Pure.
 
-    A learner that comes back still has the layers that it had finished, at the version at which it went. With the
-    reduced gradients of the steps since then it need not fetch those layers again.
+    A learner (a member with weights but not yet the whole state) that comes back still has the layers whose state it
+    had fetched, at the version at which it left. With the reduced gradients of the steps since then it need not fetch
+    those layers again.
     """
 
     def __init__(self) -> None:
         self._light: set[PeerID] = set()
         self._gone: dict[PeerID, tuple[int, float]] = {}
-        """Learner -> (first step that it may lack, when it was missed)."""
+        """Learner -> (first step whose gradient it may lack, time at which it was missed)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
-        """Return the first step that an absent or just returned learner may still ask for. Args: ready: the other
-        members that take part, `whole` ones and learners; version: just reached."""
+        """Return the first step whose gradient an absent or just returned learner may still ask for.
+
+        Args: ready: the other members that take part; whole: those that hold the whole state; version: just reached.
+        """
         learners = set(ready).difference(whole)
         for peer in self._light - learners:
-            # The learner may have been a step behind, and it lacks the step that has just been made.
+            # The learner lacks the step that has just been made, and may have been one step behind before.
             self._gone[peer] = version - 2, now_s
         self._light = learners
         self._gone = {peer: at for peer, at in self._gone.items() if now_s < at[1] + AWAY_S and peer not in whole}

@@ -1,9 +1,9 @@
-"""Decide when a replica reports to its group: to the leader at once and to the others later, or to all later.
+"""Decide when a replica's reports are sent: to the leader at once and to the other members later, or to all later.
 
-Thousands of microbatches a step in a group of dozens would be hundreds of thousands of calls if each contribution were
-told to everyone. Only the leader acts on them; a new leader hears everything again anyway. And the leader acts only on
-a member's last report of a step, so earlier ones can wait. A call takes 2.5 ms of processor time at both ends, which is
-long compared with a microbatch of a small model.
+If each contribution were reported to every member, thousands of microbatches a step in a group of dozens would make
+hundreds of thousands of calls. Only the leader acts on reports; a new leader is sent all of them again anyway. And the
+leader acts only on a member's last report of a step, so earlier reports can wait. A call takes 2.5 ms of processor
+time at both ends, which is long compared with a microbatch of a small model.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 
 _GATHER_S: Final = 1.0
-"""How long reports are gathered, and how long the leader may wait for a deferred one. Reports of this time are lost if
-the leader and their sender die together; a timeout notices that."""
+"""How long reports are gathered, and how long the leader may wait for a deferred report. If the leader and a sender die
+together, the sender's reports of this time are lost; a timeout notices that (`../replica/losses.py`)."""
 _GATHER_MATES: Final = 8
-"""Members up to which all hear once in `_GATHER_S`. A larger group gathers longer, by the square of the ratio, so that
-it sends no more messages a second: forty members have forty times forty pairs."""
+"""In a group of up to this many members, reports are sent once in `_GATHER_S`. A larger group gathers longer, by the
+square of the ratio of sizes, so that it sends no more messages a second: n members send n x n of them each time."""
 
 _Word = Progress | RoundStart | Digest
 
 
 class Telling:
-    """Send the messages of one replica. Args: audience: returns the members that a message concerns."""
+    """Sends the messages of one replica. Args: audience: returns the members to which a message must be sent."""
 
     def __init__(self, me: PeerID, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
         self._me = me
         self._outbox = outbox
         self._audience = audience
         self._gathered: dict[tuple[type, int], Progress] = {}
-        self._resting: dict[tuple[type, int], Progress] = {}  # reports that the leader has not received either
+        self._resting: dict[tuple[type, int], Progress] = {}  # deferred reports, not sent to the leader either
         self._timer: asyncio.TimerHandle | None = None
         self._leader_timer: asyncio.TimerHandle | None = None
 
@@ -45,7 +45,7 @@ class Telling:
                 self._the_leader(message.leader, message)
             case Tell(message, to=None):
                 self._everybody(message, self._audience(message))
-                if isinstance(message, Digest):  # reports on the steps before are obsolete
+                if isinstance(message, Digest):  # reports on earlier steps are obsolete
                     for words in (self._gathered, self._resting):
                         for key in [key for key, word in words.items() if word.step < message.version]:
                             del words[key]
@@ -60,7 +60,7 @@ class Telling:
             self._outbox.post(mate, key, message)
 
     def _rest(self, message: Progress) -> None:
-        """Defer a report: the leader hears it after a while, the others later."""
+        """Defer a report: the leader gets it within `_GATHER_S`, the other members later."""
         if message.leader != self._me:
             self._resting[_key(message)] = message
             if self._leader_timer is None:
@@ -68,7 +68,7 @@ class Telling:
         self._gather(message)
 
     def _the_leader(self, leader: PeerID, message: Progress) -> None:
-        """Report to the leader now, and the last report on each step to the others later."""
+        """Send a report to the leader now, and to the other members later unless a newer report replaces it."""
         self._resting.pop(_key(message), None)
         self._outbox.post(leader, _key(message), message)
         self._gather(message)

@@ -1,23 +1,23 @@
 """Sum the gradient of a tied matrix (embedding and head), which both ends of the pipeline hold.
 
-Each end reduces its own gradient in its group, as every stage does, and rounds it to the format of reductions. Then a
-member of each end fetches the other end's gradient and adds the two. Addition of two numbers has no order, so all
-members of both ends step the matrix with the same bits. It began equal and is clipped by its own norm, so it stays
-equal. If one stage is both ends, its members add the two parts locally.
+Each end reduces its own gradient in its group, as every stage does, and rounds it to the format of reductions. Then
+each member fetches the other end's gradient and adds the two. Addition of two numbers has no order, so all members of
+both ends step the matrix with the same bits. The matrix is equal at both ends at the beginning and its gradient is
+clipped by its own norm, so it stays equal. If one stage is both ends, its members add the two parts locally.
 
     round ends -> `RoundEnded` to the group -> all have answered -> `TiedRequest` to a member of the other end
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
 
-**One result a step.** What the other end has received cannot be taken back. But if a member dies after its round has
-ended, the group reduces again without it, to other bits. So a member first tells the others that its round has ended. A
-member that has answered joins no other attempt at that step while a member that told it lives: it ends that round, too,
-or catches up after their step. When all living members have answered, the gradient may leave the group. If all members
-with the result then die, the group reduces again; but if the other end has already added the dead members' gradient,
-the group steps the matrix with that sum.
+**One result a step.** A gradient that the other end has received cannot be taken back. But if a member dies after its
+round has ended, its group reduces again without it, to other bits. So a member whose round has ended first tells the
+other members of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step while
+the member that told it lives: it ends the same round, too, or catches up after the others' step. When all living
+members have acknowledged, the gradient may leave the group. If all members with the result then die, the group reduces
+again; but if the other end has already added the dead members' gradient, the group steps the matrix with that sum.
 
 **No step before the other end has the sum.** A member waits until each member of the other end has the sum or can get
-it from its group. A replacement for a dead member begins at the next version and never has the sum. If members stepped
-earlier and died, a member of the other end that is behind would find the sum nowhere.
+it from its group. If members stepped earlier and then died, their replacements would begin at the next version without
+the sum, and a member of the other end that is behind could get it from nobody.
 """
 
 import asyncio
@@ -49,33 +49,34 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
-"""Timeout of a question. Between tries we check whether the plan has dropped the peer."""
+"""Timeout of a request. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member of the other end says so if its round has not ended within this time; another member may be further."""
+"""A member refuses a request of the other end if its own round does not end within this time, so that the sender can
+ask another member, which may be further."""
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 
 
 @dataclass(slots=True)
 class _Promise:
-    """The one attempt at a step that this member takes part in, since some member has that attempt's result."""
+    """Binds this member to one attempt at a step, since some member already has that attempt's result."""
 
     attempt: int
     told_by: set[PeerID]
-    """The members of the group that have the result and live; this one, too, once its round has ended."""
+    """The living members of the group that have the result, including this one once its round has ended."""
     put_off: RoundStart | None = None
-    """The latest round of another attempt that the leader has opened. This member joins it if `told_by` dies."""
+    """The latest round of another attempt that the leader has opened. This member joins it once `told_by` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """The matrix's gradient that one end sends to the other."""
+    """A gradient of the matrix that one end sends to the other."""
 
     values_n: Tensor
-    """float32 [n], as the receiver decodes it."""
+    """float32 [n], as the receiver decodes them."""
     form: WireFormat
     is_whole: bool
-    """It is the sum of both ends' gradients already."""
+    """True for the sum of both ends' gradients, False for one end's."""
     made: Mapping[int, Payload] = field(default_factory=dict)
     """First element -> the piece's bytes, for formats of few bits: encoding `values_n` again would round it again."""
 
@@ -86,22 +87,22 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes, decoded at the end: the answer that names their format may arrive after them."""
+    """First element -> bytes. They are decoded last: the answer that names their format may arrive after them."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TiedGradient:
-    """One member's part, in the group of a stage at an end of the pipeline.
+    """One member's side of the exchange, in the group of the stage at one end of the pipeline.
 
-    N parameters of the stage   n of them in the matrix
+    N parameters of the stage   n parameters of the matrix
 
     Args:
-        spans: where the matrix lies among our parameters (`tied_spans`): one, or both if the stage is both ends.
+        spans: the slices of the matrix among our parameters (`tied_spans`): one, or two if the stage is both ends.
         keep_steps: number of steps that a member of the other end may be behind us.
         other_end: returns the stage at the other end and its planned members; None: our stage is both ends.
-        on_whole: takes a step's gradient, float32 [N], with both ends' sum of the matrix, and its round.
-        begin: takes part in a round that was put off.
+        on_whole: called with a step's gradient, float32 [N], which has both ends' sum for the matrix, and its round.
+        begin: called to take part in a round that was put off.
     """
 
     def __init__(
@@ -121,16 +122,16 @@ class TiedGradient:
         self._core, self._spans = core, tuple(spans.values())
         self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
         self._exact = vectors.mean_form
-        """Format of a sum of both ends' gradients."""
+        """The format in which a sum of both ends' gradients travels."""
         self._piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in (self._exact, *vectors.sums))
         self._other_end, self._on_whole, self._begin = other_end, on_whole, begin
         self._keep_steps = keep_steps
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
         self._given: dict[int, _Given] = {}
-        """Step -> what the other end may fetch."""
+        """Step -> the gradient that the other end may fetch."""
         self._news = asyncio.Event()
-        """Set, and replaced, after each change that a waiting request may depend on."""
+        """Set, and replaced by a new event, after each change for which a request may wait."""
         self._fetches: dict[int, _Fetch] = {}
         self._num_asked = 0
         self._silent: dict[PeerID, float] = {}
@@ -145,7 +146,7 @@ class TiedGradient:
     # --- our group ---
 
     def may_begin(self, start: RoundStart) -> bool:
-        """True if we may take part in a round now; otherwise `begin` may be called later."""
+        """True if we may take part in a round now; otherwise the round is put off, and `begin` may be called later."""
         promise = self._promises.get(start.step)
         if promise is None or promise.attempt == start.attempt:
             return True
@@ -165,14 +166,15 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`: the existing one while a living member has its result, else a new one."""
+        """Return the promise at `step`: the existing promise while a living member has its result, else a new one."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
             promise = self._promises[step] = _Promise(attempt, set())
         return promise
 
     def look(self) -> None:
-        """Join a put-off round once all members with the other attempt's result are dead; give up dropped sources."""
+        """Join a put-off round if all members with the other attempt's result are dead. Give up fetches from peers that
+        the plan has dropped from the other end. Call it after each change of members."""
         other = self._other_end()
         for fetch in self._fetches.values():
             if other is None or fetch.source not in other[1]:
@@ -187,12 +189,12 @@ class TiedGradient:
                 self._begin(promise.put_off)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Forget the results of a member that is gone or has restarted."""
+        """Note that a member no longer has its results: it is gone or has restarted."""
         for promise in self._promises.values():
             promise.told_by.discard(peer)
 
     def reached(self, version: int) -> None:
-        """Drop what is not needed at `version`."""
+        """Drop promises and gradients that are no longer needed at `version`."""
         self._promises = {step: promise for step, promise in self._promises.items() if step >= version}
         self._given = {step: given for step, given in self._given.items() if step >= version - self._keep_steps}
         self._tell()
@@ -210,7 +212,7 @@ class TiedGradient:
         return Done()
 
     async def _told(self, mate: PeerID, start: RoundStart) -> None:
-        """Tell `mate` that the round has ended, until it answers, is gone, or the group has made the step."""
+        """Tell `mate` that the round has ended; repeat this until it answers, is gone, or we have made the step."""
         word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
         while self._is_open(start.step) and not self._core.is_gone(mate):
             with Tolerating(logger.debug, f"the end of step {start.step}'s round is not acknowledged"):
@@ -243,11 +245,10 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. A round may end before we reach its step: its leader was ahead of us."""
+        """True if we have not made the step. (Its round may end before we reach it: its leader may be ahead of us.)"""
         return self._core.version <= step
 
-    # The following work on copies of a reduced gradient: members that have not finished the round may still get pieces
-    # of the original.
+    # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.
 
     def _added_here(self, mean_N: Tensor) -> Tensor:
         whole_N = self._vectors.copied(mean_N)
@@ -255,8 +256,8 @@ class TiedGradient:
         return whole_N
 
     def _rounded(self, mean_N: Tensor, start: RoundStart) -> _Given:
-        """Return our end's part as the other end will decode it, which is also what we add. All members of our group
-        make the same bytes."""
+        """Return our end's gradient of the matrix as the other end will decode it; we add the same numbers. All members
+        of our group make the same bytes."""
         own_n, made = self._vectors.copied(mean_N[self._spans[0]]), {}
         for at, size in self._chunks():
             payload = self._vectors.round_mean(own_n[at : at + size], start.form, _key(start, at))
@@ -265,7 +266,7 @@ class TiedGradient:
         return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
 
     def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
-        """Return (the gradient with the sum of both ends, what the other end may fetch of it, kept longer)."""
+        """Return (our gradient with the sum of both ends in the matrix, a copy of that sum for the other end)."""
         whole_N, span = self._vectors.copied(mean_N), self._spans[0]
         if theirs.is_whole:
             whole_N[span] = theirs.values_n
@@ -308,7 +309,7 @@ class TiedGradient:
         try:
             offer = await self._endpoint.ask(peer, request, TiedOffer, timeout_s=_ANSWER_S)
         except Refused:
-            return True  # it is no member there any more, or has only just begun
+            return True  # it is no longer a member there, or has only just become one
         except (Unreachable, RemoteError):
             self._silent.setdefault(peer, asked_s)
             return False
@@ -316,7 +317,7 @@ class TiedGradient:
         return offer.is_whole
 
     async def _fetched(self, step: int) -> _Given | None:
-        """Return the other end's gradient of the matrix; None: we have made the step otherwise."""
+        """Return the other end's gradient of the matrix; None: we have made the step by other means meanwhile."""
         tried = self._core.standing[0]  # spread our group's requests over the other end
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
@@ -340,7 +341,7 @@ class TiedGradient:
                     break
                 fetch.more.clear()
                 try:
-                    async with asyncio.timeout(60.0):  # begin again with another member if no piece comes
+                    async with asyncio.timeout(60.0):  # if no piece comes, begin again with another member
                         await fetch.more.wait()
                 except TimeoutError:
                     fetch.is_lost = True
@@ -352,7 +353,7 @@ class TiedGradient:
             del self._fetches[step]
 
     def _read(self, fetch: _Fetch, offer: TiedOffer) -> _Given:
-        """Raises: RemoteError: it is not what was offered."""
+        """Decode the fetched pieces. Raises: RemoteError: the offer or a piece is invalid."""
         if offer.form not in (self._exact, *self._vectors.sums):
             raise RemoteError(fetch.source, f"sends gradients as {offer.form}, which this run does not")
         values_n = self._vectors.empty(self._size)
@@ -368,7 +369,7 @@ class TiedGradient:
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
         if fetch is None or (fetch.source, fetch.serial) != (source, meta.serial) or meta.start not in fetch.missing:
-            return  # it may belong to an earlier answer with another gradient
+            return  # the piece may belong to an earlier answer with another gradient
         if len(payload) > self._piece_bytes_max:
             raise RemoteError(source, f"sent {len(payload)} bytes for a piece of a gradient")
         fetch.pieces[meta.start] = payload
@@ -378,7 +379,7 @@ class TiedGradient:
     async def _on_request(self, source: PeerID, message: TiedRequest) -> TiedOffer:
         step = message.step
         if message.peek:
-            await self._wait_for(lambda: not self._needs(step), 1.0)  # before it says no
+            await self._wait_for(lambda: not self._needs(step), 1.0)  # we may have the sum in a moment
             return TiedOffer(is_whole=not self._needs(step))
         other = self._other_end()
         if other is None or source not in other[1]:
@@ -392,8 +393,8 @@ class TiedGradient:
         return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
-        """True if we would need the sum of `step` from the other end. A member that has acknowledged another member's
-        result, and has not finished the round itself, gets the sum from that member."""
+        """True if only the other end could give us the sum of `step`. A member that has not finished the round itself,
+        but has acknowledged another member's result, gets the sum from that member."""
         if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)

@@ -1,7 +1,7 @@
-"""Sign the states that this holder steps to, keep what the other holders are about to sign, and offer newcomers the
-newest state that most of their voters have signed.
+"""Sign the states to which this holder steps, and offer newcomers the newest state that most of their voters (holders,
+`../replica/attestations.py`) have signed. Recent states are kept so that the other voters have time to sign them.
 
-While every member of the group holds the state, nothing is hashed, signed or kept beyond its step.
+While every member of the group holds the state, no state is hashed, signed or kept for newcomers.
 """
 
 import logging
@@ -32,7 +32,7 @@ Signatures = tuple[tuple[PeerID, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Witnessed:
-    """A state that may be offered."""
+    """A state that may be offered, with the digests of its layers and the holders' signatures."""
 
     state: StageState
     proofs: tuple[tuple[str, str], ...]
@@ -40,7 +40,7 @@ class Witnessed:
 
 
 class Witnesses:
-    """The signed states of one membership in a group."""
+    """The signed states of one member, as long as it has its place in the group."""
 
     def __init__(self, core: GroupView, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
         self._core = core
@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """Sign `state` if some member lacks the state; otherwise drop everything. Call after each step and plan."""
+        """After a step or plan: sign `state` if some member lacks the state; else drop all states and signatures."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
@@ -73,10 +73,11 @@ class Witnesses:
         self._outbox.forget(mate)
 
     async def offer(self, newcomer: PeerID, state: StageState, version: int) -> Witnessed | None:
-        """Return what `newcomer` may fetch: the newest state that most of its voters have signed, or `version` if we
-        keep it. None: `newcomer` is no newcomer of the group, or that version is not kept here.
+        """Return the state that `newcomer` may fetch. Args: version: the one requested, which may be kept here; < 0:
+        the newest state that most of the newcomer's voters have signed.
 
-        Raises: Refused: too few have signed anything so far.
+        Returns: None: the plan does not name `newcomer` in the group, or the requested version is not kept here.
+        Raises: Refused: too few holders have signed any kept state so far.
         """
         core = self._core
         if newcomer not in core.group_peers:
@@ -92,7 +93,7 @@ class Witnesses:
             if is_majority(sum(peer in signers for peer in asked), asked):
                 ranked = sorted(signers.items(), key=lambda signed: (signed[0] not in asked, signed[0]))
                 return Witnessed(found.state, found.proofs, tuple(ranked[:SIGNATURES_PER_OFFER_MAX]))
-        self._tell(state.version)  # a holder may not have known us as one when we first told it
+        self._tell(state.version)  # again: a holder may not have known us as a member the first time
         raise Refused(core.me, "waits until most holders have signed what it holds")
 
     async def _sign(self, state: StageState) -> None:
@@ -134,7 +135,7 @@ class Witnesses:
 
 
 def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], asked: tuple[PeerID, ...]) -> bool:
-    """True if more than half of `asked` have signed what a holder offers of a group's layers `keys`."""
+    """True if more than half of the voters `asked` have signed the offered state, which must have the layers `keys`."""
     if tuple(key for key, _ in offer.digests) != keys:
         return False
     root, signers = root_of(offer.digests), set[PeerID]()

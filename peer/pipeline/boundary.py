@@ -1,4 +1,4 @@
-"""Both ends of a stage: how a microbatch's activation and gradient enter and leave it.
+"""The input and output of a stage: decodes what a microbatch brings, and encodes what it takes on or back.
 
 B samples   T tokens   D width   V vocabulary
 """
@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class Boundary:
-    """The ends of the stage that begins at `first_layer`. `corpus` is the run's text, at stage 0 only."""
+    """Input and output of the stage that begins at `first_layer`. Args: corpus: the run's text, at stage 0 only."""
 
     def __init__(self, spec: RunSpec, *, first_layer: int, corpus: Corpus | None, device: torch.device) -> None:
         self._spec = spec
@@ -32,7 +32,8 @@ class Boundary:
         self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return a stage's input, the activation [B, T, D] or at stage 0 (None) the tokens [B, T], and the labels."""
+        """Return the stage's input and the labels. Args: payload: the activation, which gives [B, T, D]; None: stage 0,
+        which reads the tokens [B, T] from the corpus."""
         if payload is not None:
             x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -67,8 +68,8 @@ class Boundary:
         return self.wire.decode_gradient(payload, self._device)
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
-        """Encode the gradient of our input `x`, zero if none reached it or unless `fine`, bool []. None: `x` are
-        tokens."""
+        """Encode the gradient of our input `x`; return None if `x` is tokens. The gradient is zero if the backward gave
+        none, or if `fine` (bool [], the backward's input was finite) is False."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,16 +1,16 @@
-"""The sums of gradients of each step until it is committed, and their *places*: the weights at which stale gradients
+"""The sum of a step's gradients until the step is committed, and their *places*: the weights at which stale gradients
 were taken.
 
-A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
-that may have to be omitted is held out.
+A sum holds exactly the gradients that have been announced to the group. A gradient is kept apart until it is announced;
+a gradient that a round may have to omit is *held out* of the sum.
 
 **Two threads.** The event loop announces gradients and requests sums, and touches no tensor: it puts each such order
-into a queue, which the next thread that works with tensors (a job, or a thread that makes a sum) runs in order. So a
-sum holds what had been announced when it was requested.
+into a queue. The next thread that works with tensors (a job, or a thread that makes a sum) runs the orders in sequence.
+So a sum holds the gradients that had been announced when it was requested.
 
 **One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
-into a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
-made, and a later request gets None, not zeros.
+in a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
+made, and a request after that gets None, not zeros.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 
 HELD_OUT_MAX = 16
-"""The most gradients of one step held out of its sum; each is as large as the stage."""
+"""The most gradients of one step that are held out of its sum; each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
 """A gradient, and the weights at which it was taken."""
@@ -38,19 +38,19 @@ _Gradient = tuple[Tensor, WeightSet | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """A replica's part in the reduction of one step."""
+    """One replica's contribution to the reduction of one step."""
 
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """The weights at which its gradients were taken; None: all at the step's own, or not needed."""
+    """The weights at which its gradients were taken; None: all at the step's own weights, or they are not needed."""
     num: int
 
 
 class Contributions:
     """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args: corrects: sums are returned together with the places of their gradients.
+    Args: corrects: return each sum with the places of its gradients, since the strategy corrects for them.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -60,9 +60,9 @@ class Contributions:
         self._offload = offload or Offload(vectors.host)
         self._sums: dict[int, Tensor] = {}
         self._given: set[int] = set()  # steps with a sum that was returned without a copy
-        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: the reads of its sum and places that are alive
+        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: reads of its sum that are still in use
         self._nums: dict[int, int] = {}  # by step: the number of gradients in its sum
-        self._told: deque[Callable[[], None]] = deque()  # orders of the loop that no thread has run yet
+        self._told: deque[Callable[[], None]] = deque()  # queued orders of the event loop
         self._working = Lock()  # held while running `_told` or reading its results
         self._first_open = 0  # sums of earlier steps are closed
         self._places: dict[int, Places] = {}  # by step, if the compensation uses them
@@ -71,18 +71,18 @@ class Contributions:
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the gradient is here already: after the loss of a peer a microbatch may run again. It counts once."""
+        """True if the microbatch's gradient is here already: it may run again after a peer is lost, but counts once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
-        """Register the tensor that the backward writes to and, if needed, the weights at which it is taken."""
+        """Register the tensor into which the backward writes the gradient and, if needed, the weights that it uses."""
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
-        """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If that overflows
-        with finite numbers, so does the norm, and no optimizer would take the gradient.)
+        """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If the sum of
+        finite numbers overflows, so does the norm, and no optimizer would take the gradient.)
 
-        Args: fine: bool [], the backward's input was finite; None: it was.
+        Args: fine: bool [], True if the backward's input was finite; None: it was finite.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
         finished = self._finished.get(microbatch)
@@ -97,8 +97,10 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
-        """Add the gradient to its step's sum, or hold it out if `held_out` and there is room, just before it is
-        announced. Returns: True if it is held out; None if its step is over and it is in no sum."""
+        """Add a gradient, just before it is announced, to its step's sum, or hold it out if `held_out` and there is
+        room.
+
+        Returns: True: it is held out; False: it is in the sum, or there is none; None: its step is over."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -114,10 +116,10 @@ class Contributions:
         return False
 
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
-        """Request the sum of our contributions to `step` by now; of those held out only `indices`, or all if None.
+        """Request the sum of our contributions to `step` so far.
 
-        Returns: a function for any thread but the loop's. Its sum is read-only; None if the step's optimizer step has
-        begun.
+        Args: indices: the held-out gradients to include; None: all.
+        Returns: a function for any thread but the loop's. Its result is read-only; None: the optimizer step has begun.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})
@@ -131,7 +133,7 @@ class Contributions:
         return make
 
     def settle(self) -> None:
-        """Run the orders of the loop. Not on the loop's thread: large tensors take time."""
+        """Run the queued orders. Do not call this on the loop's thread, since large tensors take time."""
         with self._working:
             while self._told:
                 self._told.popleft()()
@@ -141,7 +143,7 @@ class Contributions:
         return self._nums.get(step, 0)
 
     def seen(self, step: int) -> OpenSum | None:
-        """Return the sum of `step` as it is now, without the gradients held out; None if there is none."""
+        """Return the present sum of `step`, without the gradients held out; None if there is no sum."""
         with self._working:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
@@ -152,7 +154,7 @@ class Contributions:
             return look
 
     def forget_before(self, version: int) -> None:
-        # A step ends on the device's thread while the loop's may add to these: iterate over copies.
+        # This runs on the device's thread while the loop's thread may add to these tables: iterate over copies.
         with self._working:
             self._first_open = version
             for table in (self._nums, self._sums, self._places, self._apart, self._looks):
@@ -209,7 +211,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`; None: all at the step's own weights."""
+        """Return the places of the gradients in the sum and in `kept`; None: there are none, or they are not needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -1,4 +1,4 @@
-"""Jobs of the device that call experts on other peers, and leave the device until the answer is here."""
+"""Jobs that call experts on other peers, and leave the device to other jobs until the answer is here."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCall:
-    """A call to the experts of one layer, for the P rows of one microbatch, sorted by expert."""
+    """A call to the experts of one layer, with the P rows (tokens) of one microbatch, sorted by expert."""
 
     layer: int
     counts: tuple[int, ...]
@@ -27,8 +27,8 @@ class ExpertCall:
 
 
 Calling = Generator[ExpertCall, Payload | None, T]
-"""A job that does `output = yield ExpertCall(...)`, [P, D] in the wire dtype, for each call, and returns a `T`. It
-holds no torch mode over a `yield`, because other jobs run meanwhile."""
+"""A job as a generator: `output = yield ExpertCall(...)` for each call, where the output is [P, D] in the wire dtype.
+It returns a `T`. No torch mode (such as `no_grad`) may be active at a `yield`, because other jobs run meanwhile."""
 
 
 class JobInParts(Generic[T]):
@@ -40,8 +40,8 @@ class JobInParts(Generic[T]):
         self._job = job
 
     def go_on(self, output: Payload | None = None) -> ExpertCall | None:
-        """Run the next part, given the answer to the call before (None: the first part). Return its call; None:
-        done."""
+        """Run the next part of the job. Args: output: the answer to the previous part's call; None: the first part.
+        Returns: this part's call; None: the job is done."""
         try:
             return self._job.send(output)
         except StopIteration as ended:

@@ -1,4 +1,5 @@
-"""One run of a microbatch through a stage with its experts on other peers, and the holders of its parts."""
+"""A *passage*: one run of a microbatch through a stage with its experts on other peers, and the holders that serve
+it."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ class ExpertPart:
     avoid: PeerID | None = None
     """The previous holder, which failed."""
     replaced: bool = False
-    """True if another holder had the part before: it may be counted twice."""
+    """True if another holder had the part before: that holder may have counted the microbatch already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
     """Layer -> (tokens, gradients) of its backward, kept for a replacement until the run is settled."""
     done: set[int] = field(default_factory=set)
@@ -30,13 +31,13 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run through the experts. Args: number: counts the runs of this tenure."""
+    """One run through the experts. Args: number: the run's number in this peer's present place."""
 
     number: int
     microbatch: Microbatch
     parts: dict[int, ExpertPart] = field(default_factory=dict)
     passed_by: set[tuple[int, int]] = field(default_factory=set)
-    """(layer, expert) without a holder in the forward; there is no backward through them."""
+    """Each (layer, expert) that had no holder in the forward, so that there is no backward through it."""
 
     def part(self, expert: int) -> ExpertPart:
         return self.parts.setdefault(expert, ExpertPart())

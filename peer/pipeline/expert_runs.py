@@ -1,4 +1,4 @@
-"""Runs of microbatches that are *open* at an expert's holder: begun with a backward, not reported as finished."""
+"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and no end is reported yet."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,13 +11,13 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""The most open runs of one microbatch by one sender; each has a gradient as large as the expert. One settles while the
-next runs; those between were given up without a report."""
+"""The most open runs of one microbatch by one sender, since each has a gradient as large as the expert. An honest
+sender may have one that it still reports and one that runs; it gave up those in between without a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch, by one tenure of a member of the stage."""
+    """One run of a microbatch: run number `passage` of the stage member `source`, in its start number `incarnation`."""
 
     microbatch: Microbatch
     source: PeerID
@@ -30,8 +30,8 @@ class OpenRun:
     """The gradient of a run.
 
     Args:
-        gradient_N: None: the group has the microbatch already.
-        weights: those at the run's beginning, if the strategy will need them.
+        gradient_N: the gradient of the expert's weights so far; None: the group has the microbatch already.
+        weights: the weights at the run's beginning, which the strategy against staleness may need.
     """
 
     gradient_N: Tensor | None
@@ -67,8 +67,9 @@ class OpenRuns:
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run: its gradient, or `zero_N` if no token came, can be contributed.
+        """End a run, so that its gradient, or `zero_N` if it brought no token, can be contributed.
 
+        Args: version: the holder's version; keeps_weights: the strategy needs the weights of the run.
         Returns: the staleness in steps; None: the run adds nothing.
         """
         opened = self._open.pop(run, None)
@@ -85,8 +86,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. That one's runs
-        stay: its tokens may arrive before the news of it."""
+        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. Runs of the
+        successor stay: its tokens may arrive before the news of the restart."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

@@ -1,7 +1,7 @@
-"""The arithmetic of one expert in all layers of a stage: tokens in, tokens out, and the gradient of its weights.
+"""Computes one expert in all layers of a stage: its output for tokens, and the gradients of tokens and weights.
 
-A backward brings its tokens again, so any holder can take over in the middle of a microbatch. Only the gradient of each
-run is kept; the run stays *open* until its sender reports the end.
+A backward brings its tokens again, so any holder can take over in the middle of a microbatch. Between calls a holder
+keeps only the gradient of each run of a microbatch; the run stays *open* until its sender reports the end.
 
 N tokens   D width
 """
@@ -42,9 +42,9 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the gradient of the tokens, float32 [N, D]; that of the weights is added to the run's, once a layer.
+        """Return the tokens' gradient, float32 [N, D]. Put the weights' gradient into the run's, once for each layer.
 
-        Args: wanted: the group lacks the microbatch; it counts at the first backward of a run.
+        Args: wanted: the group lacks the microbatch's gradient; only the value at a run's first backward counts.
         """
         weights = self._wanted(run.microbatch)
         opened = self.open_runs.get(run)
@@ -72,7 +72,8 @@ class ExpertShard(Shard):
     # --- between jobs ---
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
-        """End a run: its gradient can be contributed; if no token came, zero if `wanted`, else none.
+        """End a run, so that its gradient can be contributed. A run without tokens contributes zeros if `wanted` (the
+        group lacks the microbatch), else nothing.
 
         Returns: the staleness in steps; None: the run adds nothing.
         """

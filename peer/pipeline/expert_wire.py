@@ -1,7 +1,7 @@
-"""Tokens for experts as bytes.
+"""Encodes tokens for experts as bytes.
 
-Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded like all others:
-the place of an expert does not change its results. A modelled peer replaces this class.
+Shapes follow from the run spec, and from counts that are checked against it. Tokens that a holder sends to itself are
+rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
 
 P rows, sorted by expert   D width
 """
@@ -20,7 +20,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class TokenWire:
-    """The encoding of tokens in one run."""
+    """Encodes, decodes and checks the tokens of one run."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._width = spec.model.dim
@@ -28,7 +28,7 @@ class TokenWire:
         self._training = spec.training
         self._num_experts = spec.model.num_experts
         self.tokens = spec.training.microbatch_size * spec.model.context
-        """Tokens of a microbatch; an expert gets at most that many."""
+        """Number of tokens of a microbatch; an expert gets at most that many."""
         self.row_bytes = self._dtype.itemsize * self._width
 
     def encode(self, x_PD: Tensor) -> bytearray:
@@ -45,7 +45,8 @@ class TokenWire:
         return rows_PD.to(device, torch.float32, copy=True)
 
     def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
-        """Return expert -> its bytes in a payload in which `counts` rows of each expert follow one another."""
+        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the order in
+        which the rows of the experts follow one another."""
         spans, at = {}, 0
         for expert, count in counts.items():
             spans[expert] = slice(at, at + count * self.row_bytes)

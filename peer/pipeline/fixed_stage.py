@@ -1,4 +1,4 @@
-"""One stage at one fixed version: its output does not change while the stage trains on.
+"""A stage at one fixed version, for inference: its output does not change while the stage goes on training.
 
 B samples   T tokens   D width   V vocabulary   K candidates
 """
@@ -19,9 +19,9 @@ from shoal.protocol.spec import ModelSpec
 
 
 class FixedStage:
-    """A stage with constant weights. As long as it exists, it keeps the memory of its version.
+    """A stage with constant weights. While this object exists, the weights of its version stay in memory.
 
-    Args: params: each layer's, in the dtype to compute in; rotary: tables for the whole context.
+    Args: params: layer key -> its parameters, in `dtype`; rotary: tables for the whole context.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class FixedStage:
     ) -> Tensor:
         """Run all layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
 
-        Args: position: index of the first token, before which `memory` ends; begins_BT: as in `Documents`; None:
-        attention crosses documents.
+        Args:
+            position: index of the first token; `memory` holds the tokens before it.
+            begins_BT: True where a document begins (`Documents`); None: attention crosses documents.
+            memory: the caches of `memory()`, which this call extends; None: nothing is cached.
         """
         x = x.to(self.device)
         if x.is_floating_point():
@@ -73,7 +75,7 @@ class FixedStage:
         return llama.run_layers(self.model, self._keys, self._params, x, rotary, memory, documents=documents)
 
     def log_likelihoods(self, y_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the targets at the last stage, given the output of `run`.
+        """Score the targets at the last stage. Args: y_BTD: the output of `run`.
 
         Returns: (float32 [B, T], log-likelihoods; bool [B, T], True if the target is the likeliest token), on the CPU;
         0 and True where the target is IGNORED.
@@ -93,8 +95,8 @@ class FixedStage:
         return value_BT, likeliest_BT
 
     def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the `most` likeliest next tokens at the last stage, given the output of `run`: (int64 [K], in the
-        order of the vocabulary; float32 [K], their logits), on the CPU."""
+        """Return the `most` likeliest next tokens at the last stage: (int64 [K], in the order of the vocabulary;
+        float32 [K], their logits), on the CPU. Args: y_1TD: the output of `run`."""
         logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
         if len(logit_V) <= most:
             return torch.arange(len(logit_V)), logit_V

@@ -1,13 +1,13 @@
-"""The unit that flows through stages: microbatch `(t, i)`, sample range `i` of step `t`."""
+"""The unit of work that passes through the stages: microbatch `(t, i)`, the `i`-th group of samples of step `t`."""
 
 from typing import NamedTuple
 
 
 class Microbatch(NamedTuple):
-    """One microbatch. `index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at
-    version `step`.
+    """One microbatch. `index` >= 0: a training microbatch, which needs the weights of version `step`; `index` < 0: the
+    validation microbatch number `-1 - index` at version `step`.
 
-    Work is done in the order (step, index), so validation comes first in its step.
+    Microbatches run in the order (step, index), so validation comes first in its step.
     """
 
     step: int
@@ -19,15 +19,16 @@ class Microbatch(NamedTuple):
 
 
 Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
-# Printed as "(3, 1)" in every job's and frame's name. Inside the class mypy would take the line for a field.
+# A microbatch is printed as "(3, 1)" in the names of jobs and frames. (mypy would take this line in the class for a
+# field.)
 
 Indices = int
-"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|`, `& ~` and
-`bit_count()` serve as its methods. It travels as a bitmap (bit i of byte i // 8)."""
+"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|` is the union,
+`& ~` the difference, `bit_count()` the size. The set travels as a bitmap (bit i % 8 of byte i // 8)."""
 
 
 def indices_from(bitmap: bytes, *, count: int) -> Indices:
-    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step lacks."""
+    """Read a bitmap. Bits at or above `count` are ignored, because the step has no such microbatches."""
     return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
 

@@ -1,8 +1,9 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
-Only the optimizer step and predictions for a step ahead read moments and `Places`, and a sum that is being reduced
-passes through host memory anyway. Once a job has run out of memory these stay on the host and return layer by layer for
-each use. The bits are the same; a step takes longer.
+Only the optimizer step and predictions for a step ahead read the optimizer's moments and the `Places` (sums of the
+weights at which gradients were taken), and a sum that is being reduced passes through host memory anyway. Once a job
+has run out of memory, these tensors stay on the host and return layer by layer for each use. The bits are the same; a
+step takes longer.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
 does, because its bits equal those of all members (`../compute/known_answers.py`).
@@ -25,7 +26,8 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """The offloading of one peer from the `device` of its jobs: once begun, it stays on for the next replica."""
+    """Offloads tensors of one peer from the `device` of its jobs. Once begun, it stays on for the peer's next
+    replica."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +39,7 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and `Places` in host memory from now on. Returns: False if that changes nothing."""
+        """Keep moments and `Places` in host memory from now on. Returns: False if this changes nothing."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
@@ -55,7 +57,7 @@ class Offload:
         return there.copy_(tensor)
 
     def layer(self, layer: LayerState) -> LayerState:
-        """Return the layer with its moments `put`; its parameters stay on the device. Itself if nothing moves."""
+        """Return the layer with its moments moved to host memory; `layer` itself if nothing moves."""
         moment1_N, moment2_N = self.put(layer.moment1_N), self.put(layer.moment2_N)
         if moment1_N is layer.moment1_N and moment2_N is layer.moment2_N:
             return layer
@@ -65,7 +67,7 @@ class Offload:
         return {key: self.layer(layer) for key, layer in layers.items()}
 
     def state(self, state: StageState) -> StageState:
-        """Return the state with the moments of all layers `put`; itself before `begin`."""
+        """Return a state with the moments of all layers in host memory; `state` itself before `begin`."""
         if not self.is_on:
             return state
         return replace(state, layers=self.layers(state.layers))

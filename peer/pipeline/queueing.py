@@ -1,4 +1,4 @@
-"""How much of a message's sending time was waiting for its link."""
+"""Estimates which part of a message's sending time it waited for its link."""
 
 from collections import defaultdict
 
@@ -8,8 +8,9 @@ from shoal.protocol.identity import PeerID
 class LinkQueues:
     """The queueing times of messages of one size to several peers.
 
-    The quickest message ever had the link to itself; each other one waited for the rest of its time. A link that became
-    slower for good counts as one with a queue: as the bottleneck it still has one message on it and one behind it.
+    The quickest message to a peer is assumed to have had the link to itself; every other message waited for the time
+    that it took longer. A link that became slower for good therefore looks like a link with a queue. This does no harm:
+    if such a link is the bottleneck, one message is on it and one waits behind.
     """
 
     def __init__(self) -> None:
@@ -17,7 +18,7 @@ class LinkQueues:
         self._waited_s: defaultdict[PeerID, float] = defaultdict(float)
 
     def sent(self, target: PeerID, took_s: float) -> float:
-        """Record a message. Returns: how long it waited, in seconds."""
+        """Record that a message took `took_s` to be sent. Return the part of this time that it waited, in seconds."""
         quickest_s = self._quickest_s[target] = min(took_s, self._quickest_s.get(target, took_s))
         self._waited_s[target] = took_s - quickest_s
         return took_s - quickest_s

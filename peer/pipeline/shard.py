@@ -1,4 +1,4 @@
-"""The layers of one replica: state, weights for each step, gradients, and with adapters the frozen base.
+"""The layers of one replica: state, weights for each step, gradients, and in a run with adapters the frozen base model.
 
 N trained parameters of all layers; the layers' flat buffers follow one another
 """
@@ -40,7 +40,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
 
 Leaves = dict[str, dict[str, Tensor]]
-"""Layer key -> tensor name -> autograd leaf, or constant of a subspace (`subspace.constants_of`)."""
+"""Layer key -> tensor name -> autograd leaf, or a constant of a subspace model (`subspace.constants_of`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Step:
 
 
 class How(TypedDict, total=False):
-    """How a peer uses its device, with the defaults of `Shard`."""
+    """The arguments of `Shard` that say how a peer uses its device; the defaults are those of `Shard`."""
 
     device: Required[torch.device]
     dtype: torch.dtype
@@ -67,19 +67,19 @@ class How(TypedDict, total=False):
 
 
 class Shard:
-    """The layers `keys` of one replica: state, weights and gradients. Subclasses do the forward and the backward.
+    """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread, `contribute` and `gradient_sum` on the event loop's, without touching a tensor.
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the event loop's, and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
-    layer's old state is let go as soon as its new one exists. During a step `state` is None. A step that runs out of
-    memory keeps the layers that have stepped and later continues with the rest; until then jobs that need the weights
-    raise MemoryError, too.
+    layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
+    memory keeps the layers that have stepped, and later continues with the other layers; until then jobs that need the
+    weights raise MemoryError, too.
 
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
-        vectors: a modelled peer has its own.
+        vectors: the arithmetic on gradients in host memory; None: the usual one. A modelled peer passes its own.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Shard:
         self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects, offload=self._offload)
         self._weights = Weights(spec, self._spans, self._contributions)
         self._base: dict[str, FrozenLayer] = {}
-        """Layer key -> frozen base. Filled before the first job of a run with adapters; else empty."""
+        """Layer key -> frozen base layer. Filled before the first job in a run with adapters; empty in other runs."""
 
     @property
     def version(self) -> int:
-        """The version of the state; during a step, the version before it."""
+        """The version of the state; during a step, the version before that step."""
         assert self._version >= 0, "the stage has no state yet"
         return self._version
 
@@ -127,19 +127,19 @@ class Shard:
 
     @property
     def is_learner(self) -> bool:
-        """True if this replica is a learner: it has weights but no state."""
+        """True if this replica is a learner: it has weights but no optimizer moments."""
         return self._light is not None
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated as exactly as needed: always if s_max > 0."""
+        """True if a microbatch of the previous step can be repeated exactly, or need not be (s_max > 0)."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, which comes from the seed, a group member or a snapshot. Keep the sums of gradients."""
+        """Use `state`, which comes from the run's seed, a group member or a snapshot. Keep the sums of open steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -147,7 +147,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use weights without moments until a state is loaded. Keep the sums of gradients."""
+        """Use weights without moments, as a learner, until a state is loaded. Keep the sums of open steps."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -155,7 +155,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
-        """Use the frozen base of our layers, as returned by `stored_base`. It never changes during the run."""
+        """Use `stored`, the frozen base of our layers as returned by `stored_base`. It never changes during the run."""
         assert tuple(stored) == self.keys, "the base is another stage's"
         if self.spec.model.tied and EMBED in stored and HEAD in stored:
             begin = stored[HEAD][: stored[EMBED].numel()]
@@ -172,14 +172,14 @@ class Shard:
         """Commit a step: run the optimizer with the reduced gradient, float32 [N].
 
         Returns: (the new state, its digest, the number of layers left unchanged because their gradient is not finite).
-        Raises: MemoryError or the device's own: call again with the same gradient to continue.
+        Raises: MemoryError, or the device's error of that kind: call again with the same gradient to continue.
         """
         self._contributions.settle()  # a gradient that waits to be added is as large as what a step allocates
         step = self._step or self._begun()
         for key in list(step.old):
             self._step_layer(step, key, mean_gradient_N[self._spans[key]])
         after = StageState(version=step.version + 1, layers=step.new, gradient_norm=math.sqrt(step.square))
-        if self._step is step:  # else another state was loaded during the step, because ours differed from the group's
+        if self._step is step:  # else another state was loaded meanwhile, because ours was wrong
             self._version = after.version
             self.state = after
             self._step = None
@@ -187,7 +187,7 @@ class Shard:
         return after, after.digest(), step.skipped
 
     def _begun(self) -> _Step:
-        """Begin a step: take the state apart, and free every other tensor of that size that is no longer needed."""
+        """Begin a step: take the state apart, and free all tensors as large as the stage that are no longer needed."""
         before = self.state
         assert before is not None, "a step before there is a state"
         self._contributions.forget_before(before.version + 1)
@@ -211,16 +211,18 @@ class Shard:
     # --- between jobs ---
 
     def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None:
-        """Add the microbatch's gradient to its step's sum, or, if `held_out` and there is room, hold it out so that it
-        can be omitted; call it just before announcing it. Returns: as `Contributions.contribute`."""
+        """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, hold it out, so that a
+        round can omit it. Call this just before the gradient is announced.
+
+        Returns: True: it is held out; False: it is not; None: its step is over, and it is in no sum."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request `Contributions.total`, corrected for the weights at which the gradients were taken, if the
-        compensation corrects and `step` is the current version. (If a round begins before our own step to that version
-        has ended, its weights are unknown here.)
+        """Request the sum of our contributions to `step`, of those held out only `indices` (None: all). The sum is
+        corrected for the weights at which the gradients were taken, if the compensation does so and `step` is the
+        current version. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
-        Returns: a function for any thread but the loop's: float32 [N] on the CPU; None: our step has begun by then.
+        Returns: a function for any thread but the loop's: float32 [N] on the CPU; None: our optimizer step has begun.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive
@@ -236,7 +238,7 @@ class Shard:
         return make
 
     def make_room(self) -> None:
-        """Free everything that can be recomputed, and offload to host memory. Call it within a job."""
+        """Free all tensors that can be made again, and begin to offload to host memory. Call it within a job."""
         self._contributions.settle()
         self._weights.forget_made()
         self.vectors.free()
@@ -258,14 +260,14 @@ class Shard:
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """Return the weights for the microbatch's step, and autograd leaves of them for its gradient alone."""
+        """Return the weights for the microbatch's step, and autograd leaves of them that collect only its gradient."""
         self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Raises: MemoryError: a step that ran out of memory has to finish first."""
+        """Return the weights for the step. Raises: MemoryError: a step that ran out of memory has to finish first."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state
@@ -281,7 +283,7 @@ class Shard:
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
-        """Make the coming backward write its gradient into one flat tensor, if the gradient is wanted."""
+        """Make the coming backward write its gradient into one flat tensor, unless the gradient is not needed."""
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return
@@ -299,14 +301,15 @@ class Shard:
 
 
 class StageShard(Shard, ABC):
-    """The layers of one stage and both ends of it. `stage.py` has the experts, too, and its jobs return results;
-    `trunk.py` calls experts on other peers, and its jobs are generators (`expert_call.py`) of the same results.
+    """The layers of one stage, with its input and output. There are two subclasses. That of `stage.py` holds the
+    experts, too, and its jobs return results. That of `trunk.py` calls experts on other peers, and its jobs are
+    generators (`expert_call.py`) of the same results.
 
     Args: corpus: the run's text, at stage 0 only.
     """
 
     flop: JobFlop
-    """FLOP of a job, or of its first part."""
+    """Floating-point operations of a job, or of its first part."""
 
     def __init__(
         self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, corpus: Corpus | None, **how: Unpack[How]
@@ -316,15 +319,16 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the one that goes with `coming`, the previous
-        stage's."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
+        previous stage sends its activations."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Any:
         """Run the forward of a stage that is not the last. Return the activation for the next stage.
 
-        Args: payload: None at stage 0, which reads the data; contributes: False: another member's sum has the gradient.
+        Args: payload: the activation; None at stage 0, which reads the data; contributes: False: this replica need not
+        collect the gradient, because another member's sum has it.
         """
 
     @abstractmethod
@@ -336,8 +340,8 @@ class StageShard(Shard, ABC):
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, payload: Payload) -> Any:
-        """Convert the gradient of our output to that of our input (None at stage 0). See `contribute` for the
-        weights'."""
+        """Return the gradient of our input (None at stage 0), given the gradient of our output. The gradient of the
+        weights is added to the step's sum later, by `contribute`."""
 
     @abstractmethod
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Any:

@@ -1,12 +1,12 @@
-"""The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
+"""Computes one replica's jobs: forward and backward with the weights for each step.
 
 Every method runs on the device's one thread, as a job. Between forward and backward a microbatch's context keeps
 
 - the graph and the weights of the forward; or
 - with `keep = "recompute"`, or if the compensation asks for it, only the input: the backward repeats the forward with
   the weights that the current version gives for the microbatch's step; or
-- with `keep = "layers"` the weights and each layer's input: the backward repeats the forward of one layer at a time,
-  whose graph alone is in memory. After a job has run out of memory every run does so.
+- with `keep = "layers"`, the weights and each layer's input: the backward repeats the forward of one layer at a time,
+  so that only one layer's graph is in memory. After a job has run out of memory, every job goes layer by layer.
 
 No job reads a number from its device before its end (`../model/finite.py`). `trunk.py` replaces this module where the
 experts are on other peers.
@@ -50,13 +50,14 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The forward's weights, their leaves, and the output [B, T, D] with its graph. None: repeat the forward."""
+    """The forward's weights, their leaves, and the output [B, T, D] with its graph; None: the backward repeats the
+    forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
     """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
 
 
 class StageRuntime(StageShard):
-    """The layers of one stage, and the contexts of open microbatches."""
+    """The layers of one stage, and the contexts of microbatches between forward and backward."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
@@ -111,7 +112,7 @@ class StageRuntime(StageShard):
         return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        context = self._contexts[microbatch]  # kept until the end: a job that runs out of memory is retried
+        context = self._contexts[microbatch]  # removed only at the end: a job that runs out of memory is retried
         grad_BTD = self._boundary.receive_gradient(payload)
         fine = finite(grad_BTD)
         if context.kept is not None:
@@ -127,7 +128,7 @@ class StageRuntime(StageShard):
             self._collect(microbatch, weights, leaves, context.contributes)
             y_BTD = self._run_layers(leaves, context.x, context.labels, Mixture())
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
-        # The gradient of an activation that was not finite is zero, but 0 x NaN is NaN in all weights before it.
+        # If an activation was not finite, the next stage sends a zero gradient, but 0 x NaN makes NaN in our weights.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(context.x, microbatch, fine)
         self._contexts.pop(microbatch, None)
@@ -148,13 +149,13 @@ class StageRuntime(StageShard):
 
     @torch.no_grad()
     def fixed(self) -> FixedStage:
-        """Return the stage at its committed version, for a reader that uses it after the stage has stepped. Call it
-        within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
+        """Return the stage at its committed version, for inference: it stays the same after the stage has stepped. Call
+        it within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
         _, leaves = self._weights_of(Microbatch(self.version, -1))
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Repeat the forward in the backward of every open microbatch, and from now on layer by layer."""
+        """Free the graphs of open microbatches: their backwards repeat the forward. From now on go layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
@@ -167,7 +168,7 @@ class StageRuntime(StageShard):
         super().forget(microbatch)
 
     def _run_layers(self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture) -> Tensor:
-        """Run all layers but the head, which is part of the loss."""
+        """Run all layers but the head (the loss includes the head)."""
         if x.is_floating_point():
             x = x.to(self.dtype)
         for layer in self._layers(leaves, labels, mixture):
@@ -196,7 +197,7 @@ class StageRuntime(StageShard):
     def _read_by_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `_run_layers` without a graph. Returns: (the output, the input of each layer)."""
+        """Run all layers but the head without a graph. Returns: (the output, the input of each layer)."""
         x = x.detach()
         if x.is_floating_point():
             x = x.to(self.dtype)
@@ -207,7 +208,8 @@ class StageRuntime(StageShard):
         return x, read
 
     def _read_again(self, microbatch: Microbatch, context: _Context) -> tuple[WeightSet, Leaves, list[Tensor]]:
-        """Repeat the forward with the weights that the current version gives for the microbatch's step."""
+        """Repeat the forward, with the weights that the current version gives for the microbatch's step. Returns:
+        (these weights, their leaves, the input of each layer)."""
         weights, leaves = self._weights_of(microbatch)
         _, read = self._read_by_layers(leaves, context.x, context.labels, Mixture())
         return weights, leaves, read
@@ -216,9 +218,9 @@ class StageRuntime(StageShard):
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
         """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
-        the stage's input `x` are tokens.
+        the stage's input `x` is tokens.
 
-        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: there is none.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: no gradient came back.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

@@ -1,11 +1,12 @@
-"""The arithmetic of a stage with its experts on other peers: attention, routers, norms and both ends of the model.
+"""Computes a stage with its experts on other peers: attention, routers, norms, embedding and head.
 
 Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The part
-before a call is kept with its graph; the part after it begins with new autograd leaves: the residual stream, the
-weights of the chosen experts, and the experts' output. So nothing runs twice: the backward takes the leaves' gradients,
-sends those of the output to the experts, and continues with their answer through the part before.
+before a call is kept with its graph. The part after it begins with new autograd leaves: the residual stream, the
+weights of the chosen experts, and the experts' output. So the stage computes no part twice: the backward takes the
+gradients of these leaves, sends the gradient of the experts' output to the experts, and continues with their answer
+through the part before the call.
 
-Rows are rounded to the wire's dtype on the way to the experts; the gradient of the rounding is taken as 1.
+Rows are rounded to the wire's dtype on the way to the experts; the gradient of this rounding is taken as 1.
 
 B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 """
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Front:
-    """One layer up to its experts, with its graph."""
+    """The part of one layer before its experts, with its graph."""
 
     layer: int
     routing: Routing
@@ -56,7 +57,7 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The two sides of one layer's call, between forward and backward."""
+    """One layer's call to its experts, kept from forward to backward: the part before it and the leaves after it."""
 
     front: _Front
     behind: tuple[Tensor, Tensor, Tensor]
@@ -64,7 +65,7 @@ class _Cut:
 
 
 _Graph = tuple[Tensor, list[_Cut]]
-"""The output of the last part, and the cuts before it, first layer first."""
+"""The output of the last part of a forward, and the cuts (calls) before this part, first layer first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class _Context:
 
 
 class StageTrunk(StageShard):
-    """The layers of one stage without their experts."""
+    """The layers of one stage without their experts, which other peers hold."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
@@ -128,7 +129,7 @@ class StageTrunk(StageShard):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, context.labels, None, grad=True))
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
-            # The gradient of an activation that was not finite is zero, but 0 x NaN is NaN in all weights before it.
+            # If an activation was not finite, its gradient comes back as zero, but 0 x NaN makes NaN in our weights.
             if not bool(self._contributions.zero_unless_finite(microbatch)):
                 logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
         else:
@@ -153,7 +154,7 @@ class StageTrunk(StageShard):
     def _run_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, loads: ExpertLoads | None, *, grad: bool
     ) -> Calling[_Graph]:
-        """Run the forward of all layers but the head, experts included. `loads` counts the tokens, if given."""
+        """Run all layers but the head, with experts. Args: loads: counts each expert's tokens; grad: keep the graph."""
         model, cuts = self.spec.model, list[_Cut]()
         documents, rotary = Documents.of(labels.begins_BT, self._rotary)
         if x.is_floating_point():
@@ -203,7 +204,7 @@ class StageTrunk(StageShard):
         return _Front(layer=layer, routing=routing, groups=groups, h_BTD=h_BTD, x_PD=x_PD, call=call)
 
     def _back_through(self, cuts: list[_Cut]) -> Calling[None]:
-        """Run the backward of all cuts, last layer first, and empty the list."""
+        """Run the backward through all cuts, last layer first, and empty the list."""
         while cuts:
             cut = cuts.pop()
             front, routing = cut.front, cut.front.routing
@@ -214,7 +215,7 @@ class StageTrunk(StageShard):
             output = yield ExpertCall(layer=call.layer, counts=call.counts, tokens=call.tokens, gradients=gradients)
             assert output is not None
             grad_PD = self._wire.decode(output, self.device).to(self.dtype)
-            # The balance is a term of the loss, so its own gradient is its weight in the loss.
+            # The balance loss of the router is a term of the loss, so its gradient is its weight in the loss.
             ones = torch.full_like(routing.balance, self.spec.model.router_aux_loss)
             ends = [front.h_BTD, routing.weight_NK, front.x_PD, routing.balance]
             backward(ends, [grad_BTD, grad_NK, grad_PD, ones])

@@ -12,18 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class WeightSet:
-    """The parameters of a stage. Equal only to itself."""
+    """The parameters of a stage for one step. Two sets are never equal, even with equal numbers."""
 
     params: Mapping[str, Tensor]
     """Layer key -> float32 [numel]; bfloat16 [numel] at a learner."""
     version: int
-    """The version from which it was made."""
+    """The version from which the set was made."""
     num_seen: int = 0
-    """The number of gradients of open steps that it was made with."""
+    """The number of gradients of open steps from which the set was made."""
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
-        """Return the parameters of one layer in the dtype of jobs. A conversion is made once and kept."""
+        """Return the parameters of one layer in the dtype of jobs. Each layer is converted once."""
         if self.params[key].dtype == dtype:
             return self.params[key]
         if key not in self._narrow:
@@ -33,10 +33,10 @@ class WeightSet:
 
 @dataclass(slots=True)
 class Places:
-    """The sum of the weights at which gradients of one step were taken, without those at the step's own weights."""
+    """The sum of the weights at which the stale gradients of one step were taken."""
 
     sum_N: Tensor
-    """The sum of the weights, float32 [N], one summand a gradient."""
+    """The sum of the weights, float32 [N], with one summand for each stale gradient."""
     num: int = 0
 
     def add(self, weights: WeightSet) -> None:
@@ -47,19 +47,20 @@ class Places:
         self.num += 1
 
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
-        """Return the mean, over `total` gradients, of `param_N` minus the weights at which each was taken; float32.
+        """Return the mean over the step's `total` gradients of (the step's own weights minus the weights at which the
+        gradient was taken), for one layer: float32.
 
-        Args: span: the layer's slice; param_N: the step's own weights, at which all other gradients were taken.
+        Args: span: the layer's slice; param_N: the step's own weights of the layer.
         """
         return (param_N * self.num).sub_(self.sum_N[span].to(param_N.device)).div_(total)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """The gradients of an open step that a member has at one moment. It never changes while it is referenced."""
+    """A member's sum of gradients of an open step at one moment. It does not change while it is referenced."""
 
     sum_N: Tensor
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """None: all were taken at the step's own weights, or the strategy does not need it."""
+    """None: all were taken at the step's own weights, or the strategy does not need their places."""

@@ -1,16 +1,16 @@
-"""The weights of one stage that are alive, and which of them a step gets.
+"""Keeps the sets of weights of one stage that are in use, and decides which set a step gets.
 
-Theory of operation. A set of weights is held by its users: a microbatch between forward and backward, a gradient that
-will be corrected, the cache of sets made at the current version. The last reference frees it.
+Theory of operation. A set of weights is referenced by its users: a microbatch between forward and backward, a gradient
+that will be corrected, the cache of sets made at the current version. When the last reference goes, the set is freed.
 
-How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: its first
-microbatch makes it, and as long as something holds it, later ones share it, even if a newer version could give a better
-one. A commit turns a step ahead into the current one: new microbatches get w_t itself, but older ones may still hold
-their set. So at most 1 + s_max + 1 are alive; a new set at every version would make them 6 and not 4 at s_max = 2.
-Strategies that predict nothing hold past versions, at most s_max + 1.
+How many sets can there be? The current version v is one. Each step ahead, t in (v, v + s_max], has at most one: its
+first microbatch makes it, and as long as it is referenced, later microbatches share it, even if a newer version could
+give a better one. A commit turns a step ahead into the current step: new microbatches get w_t itself, but older ones
+may still hold their predicted set. So at most 1 + s_max + 1 sets are alive: 4 at s_max = 2, where a new set at every
+version would make 6. Strategies that predict nothing hold past versions instead, at most s_max + 1.
 
 A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room. Without room for the first set of a step, its microbatches use the current weights.
+there is room for a set. If there is no room for the first set of a step, its microbatches use the current weights.
 """
 
 import logging
@@ -32,14 +32,14 @@ from shoal.protocol.staleness import staleness_bound
 logger = logging.getLogger(__name__)
 
 FRESHER: Final = 1.5
-"""A set is made again when this many times its gradients have been seen. A lower value would make one a microbatch."""
+"""A set is made again from this many times as many gradients. A value near 1 would make one for each microbatch."""
 
 
 class Weights:
-    """The weights of one stage. The state is an argument of each call, because another thread may load a new one.
+    """The weights of one stage. The state is an argument of each call, because another thread may load a new state.
 
-    With `keep = "recompute"` nothing is kept for steps ahead: each job predicts again.
-    Args: spans: layer key -> slice of the stage's flat vector; gradients: shown to a strategy that sees them.
+    With `keep = "recompute"` no set is kept for steps ahead: each job predicts again.
+    Args: spans: layer key -> slice of the stage's flat vector; gradients: the sums of gradients of the open steps.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: Contributions) -> None:
@@ -64,8 +64,9 @@ class Weights:
         return self._before is not None
 
     def of(self, state: StageState, step: int) -> WeightSet:
-        """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts; for a
-        step that only other peers have not committed, those of the previous version, if they are kept."""
+        """Return the weights for a microbatch of `step`: the current weights if `step` is the state's version; for a
+        later step the weights that the strategy predicts; for an earlier step, which only other peers still repeat, the
+        weights of the previous version if they are kept, else the current weights."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -81,7 +82,7 @@ class Weights:
             weights = self._ahead.get(step)
         if weights is None or self._outdated(weights, state, step):
             weights = None
-            sets.pop(step, None)  # from here on only a job that uses the set keeps it alive
+            sets.pop(step, None)  # from now on only the jobs that use the set keep it alive
             if self._sees and self.copies(state) >= self._spec.training.s_max + 2:
                 return self._ahead.get(step) or self._current(state)
             weights = self._make(state, step - state.version)
@@ -91,34 +92,34 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights to keep after the step from `state`, which frees its layers; None: keep nothing."""
+        """Return the weights of `state` to keep after the coming step, which frees the state; None: keep none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
-            # If staleness is admitted, `s_max + 2` copies are alive already; exact repair is not worth one more.
+            # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
             return None
-        # Other stages are at most one step behind; a microbatch that they repeat must give the same bits: exact repair.
+        # Other stages are at most one step behind; a microbatch repeated for them must give the same bits.
         return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
 
     def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:
         self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
 
     def stepped(self, kept: WeightSet | None) -> None:
-        """End a step. Args: kept: the result of `kept_of` before it."""
+        """End an optimizer step. Args: kept: the result of `kept_of` from before the step."""
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
-        """Drop the sets made from the previous state; their users still hold them."""
+        """Drop the cached sets, which were made from the previous state. Jobs that use a set keep it alive."""
         self._made = (None, {})
         self._before = None
 
     def forget_made(self) -> None:
-        """Drop the sets for steps ahead, which can be made again; their users still hold them."""
+        """Drop the cached sets for steps ahead, which can be made again. Jobs that use a set keep it alive."""
         self._made = (None, {})
 
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
-        weights at which they were taken. If those were the step's own, no bit changes."""
+        weights at which they were taken (`places`). If these were the step's own weights (None), no bit changes."""
         if places is None:
             return
         for key, layer in state.layers.items():
@@ -141,7 +142,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """True if the strategy sees gradients and has seen enough more since it made `weights` for `step`."""
+        """True if the strategy uses gradients, and enough new ones have come since it made `weights` for `step`."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)
@@ -153,7 +154,7 @@ class Weights:
     def _sets_of(self, state: StageState) -> dict[int, WeightSet]:
         made_for, sets = self._made
         if made_for is not state:
-            # A new dict: a job that still uses the old state stores its sets where nobody will look.
+            # Make a new dict: a job that still uses the old state puts its sets into the old one, which is not read.
             sets = {}
             self._made = (state, sets)
         return sets
@@ -161,7 +162,7 @@ class Weights:
     @torch.no_grad()
     def _make(self, state: StageState, staleness_steps: int) -> WeightSet:
         ahead = range(state.version, state.version + staleness_steps) if self._sees else ()
-        # Counted before the sums are read: gradients added meanwhile make the set look older than it is, never fresher.
+        # Count before the sums are read: if gradients are added meanwhile, the set looks older than it is, not newer.
         num_seen = self._num_seen(state, state.version + len(ahead))
         sums = [self._gradients.seen(step) for step in ahead]
         params = {}
@@ -173,7 +174,8 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
-        """Return the gradient as the step will see it; None: not finite. `known`: `layer` is at this step's weights."""
+        """Return our mean gradient of an open step for one layer, clipped as in the step; None: it is not finite. Args:
+        known: `layer` has this step's own weights, so the displacement of the gradients' places is known."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

@@ -1,18 +1,18 @@
-"""Activations and their gradients as bytes.
+"""Encodes activations and their gradients as bytes, and decodes them.
 
 The shape follows from the run spec, never from the sender. If the run has several formats, the plan chooses the
-sender's, and the receiver tells the format by the number of bytes (bf16 and int8 have equal sizes only for 66 numbers,
-which no real model has). So a payload can be read under any plan, and is resent unchanged.
+sender's format, and the receiver tells the format by the number of bytes (bf16 and int8 have equal sizes only for 66
+numbers, which no real model has). So a payload can be read under any plan, and can be sent again unchanged.
 
-In formats of few bits (`kernels/codec`) activations are rounded to nearest, gradients stochastically, so that they are
-unbiased. The microbatch and the layer seed this, so a repeated backward gives the same bytes.
+In formats of few bits (`kernels/codec`) activations are rounded to nearest, and gradients stochastically, so that they
+are unbiased. The microbatch and the layer seed the rounding, so a repeated backward gives the same bytes.
 
-An activation is followed by its labels: the target of each token; if the run masks documents or does not learn all
+An activation is followed by its labels: the target of each token. If the run masks documents or does not learn all
 targets, also the microbatch's weight and, as a bit of each target, the beginnings of documents.
 
 In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers. To restore
-them the receiver needs the tokens: if all targets are learnt, each is the next token, and only the first token of each
-sample is sent, too; otherwise all are.
+the D numbers the receiver needs the tokens. If all targets are learnt, each target is the next token, so only the first
+token of each sample is sent as well; otherwise all tokens are sent.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -43,7 +43,7 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages, in the widest of the run's formats until `travel_as`."""
+    """Both directions of the traffic between two stages, in the run's widest format until `travel_as` is called."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -51,7 +51,7 @@ class ActivationWire:
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
-        """Bytes of a payload without labels -> its format; `_gradients` likewise."""
+        """Bytes of an activation's payload without labels -> its format; `_gradients` is the same for gradients."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
@@ -60,8 +60,8 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations as `leaving`, gradients as the counterpart of `coming`, the previous stage's format. Both
-        are of `WireSpec.forward`."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
+        previous stage sends its activations. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property
@@ -89,7 +89,7 @@ class ActivationWire:
             assert labels.tokens_BT is not None, "an activation of a subspace model without its tokens"
             x_BTD = self._subspace(x_BTD.device).coordinates(x_BTD, labels.tokens_BT.to(x_BTD.device))
         self._write(x_BTD, payload, form)
-        if labels.tokens_BT is not None:  # after the tensor: this copy waits for the device
+        if labels.tokens_BT is not None:  # copied last, since this copy waits for the device
             token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
         targets_BT = labels.targets_BT
         if not self._leaves_out:
@@ -102,13 +102,14 @@ class ActivationWire:
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
-        """Returns: (a new float32 [B, T, D] on `device`, its labels there)."""
+        """Decode an activation. Returns: (a new float32 [B, T, D] on `device`, its labels on `device`)."""
         at = len(payload) - self.targets_bytes
         x_BTD = self._read(payload, at, self._activations[at], device)
         word_BT, weight_1, token_BN = self._words(payload, at)
         tokens_BT = None
         if self._spec.model.subspace:
-            # Of each sample's targets all but the last are its next tokens; none is used if all tokens were sent.
+            # If only first tokens were sent, the others are the sample's targets, all but the last. If all tokens were
+            # sent, no target is used here.
             followed_BT = word_BT[:, : word_BT.shape[1] - token_BN.shape[1]]
             tokens_BT = torch.cat([token_BN, followed_BT], dim=1).to(device, torch.int64)
             x_BTD = self._subspace(device).restored(x_BTD, tokens_BT)
@@ -126,10 +127,10 @@ class ActivationWire:
         return x_BTD, labels.to(device)
 
     def _words(self, payload: Payload, at: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the labels in a payload: (the words of the targets, int32 [B, T]; the weight, float32 [1] or [0]; the
-        first N tokens of each sample, int32 [B, N], N = T, 1 or 0).
+        """Return views of the labels in a payload: (the targets with their bits, int32 [B, T]; the weight, float32 [1],
+        or [0] if it is not sent; the first N tokens of each sample, int32 [B, N], N = T, 1 or 0).
 
-        Args: at: the offset of the labels.
+        Args: at: the offset of the labels, in bytes.
         """
         num, (B, T) = math.prod(self._shape_BT), self._shape_BT
         word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(B, T)
@@ -141,11 +142,11 @@ class ActivationWire:
         return word_BT, weight_1, torch.frombuffer(payload, dtype=torch.int32, offset=at).view(B, -1)
 
     def _subspace(self, device: torch.device) -> Subspace:
-        """Return the subspace; made at first use, because a modelled peer has no tensors."""
+        """Return the subspace. It is made only when it is used, because a modelled peer has no tensors."""
         return Subspace.of(self._spec, device)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
-        """Args: grad_BTD: the gradient of the input of decoder layer `layer`, float32 [B, T, D]."""
+        """Encode a gradient. Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
         form = self._backward
         payload = bytearray(tensor_bytes(form, self._numel))
         if self._spec.model.subspace:
@@ -154,7 +155,7 @@ class ActivationWire:
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
-        """Returns: a new float32 [B, T, D] on `device`."""
+        """Decode a gradient. Returns: a new float32 [B, T, D] on `device`."""
         grad_BTW = self._read(payload, len(payload), self._gradients[len(payload)], device)
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 

@@ -1,9 +1,9 @@
 """Compare the members' states after each round. Pure.
 
-Each member tells the others the digest of every version that it reaches. Once all members of a round have told theirs,
-the most frequent digest is the group's. A member with another digest fetches the state; the first member with the
-group's digest reports the commit. The others keep that report while the reporter may die with it, so that each commit
-is counted once.
+Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
+digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
+rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report and
+send it if the reporter dies before it has, so that no commit is missing.
 """
 
 import math
@@ -17,17 +17,17 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A member that is further behind has a slow device; the round settles without its digest."""
+"""A round settles without the digest of a member that is more versions behind than this: its device is slow."""
 MUTE_S = 5.0
-"""A member that has not sent its digest this long after our step loses its vote, if most others have sent theirs. The
-round itself does not notice a member with an empty part."""
+"""A member that has not sent its digest this long after our step loses its vote, if most members have sent theirs. A
+timeout is needed because a round can end without a member that owns no part of the gradient."""
 MUTE_AT_THE_END_S = 0.3
-"""The same when the layout has ended: once the next layout begins, commits of this one no longer count."""
+"""`MUTE_S` when the layout has ended: once the next layout begins, commits of this layout no longer count."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """The digests that one member has heard. Args: has_loss: we are the last stage, which reports the step's loss."""
+    """The digests that one member has heard. Args: has_loss: our stage is the last, which reports the step's loss."""
 
     me: PeerID
     stage: int
@@ -37,17 +37,17 @@ class Agreement:
     _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _spoken: dict[PeerID, int] = field(default_factory=dict)
     _norms: dict[int, float] = field(default_factory=dict)
-    """Version -> norm of the gradient with which we stepped to it."""
+    """Version -> norm of the gradient of our step to that version."""
     own: tuple[Digest, ...] = ()
-    """Our digest of our present version; empty before the first."""
+    """Our digest of our present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when we first saw that its round is behind us."""
+    """Step -> when we first saw that we are past that step."""
     next_s: float = math.inf
     """When a round may settle without the missing digests."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """Record that we are at `version`. Args: gradient_norm: of our step to it; None if we loaded the state."""
+        """Record that we are at `version`. Args: gradient_norm: of our step to `version`; None: we loaded its state."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm
@@ -65,7 +65,7 @@ class Agreement:
                 del self._digests[min(versions)]
 
     def forget_all_but(self, known: Container[PeerID]) -> None:
-        """Drop what peers outside `known` have said: no recent plan names them."""
+        """Drop the digests of peers outside `known`: no recent plan names these peers."""
         self._spoken = {peer: version for peer, version in self._spoken.items() if peer in known}
         for version in list(self._digests):
             self._digests[version] = {p: digest for p, digest in self._digests[version].items() if p in known}
@@ -87,8 +87,8 @@ class Agreement:
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Return the peers past `version` that are least far ahead; those further ahead may have dropped the way
-        there."""
+        """Return the peers that are past `version`, but least far: peers further ahead may no longer have the gradients
+        that lead there."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
@@ -106,10 +106,10 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` that are decided: each member has sent its digest, is gone, or is overdue.
+        """Return the decided rounds up to `version`: each member has sent a digest, is gone, or is overdue.
 
-        A member that has only announced a later version skipped this one by fetching that later state. `has_ended`: the
-        layout commits no more steps.
+        A digest of a later version counts, too: that member skipped the round's version by fetching a later state.
+        Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf
         for step, start in sorted(rounds.items()):
@@ -126,7 +126,7 @@ class Agreement:
         return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
-        """Compare the digests after a settled round. `in_plan`: the plan names us."""
+        """Compare the digests after a settled round. Args: in_plan: the plan names us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [peer for peer in _voters(start) if peer in digests]
@@ -134,13 +134,13 @@ class Agreement:
             return []
         others = [peer for peer in _voters(start) if peer != self.me]
         if others and voters == [self.me] and not (in_plan and all(peer in gone for peer in others)):
-            # The living members did not reach this version through this round: we slept, and they went on without us.
+            # The living members did not reach this version by this round: we were suspended, and they made another.
             return []
         votes = [digests[peer] for peer in voters]
-        # The most frequent digest; in a tie, the leader's.
+        # The most frequent digest wins; in a tie, the one of the first member by rank.
         truth = max(dict.fromkeys(votes), key=lambda digest: (votes.count(digest), -votes.index(digest)))
         reporter = voters[votes.index(truth)]
-        if digests.get(self.me, truth) != truth:  # we may have skipped that version by fetching a later state
+        if digests.get(self.me, truth) != truth:  # we have none if we skipped that version by fetching a later state
             return [Resync(reporter, version)]
         dissenting = sum(digest != truth for digest in votes)
         report = self._report(start, truth, dissenting)
@@ -168,5 +168,5 @@ class Agreement:
 
 
 def _voters(start: RoundStart) -> list[PeerID]:
-    """The full members; learners have no vote."""
+    """Return the full members of the round; learners have no vote."""
     return [member.peer for member in start.members if member.peer not in start.learners]

@@ -1,8 +1,8 @@
-"""Collect the signatures that holders put on states, and decide which of them a newcomer needs. Pure.
+"""Collect the signatures that holders put on states, and decide which holders must have signed. Pure.
 
 A newcomer cannot judge a state by itself, and one holder may lie: it could claim the highest version and give out any
-parameters. So while a peer joins, the members that held the layers before it sign each state they reach, and pass on
-each other's signatures with what they offer. The signatures of dead members count, too.
+parameters. So while a peer joins, the members that already held the layers sign each state they reach, and offer a
+state together with the other members' signatures. The signatures of dead members count, too.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,11 +16,11 @@ from shoal.protocol.plan import Member
 def voters(
     members: Sequence[Member], newcomer: PeerID, *, reported_empty: Collection[PeerID], draining: Sequence[PeerID]
 ) -> tuple[PeerID, ...]:
-    """Return the peers of which more than half must have signed what `newcomer` fetches: the members older than it.
+    """Return the peers of which more than half must have signed the state that `newcomer` fetches.
 
-    Members that report no state do not count. If there is no older member, those that came with the newcomer vote; then
-    the draining members; then the younger ones: a member that restarts at its old place has no state, and theirs is all
-    there is.
+    These are the members that are older than the newcomer; if there are none, the members that came with it; then the
+    draining members; then the younger members, since a member that restarts at its old place has no state and only the
+    younger ones may have it. Members that report no state do not vote.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)

@@ -1,4 +1,4 @@
-"""Commands of a replica's core to its driver. They name tensors, and never carry them."""
+"""Commands of a replica's core to its driver. A command names tensors, and never carries them."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from shoal.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the call of that number."""
+    """Answer the open call with the number `call`."""
 
     call: int
     message: msgspec.Struct
@@ -28,13 +28,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePresence:
-    """Tell our neighbours and the group our new presence."""
+    """Send our changed presence (place and state) to the adjacent stages and the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step, or hold it out if there is room. `counted` is the event of
-    that, with `held_out` changed if it came out otherwise; there is none if the step is over."""
+    """Add a microbatch's gradient to the sum of its step, or hold it out of the sum if `counted.held_out` and there is
+    room. Then return `counted` as an event, with `held_out` as it came out; no event if the step is over."""
 
     counted: GradientCounted
     retried: bool
@@ -45,7 +45,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class SendActivation:
-    """Send the output of the forward of `microbatch` to `target`; `retried`: it may have run before."""
+    """Send the output of the forward of `microbatch` to `target`; `retried`: the microbatch may have run before."""
 
     microbatch: Microbatch
     target: PeerID
@@ -54,7 +54,7 @@ class SendActivation:
 
 @dataclass(frozen=True, slots=True)
 class SendGradient:
-    """Send the gradient of `microbatch` to `target`; of a validation microbatch, its loss.
+    """Send the gradient of `microbatch` to `target`; for a validation microbatch, its loss.
 
     `waited_s`: time that the microbatch stood in queues here and in all later stages, forward and backward.
     `commit_s`: duration of a commit in the slowest of these stages.
@@ -77,14 +77,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free what is kept for the microbatch: no peer will ask for it any more."""
+    """Free the tensors that are kept for the microbatch: no peer will ask for them any more."""
 
     microbatch: Microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class RejectMicrobatch:
-    """The microbatch will not be computed here: its sender (target None: stage 0's leader) sends it elsewhere."""
+    """Tell `target` that we will not compute the microbatch; `target` then sends it elsewhere. None: stage 0's
+    leader, which granted it. `begun`: it may have run already."""
 
     microbatch: Microbatch
     target: PeerID | None
@@ -99,7 +100,7 @@ ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished |
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Ask `leader` for up to `count` microbatches. There is at most one claim under way."""
+    """Ask `leader` for up to `count` microbatches. At most one claim is open at a time."""
 
     leader: PeerID
     count: int
@@ -107,12 +108,12 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Drop the claim that is under way: its answer is no longer of use."""
+    """Drop our open claim: its answer is no longer useful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Run `microbatch` through the pipeline; `retried`: it may have run before."""
+    """Run `microbatch` through the pipeline; `retried`: the microbatch may have run before."""
 
     microbatch: Microbatch
     retried: bool
@@ -120,7 +121,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`, which may die before it says so. For the group's losses."""
+    """The queue has granted `microbatch` to `peer`. The group notes it, since `peer` may die before it reports it."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -128,7 +129,7 @@ class MemberGranted:
 
 @dataclass(frozen=True, slots=True)
 class HandOut:
-    """Ask `member` to run these again, all of one step."""
+    """Ask `member` to run these microbatches of one step again."""
 
     member: PeerID
     microbatches: tuple[Microbatch, ...]
@@ -158,8 +159,8 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only `to` one. `can_wait`: at once to the leader only, to the others
-    before long. `can_rest`, with `can_wait`: before long to the leader, too."""
+    """Send `message` to every other member, or only to the member `to`. `can_wait`: only the leader must get it at
+    once, the others within seconds. `can_rest`, together with `can_wait`: the leader may wait, too (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -183,14 +184,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """Note the group's agreed commit, which another member reports. Local observers see it."""
+    """Show the group's agreed commit to local observers; another member reports it to the coordinator."""
 
     report: CommitReport
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Fetch the reduced gradient of `step` from `mate`, which is ahead. We took no part in the round that led there."""
+    """Fetch the reduced gradient of `step` from `mate`, which is past that step: we missed the end of its round."""
 
     mate: PeerID
     step: int
@@ -198,7 +199,7 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class AskRepair:
-    """Contributions to `step` were lost with a replica: stage 0 must run these microbatches (a bitmap) again."""
+    """Ask stage 0 to run microbatches of `step` again (`indices`: a bitmap): a replica died with its contributions."""
 
     step: int
     indices: bytes
@@ -206,7 +207,7 @@ class AskRepair:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Our state at `version` is not the group's: fetch it from `mate`."""
+    """Fetch the group's state at `version` from `mate`: our state differs from it."""
 
     mate: PeerID
     version: int
@@ -214,7 +215,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop what waits to be sent to `peer`, which has no use for it. `died`: also what it still owes us."""
+    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: also expect none from it."""
 
     peer: PeerID
     died: bool = False
@@ -222,7 +223,7 @@ class ForgetMember:
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """`peer` restarts without end, and is barred from the group: report it."""
+    """Report `peer`, which restarts again and again and is barred from the group."""
 
     peer: PeerID
 

@@ -1,13 +1,14 @@
-"""Decides what one replica of a stage does: takes the events of its pipeline, group and, at stage 0, supply. Pure.
+"""Decides what one replica of a stage does. Pure.
 
-Every event enters by `handle` and goes to the part that it is for. Requests from one part to another are carried out
-here, in their place among the commands, and never reach the driver:
+Every event enters by `handle` and goes to one of three parts: pipeline (`schedule.py`), group (`group_core.py`) or, at
+stage 0 only, queue (`microbatch_queue.py`). If a command of one part is a request to another part, this core carries it
+out at its place among the commands, and the driver never sees it:
 
     queue     Make, MemberGranted, RunAhead   -> group (`granted`, `granted_to`), pipeline (Arrived, RunAhead)
     pipeline  Contributed, Finished           -> Count for the driver; queue (`validated`, `look_again`)
     group     AskRepair                       -> queue (`run_again`), at stage 0
 
-The parts are in files of their own. Others read them, and only this core changes them.
+Other modules may read the parts, but only this core changes them.
 """
 
 import math
@@ -53,12 +54,12 @@ _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contrib
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage. Args: queue: only at stage 0."""
+    """One replica of a stage. Args: queue: the supply of microbatches, at stage 0; elsewhere None."""
 
     def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self.pipeline = pipeline
-        """Others read it; only this core changes it."""
+        """Other modules read it; only this core changes it."""
         self._queue = queue
         """None: not stage 0."""
         self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf
@@ -132,7 +133,7 @@ class ReplicaCore(MemberCore):
         return self._supplied(self._queue.handle(event, now_s=now_s), now_s)
 
     def _supplied(self, commands: list[QueueCommand], now_s: float) -> list[Command]:
-        """Carry out what the queue has decided."""
+        """Carry out the queue's commands: pass each to another part, or return it for the driver."""
         assert self._queue is not None, "commands of a queue at a later stage"
         self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
@@ -142,7 +143,7 @@ class ReplicaCore(MemberCore):
             self._queue.is_stopped = True
 
     def _resume_queue(self, now_s: float) -> list[Command]:
-        """Claim again, unless something still forbids it."""
+        """Claim microbatches again, unless we are paused, draining or lagging."""
         if self._queue is None or self.is_paused or self.is_draining or self.is_lagging:
             return []
         self._queue.is_stopped = False
@@ -180,7 +181,7 @@ class ReplicaCore(MemberCore):
     # --- the life of a replica ---
 
     def _more_follows(self, step: int) -> bool:
-        # Stage 0's leader judges each member's speed by these messages, which therefore must not be delayed.
+        # Stage 0's leader judges each member's speed by its reports of contributions: stage 0 must not delay them.
         return self._queue is None and self.pipeline.has_more(step)
 
     def _changed(self, now_s: float) -> list[Command]:
@@ -197,7 +198,7 @@ class ReplicaCore(MemberCore):
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
-        """Return the traffic shares of the next stage's members, beginning with the one that we serve first."""
+        """Return the traffic shares of the next stage's members, beginning with the member that we serve first."""
         group_peers, receivers = plan.stages[self.pipeline.stage].peers, plan.stages[self.pipeline.stage + 1].members
         if self.group.me in group_peers:
             receivers = tuple(in_turn(receivers, group_peers.index(self.group.me), len(group_peers)))
@@ -234,9 +235,10 @@ class ReplicaCore(MemberCore):
         if presence.stage == stage + 1 and presence.is_open:
             return PeerReady(peer)
         if presence.stage == stage + 1 and not presence.ready:
-            return PeerLost(peer)  # it has no state or has drained: it has dropped what reached it since
+            return PeerLost(peer)  # it has no state or has drained, so it dropped the activations that reached it since
         if presence.stage in (stage - 1, stage + 1):
-            # It still answers what it owes there; or it comes from the stage before and still waits for what we owe.
+            # It holds the next stage, and still returns gradients; or it moves there from the stage before ours, and
+            # still waits for gradients from us.
             return PeerReady(peer, is_open=False)
         return PeerLost(peer)
 

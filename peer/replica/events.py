@@ -1,7 +1,7 @@
-"""Events of a replica's core. Every event enters by `handle`, and is a frozen value.
+"""Events of a replica's core: frozen values, each of which enters by `handle`.
 
-`call` is the number of a call that waits for an answer; the core gives it by the command `Answer`. The core declines a
-call by `Refused`, and answers one that no honest peer makes by `RemoteError`, before it has changed anything.
+`call` is the number of a remote call that waits for an answer; the core answers it by the command `Answer`. The core
+declines a call by raising `Refused`, and a call that no honest peer makes by `RemoteError`. Both leave it unchanged.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,12 @@ from shoal.protocol.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time that `next_timer_s` named has come."""
+    """The time that `next_timer_s` returned has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` is done, of a stage or an expert; `retried`: another member may have its
-    gradient."""
+    """The backward of `microbatch` is done, in our stage or expert. `retried`: another member may have the gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -35,8 +34,8 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """`plan` is the newest in which our group and its layers are as before. `former`: peers in the group by recent
-    plans, but not by this one. `upstream`: present and recent holders of the stage before ours."""
+    """`plan` is the newest plan that leaves our group and its layers as before. `former`: peers that recent plans had
+    in the group, but this plan has not. `upstream`: present and recent holders of the stage before ours."""
 
     plan: Plan
     former: frozenset[PeerID] = frozenset()
@@ -45,7 +44,7 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class PeerSaid:
-    """A peer reports its presence: where it is, and in which state."""
+    """A peer reports its presence: its place in the plan, and its state there."""
 
     peer: PeerID
     presence: PresenceUpdate
@@ -53,8 +52,8 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: no plan has dropped it, but its
-    gradients are useless to us, and we ignore it for as long as we have this place."""
+    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still has `peer`, but
+    its gradients are useless to us, and we ignore it for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -62,7 +61,8 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage, as `incarnation`. Group members may know it already from its Progress."""
+    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of its group may have learnt
+    this already from its Progress."""
 
     peer: PeerID
     incarnation: int
@@ -70,7 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state, or if `learner` its weights. `remembers`: we can repair the previous step exactly."""
+    """We hold the group's state or, if `learner`, only its weights. `remembers`: see `Stepped`."""
 
     remembers: bool
     learner: bool = False
@@ -78,25 +78,25 @@ class JoinedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """We are light, and our weights are too old for every microbatch: those without a forward go back to their sender.
-    Or, with `lags` False, they are not any more."""
+    """`lags`: we are a learner whose weights have become too old for every microbatch, so microbatches without a
+    forward go back to their senders. False: our weights are new enough again."""
 
     lags: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DrainBegun:
-    """We take nothing new, and leave when our work is finished and committed."""
+    """We accept no new work, and leave when our present work is finished and committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainEnded:
-    """A plan has given our place back before we had drained."""
+    """A plan has given us our place back before we had drained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No peer needs anything of us here any more."""
+    """No peer needs anything more from us in this place."""
 
 
 LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | JoinedGroup | Lagging | DrainBegun | DrainEnded | Drained
@@ -107,19 +107,20 @@ LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | JoinedGroup | Lagg
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An activation came in from `source`; or, at stage 0 with source None, the leader granted us the microbatch."""
+    """An activation arrived from `source`; or, at stage 0 with source None, the leader granted us the microbatch."""
 
     microbatch: Microbatch
     source: PeerID | None
     retried: bool = False
-    """It may have run before, here or elsewhere."""
+    """The microbatch may have run before, here or elsewhere."""
     incarnation: int = 0
-    """The incarnation in which `source` sent it."""
+    """The incarnation (number of a start) in which `source` sent the activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage is done with the microbatch. A validation microbatch comes back with its `loss`."""
+    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`,
+    `commit_s`: see the command `SendGradient`."""
 
     microbatch: Microbatch
     source: PeerID
@@ -130,7 +131,7 @@ class GradientArrived:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The job has ended. `loss`: only of a job that computes one."""
+    """The job has ended. `loss`: its result, if the job computes a loss."""
 
     job: Job
     loss: float | None = None
@@ -138,8 +139,8 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class JobParked:
-    """The job waits for other peers; the device is free for other jobs. The rest of the job runs beside the jobs that
-    the core chooses, and ends with a `JobDone` all the same."""
+    """The job waits for other peers (holders of experts), so the device is free for other jobs. The rest of the job
+    runs between the jobs that the core chooses, and still ends with a `JobDone`."""
 
     job: Job
 
@@ -153,7 +154,7 @@ class JobDropped:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The device has no memory for the running job, which has no result."""
+    """The running job has ended without a result, because the device ran out of memory."""
 
     job: Job
 
@@ -167,7 +168,7 @@ class StepReady:
 
 @dataclass(frozen=True, slots=True)
 class VersionSet:
-    """A state of `version` was loaded; no step of ours made it."""
+    """A state of `version` was loaded from elsewhere; our own optimizer step did not make it."""
 
     version: int
 
@@ -183,8 +184,8 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, takes traffic; or, not `is_open`, takes no new traffic, and will answer what it
-    owes."""
+    """`peer`, of the next stage, accepts microbatches. If not `is_open`, it accepts no new ones, but will still return
+    the gradients that it owes."""
 
     peer: PeerID
     is_open: bool = True
@@ -192,8 +193,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or takes no traffic and will not answer what it owes. If it has begun anew as
-    `successor`, what that incarnation has already sent is not lost."""
+    """`peer` died, left the plan, or accepts no microbatches and will not return what it owes. If it has begun anew
+    as the incarnation `successor`, activations that this incarnation has already sent are not lost."""
 
     peer: PeerID
     successor: int | None = None
@@ -201,7 +202,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """`peer`, of the next stage, pauses or lags and will not compute the microbatch."""
+    """`peer`, of the next stage, will not compute the microbatch, because it pauses or its weights lag."""
 
     microbatch: Microbatch
     peer: PeerID
@@ -209,7 +210,8 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choice: how many steps to run ahead of the version, and with how much in flight. -1: it has none."""
+    """The leader's choice of `steps_ahead` of the version, -1 if it has none, and of `gain`: microbatches in flight, in
+    units of what the pipeline holds without queues."""
 
     steps_ahead: int
     gain: float
@@ -217,8 +219,8 @@ class RunAhead:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """We pause: no forward begins any more, and what has none yet goes back to its sender. Backwards go on as gradients
-    come, unless `at_once`: then everything goes back but the running job."""
+    """We pause: no forward begins any more, and microbatches without a forward go back to their senders. Backwards go
+    on as gradients arrive, unless `at_once`: then all microbatches but the running one go back."""
 
     at_once: bool
 
@@ -262,7 +264,8 @@ class ClaimArrived:
 
 @dataclass(frozen=True, slots=True)
 class GrantArrived:
-    """The leader has answered our claim with these (step, index), and says how far all members are to run ahead."""
+    """The leader has answered our claim with the microbatches `items`, (step, index), and with its choice of how far
+    all members run ahead (see `RunAhead`)."""
 
     leader: PeerID
     items: tuple[tuple[int, int], ...]
@@ -279,7 +282,7 @@ class ClaimFailed:
 
 @dataclass(frozen=True, slots=True)
 class RepairAsked:
-    """The leader of a later stage's group lacks these contributions to `step`."""
+    """The group led by `source` lacks these contributions to `step` (`indices`: a bitmap)."""
 
     source: PeerID
     step: int
@@ -288,7 +291,7 @@ class RepairAsked:
 
 @dataclass(frozen=True, slots=True)
 class RepairArrived:
-    """The leader hands us repairs: these (step, index) run again."""
+    """The leader asks us to run the microbatches `items`, (step, index), again."""
 
     source: PeerID
     items: tuple[tuple[int, int], ...]
@@ -296,7 +299,7 @@ class RepairArrived:
 
 @dataclass(frozen=True, slots=True)
 class RepairDeclined:
-    """A member does not take its part of the repairs."""
+    """`member` declines to run these microbatches again."""
 
     member: PeerID
     microbatches: tuple[Microbatch, ...]
@@ -304,7 +307,7 @@ class RepairDeclined:
 
 @dataclass(frozen=True, slots=True)
 class WorkReturned:
-    """A member pauses or lags and will not compute `microbatch`, which it may have `begun`."""
+    """A member hands back `microbatch`, because it pauses or lags. `begun`: the microbatch may have run in part."""
 
     source: PeerID
     microbatch: Microbatch
@@ -313,7 +316,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """The last holder of a stage leaves: no further step is to begin. `at_once`: none is finished either."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor is a begun step finished."""
 
     source: PeerID
     at_once: bool
@@ -355,8 +358,8 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
-    """Our gradient of `microbatch` is in the sum of its step, or held `held_out` from it because it ran again.
-    `more_follows`: more microbatches of the step are here, so no round can begin with this one."""
+    """Our gradient of `microbatch` is in the sum of its step; or, if `held_out`, kept apart from the sum because it may
+    be counted elsewhere, too. `more_follows`: more microbatches of the step are here, so no round can begin yet."""
 
     microbatch: Microbatch
     loss: float
@@ -367,7 +370,7 @@ class GradientCounted:
 
 @dataclass(frozen=True, slots=True)
 class ProgressArrived:
-    """A member says what it has contributed to a step."""
+    """A member reports which microbatches of a step it has contributed."""
 
     source: PeerID
     message: Progress
@@ -383,7 +386,7 @@ class RoundArrived:
 
 @dataclass(frozen=True, slots=True)
 class DigestArrived:
-    """A member has stepped to a version, and tells the digest of its state."""
+    """A member has stepped to a version, and sends the digest of its state."""
 
     source: PeerID
     message: Digest
@@ -391,22 +394,22 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`, by a step or by fetching it; `digest`: of our state, None while we hold weights alone.
+    """We hold `version`, by a step or a fetched state. `digest`: of our state; None while we hold weights alone.
 
-    `by`: the round that gave the gradient of our step; it may be void by now, if a member died after its part.
-    `gradient_norm`: of that gradient, for the ledger; None: we have fetched the state."""
+    `by`: the round that gave the gradient of our step; it may be void by now, if a member died after it had sent its
+    part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
 
     version: int
     digest: str | None
     by: RoundStart | None = None
     gradient_norm: float | None = None
     remembers: bool = False
-    """We can repair exactly what others recompute of the previous step."""
+    """We can repeat microbatches of the previous step exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """Nothing has moved for seconds: repeat what a member may have forgotten when it counted a peer lost."""
+    """The run has stood still for seconds: repeat messages that a member may have dropped with a lost peer."""
 
 
 CommitEvent = (

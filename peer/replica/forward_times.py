@@ -7,24 +7,24 @@ from typing import Final
 from shoal.peer.replica.job import Job
 
 _TOLD_FORWARDS: Final = 9
-"""A median of 9: a device that slows down shows after five forwards, which is beyond noise."""
+"""The median of the last 9 forwards is reported: a slower device shows after five of them, which is beyond noise."""
 _SURE_FORWARDS: Final = 3
 _SURE_TIMES: Final = 2.0
-"""A far slower device may not be given five more forwards, so this many in a row also count, if all take over
-`_SURE_TIMES` times the median, or less than its inverse."""
+"""A device that became far slower may never get five more forwards. So the last `_SURE_FORWARDS` alone count, if all of
+them took more than `_SURE_TIMES` times the median, or less than the median divided by `_SURE_TIMES`."""
 _KINDS: Final = ("forward", "loss")
 
 
 class ForwardTimes:
-    """Times forwards, and the whole loss jobs of the last stage. A job that waits for experts runs in parts, with parts
-    of others in between; it counts when it has ended."""
+    """Times forwards, or at the last stage its whole loss jobs. A job that waits for experts runs in parts, between
+    which other jobs run; its parts are added up, and count when the job has ended."""
 
     def __init__(self) -> None:
         self._open: dict[Job, float] = {}
         self._took_s: deque[float] = deque(maxlen=_TOLD_FORWARDS)
 
     def ran(self, job: Job, seconds: float) -> None:
-        """Note that the job, or a part of it, had the device for `seconds`."""
+        """Note that the job, or a part of the job, had the device for `seconds`."""
         if job.kind in _KINDS:
             self._open[job] = self._open.get(job, 0.0) + seconds
 
@@ -35,12 +35,12 @@ class ForwardTimes:
             self._took_s.append(took_s)
 
     def dropped(self, job: Job) -> None:
-        """Forget a job of which nothing more will run."""
+        """Forget a job that will not be finished."""
         self._open.pop(job, None)
 
     @property
     def seconds(self) -> float:
-        """Median of recent times, or of only the very last if these are all far from it; 0 before the first."""
+        """Median of recent times, or of only the last three if these are all far from it; 0 before any forward."""
         if not self._took_s:
             return 0.0
         usual_s, last_s = median(self._took_s), [*self._took_s][-_SURE_FORWARDS:]

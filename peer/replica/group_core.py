@@ -8,23 +8,23 @@ Because membership is per round, replicas come and go without agreeing on a step
 average never counts a member that did not contribute to it.
 
 The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
-rounds. So a leader *acts* only when it has heard every member of the plan since it became ready itself, and every ready
-one names it as leader in its latest Progress; a member that names another has stopped acting as leader, and its
-Progress says what it had granted until then. A draining member is no longer *open* and resigns at once; it stays
-ready, and is heard, until its contributions are committed, whether or not a plan still names it.
+rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready itself, and every
+ready member names it as leader in its latest Progress. A member that names another leader has stopped acting as one,
+and its Progress lists what it had granted until then. A draining member is no longer *open* and stops leading at once;
+it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
 A layout that ends at a version (`Plan.cutover_version`) commits no later step, even if a later step is complete: the
-next layout recomputes what has been begun of it.
+next layout recomputes that step.
 
-`attempt` orders the rounds of one step: plan sequence first, then the leader's own retries. Members obey the highest.
-A member that was left out of a round, or missed its end, sees from the others' digests that it is behind and asks one
-of them for the reduced gradient (`CatchUp`).
+`attempt` orders the rounds of one step: by plan sequence, then by the leader's own retries. Members obey the highest.
+A member that was left out of a round, or missed its end, sees from the other members' digests that it is behind, and
+asks one of these members for the reduced gradient (`CatchUp`).
 
-A *light* member (a learner, `peer/membership/learner.py`) is ready with weights alone. It contributes and takes part in
-rounds, which name it as light; it never leads, sends no digest, and does not count as a holder of the state.
+A learner (`peer/membership/learner.py`) is a member that is ready with weights alone. It contributes and takes part in
+rounds, which list it in `learners`; it never leads, sends no digest, and does not count as a holder of the state.
 
 This file is long because every event of a group enters here. Its parts (members, tallies, rounds, losses, agreement)
-are in files of their own and take no events from elsewhere.
+are in files of their own, and get events only from here.
 """
 
 import math
@@ -63,9 +63,10 @@ class GroupCore(GroupView):
     """One replica's view of its stage group, and the events that change it.
 
     Args:
-        deadline_s: after this long at a version the leader commits if there is at least `quorum` of M. 0: needs all.
-        catch_up_after_s: a member's digest may arrive this long before the end of a round that names us.
-        incarnation: of this replica; all it holds dies with it, and the next one has a higher number.
+        deadline_s: after this long at a version, the leader commits with at least `quorum` (a fraction) of the step's
+            microbatches. 0: it always waits for all.
+        catch_up_after_s: how long we wait for the end of a round that names us once another member has a later version.
+        incarnation: number of this replica's start here; after a restart it has lost its state and has a higher number.
     """
 
     deadline_s: float
@@ -73,7 +74,7 @@ class GroupCore(GroupView):
     catch_up_after_s: float = 1.0
     incarnation: int = 0
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """A peer just promoted to full member -> the last step whose round may still call it light."""
+    """Peer just promoted to full member -> the last step in whose round it may still be listed as a learner."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
     _behind_at_s: float = field(init=False, default=math.inf)
@@ -82,7 +83,7 @@ class GroupCore(GroupView):
     _restarts: Allowance[PeerID] = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
     _cutover_version: int = field(init=False, default=0)
-    """The version at which the layout ends; 0: it does not."""
+    """The version at which the layout ends; 0: no end is planned."""
     _form: WireFormat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers in the group by recent plans, which may still drain."""
+        """Follow a plan. Args: former: peers that only recent plans had in the group; they may still drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version
@@ -131,7 +132,7 @@ class GroupCore(GroupView):
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
-        """Take part with the group's state or, if `learner`, with its weights alone; or, if not `ready`, no longer."""
+        """Begin to take part, with the group's state or, if `learner`, with its weights alone. Not `ready`: end it."""
         was_learner = self.is_learner
         self.set_ready(ready, learner=learner)
         self._note_whole(self.me, was_learner=was_learner)
@@ -139,16 +140,16 @@ class GroupCore(GroupView):
         return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
 
     def take_traffic(self, is_open: bool, *, now_s: float) -> list[CommitCommand]:
-        """Take traffic, or no longer. Then we lead only if there is no other, but our contributions are committed."""
+        """Begin or end to take traffic. A closed member leads only if all full members are closed; its contributions
+        are still committed."""
         self.set_open(is_open)
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Note, at stage 0, a microbatch that is granted to us. `retried`: it runs again, perhaps unknown to the
-        leader."""
+        """Note, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
         self._tallies.claim(microbatch.step, microbatch.index)
-        # Another leader knows its own grants. If we lead, the others must know our grants in case we die. If we just
-        # stopped leading, the new leader does not know what we found must run again.
+        # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
+        # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
         is_known = self.leader != self.me and not retried
         return [Tell(self._progress(microbatch.step), can_wait=True, can_rest=is_known)]
 
@@ -158,7 +159,7 @@ class GroupCore(GroupView):
             self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
 
     def member_lost(self, peer: PeerID, *, is_barred: bool = False, now_s: float) -> list[CommitCommand]:
-        """Count out a member that died. `is_barred`: see `PeerDied`."""
+        """Remove a member that died. `is_barred`: it lives, but ignore it from now on (see `PeerDied`)."""
         if not self.is_near(peer):
             return []
         if is_barred:
@@ -166,7 +167,7 @@ class GroupCore(GroupView):
         return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
 
     def member_elsewhere(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[CommitCommand]:
-        """Count out a peer that says that it is not in our group, either no longer or not yet."""
+        """Remove a peer that reports that it is not in our group, either no longer or not yet."""
         if not self.is_near(peer) or incarnation < self.incarnation_of(peer):
             return []
         self.has_no_state(peer)
@@ -184,11 +185,11 @@ class GroupCore(GroupView):
         learner: bool = False,
         now_s: float,
     ) -> list[CommitCommand]:
-        """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
-        reduction.
+        """Apply a member's presence. Ignore a peer that no recent plan names: a stranger that joins and does not answer
+        would block every reduction.
 
         Args:
-            ready, is_open: it takes part, and takes traffic.
+            ready, is_open: the member takes part, and takes traffic.
             drains: it is leaving, and may have left the group before we joined.
             has_moved: the plan has a place for it elsewhere.
         """
@@ -203,7 +204,7 @@ class GroupCore(GroupView):
         if self.is_barred(peer):
             return [*reborn, *self._leader_may_have_changed(now_s)]
         if not ready and (peer not in self.group_peers or self.is_ready(peer)):
-            # It has left. Do not wait for it, nor for its part of a round that it has not heard of.
+            # It has left. Do not wait for it, nor for its part in a round of which it never heard.
             self.has_no_state(peer)
             return [*reborn, *self._lose(peer, now_s)]
         was_learner = peer in self.learners
@@ -213,8 +214,8 @@ class GroupCore(GroupView):
         return [*reborn, *told, *self._leader_may_have_changed(now_s)]
 
     def _note_whole(self, peer: PeerID, *, was_learner: bool) -> None:
-        """Note a light member's promotion. This step's round was perhaps opened before, and the next round's leader may
-        not have heard of it: both may still call the peer light."""
+        """Note the promotion of a learner to full member. The round of this step may have been opened before, and the
+        leader of the next may not have heard of it yet: both rounds may still list the peer as a learner."""
         if was_learner and peer in self._whole:
             self._learner_until[peer] = self.version + 1
 
@@ -222,10 +223,11 @@ class GroupCore(GroupView):
         return -1 < self.incarnation_of(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
-        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a
-        PresenceUpdate. A member that restarts without end is reported, and barred.
+        """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
+        member that restarts too often is reported, and barred.
 
-        The caller tries a round later, once all that the member says is known: it may be ready again."""
+        This opens no round. The caller tries to, after it has applied the rest of the message: the member may be ready
+        again."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
             commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
@@ -248,7 +250,7 @@ class GroupCore(GroupView):
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Count out an unreachable member that drains; do not wait for the word of one that is not ready."""
+        """Remove an unreachable member if it drains. If it is not ready, do not wait until it names a leader."""
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
@@ -265,8 +267,8 @@ class GroupCore(GroupView):
         self._losses.grown(now_s)
         if step in self._rounds.open:
             self._void_round_if_outgrown(step, self.me)
-        # If we die, our contribution dies with us: the others need our word only for the round, and if we lead not even
-        # for that.
+        # If we die, our contribution dies with us, so the others need our report only to open the round, and not even
+        # for that if we lead.
         can_rest = self.deadline_s == 0 and (event.more_follows or self.leader == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
@@ -274,12 +276,12 @@ class GroupCore(GroupView):
         if not self.is_near(source) or self.is_barred(source):
             return []  # A removed member may still send its last Progress.
         if message.incarnation < self.incarnation_of(source):
-            return []  # Sent by an earlier incarnation.
+            return []  # An earlier incarnation of the sender has sent it.
         commands = self._reborn(source, message.incarnation, now_s)
         if self.is_barred(source):
             return [*commands, *self._leader_may_have_changed(now_s)]
         if not self.has_spoken(source):
-            commands += self._tell_open_steps(to=source)  # it did not know us before, and may have ignored our words
+            commands += self._tell_open_steps(to=source)  # it may not have known us yet, and ignored our messages
         self.names(source, message.leader, count=message.count)
         if self.version <= message.step < self.version + OPEN_STEPS_MAX:
             claimed = indices_from(message.claimed, count=self.microbatches)
@@ -300,22 +302,22 @@ class GroupCore(GroupView):
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
         """Take part in a round that the leader opens, or that we open as the leader."""
         if not self.ready:
-            return []  # It names an earlier tenure of ours, whose gradients we lack.
+            return []  # The round names an earlier incarnation of us; we lack its gradients.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
         if any(message.step > self._learner_until.get(peer, -1) for peer in self._whole.intersection(message.learners)):
-            return []  # A lie: it calls a full member light, which would leave out that member's digest.
+            return []  # A lie: it lists a full member as a learner, which would leave out that member's digest.
         if self.is_leader and self._rounds.is_dead(message):
             return []  # Our own round will replace it at all members.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
         if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
-            # Our sum holds more than the leader knew, and an average must count what it contains. It will open another.
+            # Our sum holds more than the leader knew, and a mean must count all of it: the leader opens another round.
             return [Tell(self._progress(message.step))]
         self._rounds.open[message.step] = message
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """Void our round, as its leader, if a member has more than it says (a microbatch ran in two places)."""
+        """Void our round, if we lead and `peer` has contributed more than the round says (a microbatch ran twice)."""
         start = self._rounds.open[step]
         if step != self.version or self.leader != self.me:
             return
@@ -375,8 +377,9 @@ class GroupCore(GroupView):
         return due_s
 
     def _press(self) -> list[CommitCommand]:
-        """Repeat what a member may have forgotten when it counted a peer lost: as the leader our round, since members
-        may have held to that peer's; else our progress, which also tells the leader that it leads."""
+        """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
+        because members may have followed the lost peer's round; a member repeats its progress, which also confirms the
+        leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)
@@ -390,7 +393,7 @@ class GroupCore(GroupView):
 
     @property
     def _whole(self) -> set[PeerID]:
-        """All members that say they hold the state, including us if we do."""
+        """All members that report that they hold the state, and we if we hold it."""
         return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
@@ -407,8 +410,9 @@ class GroupCore(GroupView):
         return attempt(self._rounds.plan_sequence, self._rounds.retries, rank=rank, incarnation=self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
-        """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""
-        own = self._agreement.own if to and self.version else ()  # the receiver may lead without knowing our versions
+        """Send our progress in all open steps. Only the last message names our leader: a leader acts once all name it,
+        and must know our grants by then."""
+        own = self._agreement.own if to and self.version else ()  # the receiver may not have heard our digest
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_leader=False) for s in sorted(self._tallies.steps) if s != self.version]
         return [Tell(message, to=to) for message in (*said, self._progress(self.version))]
@@ -427,7 +431,7 @@ class GroupCore(GroupView):
             self._rounds.void_if_dead(step)  # a member may have died before we came to this step
             if step in self._rounds.open:
                 return []
-        # Ready members in rank order, then draining ones that have contributed: they give and get a part.
+        # The round's members: ready members in rank order, then draining members that have contributed to the step.
         # A member that is not ready takes no part, so its contributions do not count until it is ready again.
         ranked = self.ranked
         if self.draining:
@@ -453,14 +457,15 @@ class GroupCore(GroupView):
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """Plan to ask a member that is past our version; at once if no round brings it, as only that member may have
-        it."""
+        """Plan to ask a member that is past our version for the gradient, after `catch_up_after_s`; at once if no round
+        that we know will give us this gradient."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask another member each time: one may be dead, and not all of us should ask the same."""
+        """Ask a member that is ahead, a different one each time: it may be dead. Each of us begins with another, so
+        that not all ask the same member."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

@@ -1,4 +1,4 @@
-"""One run of the device."""
+"""Jobs: the units of work that the device runs one at a time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ JobKind = Literal["forward", "backward", "loss", "validate", "step"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job. `microbatch` is None for an optimizer step; `version` is the version that it runs at."""
+    """One job. `microbatch` is None for an optimizer step; `version` is the stage's version at which the job runs."""
 
     kind: JobKind
     microbatch: Microbatch | None
@@ -23,7 +23,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
-    """One job, or a part of one: `F(3, 1)` is the forward of microbatch (3, 1). Seconds of this peer's clock."""
+    """When one job, or a part of it, had the device, by this peer's clock. `F(3, 1)`: forward of microbatch (3, 1)."""
 
     job: Job
     started_s: float

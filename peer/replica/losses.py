@@ -1,4 +1,4 @@
-"""Track the work that was lost with dead replicas, and decide when to suspect a loss. Pure."""
+"""Track work that was lost with dead replicas, and decide when to suspect a loss that nobody reported. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,64 +10,66 @@ from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 2.0
-"""Suspect a loss after this many step times without a contribution. Asking in vain costs only time."""
+"""Suspect a loss after this many step times without a contribution. A needless request costs only time."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
-"""Wait before the first request after a member has died: its last contributions may be unreported. A request costs one
-call, since stage 0 does not run again what has not come back to it yet."""
+"""Wait before the first request after a member has died: its last contributions may be unreported. The wait is short
+because a request costs one call: stage 0 does not run again what has not come back to it yet."""
 STALL_S_BEGINNING = 3.0
-"""Wait before the first request when a generation begins, or we begin in it. The first microbatches have yet to pass
-all stages, and members report contributions up to a second late (`telling.py`)."""
+"""Wait before the first request when a generation (the training since a restore point) begins, or we enter it. The
+first microbatches have yet to pass all stages, and members report contributions up to a second late
+(`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
 """Minimum wait at stage 0, which would run again everything that is in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Losses:
-    """Decide what a group's leader asks stage 0 to run again.
+    """Decides which microbatches a group's leader asks stage 0 to run again.
 
-    Known losses: what a dead member had contributed, or (at stage 0) had been granted. Suspected losses: everything
-    missing, when no contribution has arrived for several step times, since a frame may be lost without anyone noticing.
-    Asking for too much costs only time: a stage that already has the gradient computes again and adds nothing.
+    Known losses: the microbatches that a dead member had contributed or (at stage 0) had been granted. Suspected
+    losses: all that are missing, if no contribution has arrived for several step times, since a frame may be lost
+    without anyone noticing. To ask for too many costs only time: a stage that already has a gradient computes it again
+    and does not add it.
     """
 
     microbatches: int
     is_first: bool = False
-    """We are stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
+    """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """First version of the generation. Stage 0's leader grants all of that step itself, so it knows what was lost."""
+    """First version of the generation. Stage 0's leader makes all grants of that step itself: it knows all losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for everything that is missing, unless a contribution arrives before.
 
-    Late until a first step has shown how long steps take, but finite for a new leader's sake. Sooner, then with growing
-    intervals, if something may be lost: stage 0 does not run again what is on its way back to it, and a dead peer may
-    have sent that.
+    It is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
+    step. If something may be lost, it is sooner, and requests are repeated at growing intervals: stage 0 refuses to run
+    again what is on its way back to it, and the peer that sent that may be dead.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)
     _grown_at_s: float = field(init=False, default=0.0)
     _may_lack: bool = field(init=False, default=False)
-    """A loss is possible that nobody reported: a member died since the last step, or perhaps before we came."""
+    """An unreported loss is possible: a member died since the last step, or perhaps before we came."""
     _has_died: bool = field(init=False, default=False)
     _num_asked: int = field(init=False, default=0)
     _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=8))
-    """Latest step times, of which the median counts: one stalled step must not make us patient with the next."""
+    """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches as claimed by `peer`: it said so, or we granted them, and its own word may be lost."""
+        """Record microbatches as claimed by `peer`: it reported them, or we granted them (its report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
     def mate_died(self) -> None:
-        """Suspect losses that nobody reported."""
+        """Suspect unreported losses from now until the next step: a member died."""
         self._may_lack = self._has_died = True
         self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
-        """Mark as lost what a dead member had contributed to `step` or claimed of it."""
+        """Mark the microbatches of `step` that a dead member had contributed or claimed as lost."""
         claimed = self._claims.get(step, {}).pop(peer, 0)
         self._lost[step] = self._lost.get(step, 0) | contributed | claimed
 
@@ -82,7 +84,7 @@ class Losses:
         if by_a_step and self._version_since_s > 0:
             self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
-        # At the beginning of a generation, too, another stage's leader may have just restarted.
+        # A loaded state: members may have died before we came, even at the beginning of a generation, but for stage 0.
         self._may_lack, self._num_asked = not by_a_step and (not self.is_first or version > self.begins_at), 0
         self._has_died = False
         self._look_again()
@@ -91,7 +93,7 @@ class Losses:
                 del table[step]
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
-        """Return the requests that are due. Args: lacks: true if no member has contributed microbatch (step, index)."""
+        """Return the requests that are due. Args: lacks: True if no member has contributed microbatch (step, index)."""
         if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1
@@ -120,5 +122,5 @@ class Losses:
             return STALL_S_DEATH if self._has_died else STALL_S_BEGINNING
         if not self._steps_s:
             return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
-        # Steps that take minutes may be slow because of just such losses.
+        # The limit: steps that take minutes may be slow because of just such losses.
         return self._usual_s() if self.is_first else min(self._usual_s(), STALL_S_FIRST)

@@ -4,15 +4,15 @@
 A member passes through these states. A plan begins its life, and the driver ends it:
 
     joining    not ready, closed   it fetches the group's state
-    light      ready, open         it computes with the group's weights until its state is whole; closed while it lags
-                                   (its weights are too old for every microbatch of the group)
-    closed     ready, closed       it takes no traffic yet: it could not repair exactly what runs again
+    learner    ready, open         it computes with the group's weights until it has the whole state; closed while it
+                                   lags (its weights are too old for every microbatch of the group)
+    closed     ready, closed       it takes no traffic yet: it could not repeat exactly a microbatch that runs again
     open       ready, open         it takes traffic
     paused     ready, closed       the owner wants the device: its work goes back, its contributions are still reduced
     draining   ready, closed       it finishes its work; a plan may give its place back (`DrainEnded`)
     drained    not ready, closed   no peer needs it any more
 
-It learns from the presence of others (`PeerSaid`) which of them are ready and open.
+The other members' presence messages (`PeerSaid`) tell it which members are ready and open.
 """
 
 from abc import ABC, abstractmethod
@@ -48,18 +48,18 @@ _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
 
 
 class MemberCore(ABC):
-    """One member's commits and its life. Args: plan: the plan that gives the member its place."""
+    """Decides one member's commits and states. Args: plan: the plan that gives the member its place."""
 
     def __init__(self, group: GroupCore, plan: Plan) -> None:
         self.group = group
-        """Others read it; only this core and its subclasses change it."""
+        """Other modules read it; only this core and its subclasses change it."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
         self.is_paused = False
         self.is_draining = False
         self.is_lagging = False
-        """We are light, and our weights are too old for every microbatch."""
+        """We are a learner, and our weights are too old for every microbatch."""
         group.take_traffic(False, now_s=0.0)
         self._group_due_s = group.next_timer_s()
 
@@ -114,25 +114,25 @@ class MemberCore(ABC):
                 return self._of_the_group(event, now_s)  # type: ignore[arg-type]
 
     def next_timer_s(self) -> float:
-        """Return when the core wants a `TimerFired`."""
+        """Return the time at which the core wants a `TimerFired`."""
         return self._group_due_s
 
     # --- what a kind of member defines ---
 
     @abstractmethod
     def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
-        """Tell the group what a peer's `presence` says of its place in it."""
+        """Tell the group core what a peer's `presence` says about its place in our group."""
 
     def _more_follows(self, step: int) -> bool:
-        """True if more microbatches of `step` are here, so that news of a contribution may wait for theirs."""
+        """True if more microbatches of `step` are here, so that one report can cover several contributions."""
         return False
 
     def _changed(self, now_s: float) -> list[Command]:
-        """Handle a change on which work may have waited."""
+        """React to a change for which work may have waited."""
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """Handle the loss of the work that `peer` had of us. It may have begun anew as incarnation `successor`."""
+        """React to the loss of work that we had sent to `peer`. `successor`: its new incarnation if it restarted."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
@@ -143,7 +143,7 @@ class MemberCore(ABC):
 
     def _count(self, event: Contributed) -> Count:
         step = event.microbatch.step
-        # A contribution during a round must not outgrow it.
+        # During a round our sum must not grow beyond what the round says.
         held_out = event.retried or self.group.has_round(step)
         follows = self._more_follows(step)
         return Count(
@@ -164,7 +164,7 @@ class MemberCore(ABC):
         return self._decided(self.group.handle(event, now_s=now_s), now_s)
 
     def _decided(self, commands: list[CommitCommand], now_s: float) -> list[Command]:
-        """Carry out what the group has decided."""
+        """Carry out the commands of the group's core; return those for the driver."""
         self._group_due_s = self.group.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
 
@@ -182,8 +182,8 @@ class MemberCore(ABC):
         return [*self._decided(self.group.take_traffic(False, now_s=now_s), now_s), AnnouncePresence()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
-        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step, before
-        which it could not repeat exactly what runs again, unless no other member takes traffic."""
+        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits until it has made a step itself:
+        before, it could not repeat a microbatch exactly. It does not wait if no other member takes traffic."""
         is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
         if self.is_open or is_kept_closed or not self.group.ready:
             return []
@@ -195,12 +195,12 @@ class MemberCore(ABC):
 
 
 class ExpertCore(MemberCore):
-    """A member of the group of one expert's holders."""
+    """One holder of an expert, as a member of the group of that expert's holders."""
 
     def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
         place = next((place for place in presence.experts if place.group == self.group.stage), None)
         if place is None:
-            # Hellos arrive in order, so the peer's part in this group is over.
+            # Presence messages arrive in order, so the peer has left this group.
             return self.group.member_elsewhere(peer, 2**62, now_s=now_s)  # later than every incarnation
         return self.group.member_said(
             peer,

@@ -1,4 +1,4 @@
-"""Decide which members are ready and open, and which of them each takes for the leader. Pure."""
+"""Decide which members are ready and open, and which leader each member names. Pure."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,28 +11,28 @@ from shoal.protocol.plan import Member
 
 @dataclass(slots=True)
 class Mate:
-    """One member, as we know it."""
+    """Our knowledge about one other member."""
 
     is_ready: bool = False
     """It takes part, with the group's state or as a learner."""
     is_learner: bool = False
-    """It takes part with weights alone."""
+    """It takes part with weights alone, without the optimizer's moments."""
     is_open: bool = True
-    """It accepts traffic."""
+    """It accepts microbatches."""
     is_present: bool = False
-    """It has announced itself since it was last lost."""
+    """It has announced itself since it was last recorded as lost."""
     is_absent: bool = False
-    """It died, or it is unreachable and not ready. Nobody waits for its word."""
+    """It died, or it is unreachable and not ready. Nobody waits for its messages."""
     reported_empty: bool = False
     """Its last announcement said that it is not ready, is a learner, or is elsewhere."""
     names: PeerID | None = None
-    """The leader that it names; None: it has not said; empty: it knows of none."""
+    """The leader that it names; None: it has named none; empty: it knows no leader."""
     count: int = -1
-    """`count` of the Progress in which it named that leader."""
+    """The number (`Progress.count`) of the message in which it named that leader."""
     incarnation: int = -1
-    """The latest known; -1: none."""
+    """The latest known number of its starts in this place; -1: none known."""
     dropped_s: float | None = None
-    """When a plan that we obeyed dropped it, if that was recently."""
+    """When a plan that we followed dropped it, if that was recently."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class MembershipView:
     """The plan's other members, ready or not, in rank order, without the barred ones."""
     ready_members: tuple[PeerID, ...] = field(init=False, default=())
     full_members: tuple[PeerID, ...] = field(init=False, default=())
-    """The ready mates that hold the full state."""
+    """The ready members that hold the full state, without ourselves."""
     learners: frozenset[PeerID] = field(init=False, default=frozenset())
     """The ready learners, ourselves included if we are one."""
     ranked: tuple[PeerID, ...] = field(init=False, default=())
@@ -62,14 +62,14 @@ class MembershipView:
     draining: tuple[PeerID, ...] = field(init=False, default=())
     """Ready members that the plan no longer names: they drain."""
     leader: PeerID | None = field(init=False, default=None)
-    """The first full member by rank that is ready and open; if all of them drain, the first full member."""
+    """The first full member by rank that is open; if none is open, the first full member; None: there is none."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
-    """The members that, as far as we have heard, may take another peer than us for the leader."""
+    """The members that may still believe in another leader than us."""
     is_leader: bool = field(init=False, default=False)
-    """We are the leader, and each member that could think otherwise has named us."""
+    """We are the leader, and no member may still believe in another (`doubtful` is empty)."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
     _barred: set[PeerID] = field(init=False, default_factory=set)
-    """Peers that we refuse as mates, whatever the plan and they themselves say."""
+    """Peers that we refuse as members, whatever the plan or their messages say."""
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class MembershipView:
         return peer in self.group_peers or peer in self.draining
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
-        """True if a plan dropped the peer less than one drain time ago."""
+        """True if a plan dropped the peer less than `DRAINING_S_MAX` ago, so that it may still drain."""
         return now_s < self._dropped_s(peer) + DRAINING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
@@ -107,7 +107,7 @@ class MembershipView:
 
     @property
     def overstays_at_s(self) -> float:
-        """When the first draining member should be gone; there must be one."""
+        """When the first of the draining members should be gone; there must be a draining member."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
@@ -118,14 +118,14 @@ class MembershipView:
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def incarnation_of(self, peer: PeerID) -> int:
-        """The latest known; -1: none."""
+        """Return the latest known incarnation of the peer; -1: none is known."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 
     # --- events ---
 
     def set_planned(self, members: Sequence[Member], former: Collection[PeerID], *, now_s: float) -> None:
-        """Take a new plan. Args: former: other peers that recent plans had in the group."""
+        """Follow a new plan. Args: former: other peers that recent plans had in the group."""
         ready = [peer for peer, mate in self._known.items() if mate.is_ready]
         before = {member.peer for member in self.planned}.union(former, ready)
         self.planned = tuple(members)
@@ -158,7 +158,7 @@ class MembershipView:
         self._changed()
 
     def announced(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
-        """Record a member's announcement. Return whether it is news, so that the member needs to be told our state."""
+        """Record a member's announcement. Return True if it is new or newly ready: it then needs our progress."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
         mate.is_open, mate.is_ready, mate.is_learner = is_open, ready, ready and learner
@@ -168,11 +168,11 @@ class MembershipView:
         return news
 
     def has_no_state(self, peer: PeerID) -> None:
-        """Record that a peer has no state here: it said so, or it is elsewhere."""
+        """Record that a peer has no state of our group: it reported that, or it has a place elsewhere."""
         self._of(peer).reported_empty = True
 
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
-        """Record that a member drains from here to its place elsewhere, moved by a plan that we may not have seen."""
+        """Record that a member drains here because a plan, which we may not have seen, moved it elsewhere."""
         mate = self._of(peer)
         if peer not in self.group_peers and mate.dropped_s is None:
             mate.dropped_s = now_s
@@ -183,7 +183,7 @@ class MembershipView:
             mate.incarnation, mate.count = incarnation, -1
 
     def names(self, peer: PeerID, leader: PeerID, *, count: int) -> None:
-        """Record which leader a member names. Ignore it if a later word arrived first."""
+        """Record which leader a member names. Ignore the message if a later one (higher `count`) arrived first."""
         mate = self._of(peer)
         before = mate.is_absent, mate.names
         if count > mate.count:
@@ -193,14 +193,14 @@ class MembershipView:
             self._changed()
 
     def lost(self, peer: PeerID) -> None:
-        """Record that a member died or dropped its state; what it announced before no longer holds."""
+        """Record that a member died or dropped its state; its earlier announcements no longer hold."""
         mate = self._of(peer)
         mate.is_absent, mate.is_present, mate.is_ready, mate.names = True, False, False, None
         mate.is_learner = False
         self._changed()
 
     def bar(self, peer: PeerID) -> None:
-        """Refuse a peer as mate for as long as we have this place."""
+        """Refuse a peer as a member for as long as we have this place."""
         self._barred.add(peer)
         self._changed()
 
@@ -208,7 +208,7 @@ class MembershipView:
         return peer in self._barred
 
     def silent(self, peer: PeerID) -> None:
-        """Record that a peer is unreachable: unless it is ready, nobody waits for its word on the leader."""
+        """Record that a peer is unreachable. If it is not ready, we no longer wait until it names a leader."""
         mate = self._of(peer)
         if not mate.is_ready:
             mate.is_absent = True
@@ -247,7 +247,7 @@ class MembershipView:
         self.is_leader = self.leader == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
-        """True if the peer does not claim the lead: it names us, or a peer that only an older plan has."""
+        """True if the peer surely believes in no other leader: it names us, or a peer that only an older plan has."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
         return named == self.me or (peer not in self.group_peers and named != peer and not self.is_near(named))

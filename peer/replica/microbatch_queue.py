@@ -1,24 +1,25 @@
-"""Decides which member computes which microbatch, at stage 0. Pure.
+"""Decides which member of stage 0 computes which microbatch. Pure.
 
-Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
-grants (`WorkQueue`) and holds every claim open until something is due to its claimant, for `PATIENCE_S` at most. It
-serves all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now
-and then.
+Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the list of
+grants (`WorkQueue`), and holds every claim open until it may grant the claimant a microbatch, for `PATIENCE_S` at most.
+It serves all open claims of one turn of the event loop together. A claimant far slower than the others gets one
+microbatch now and then.
 
 Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep members to their
 shares: a window is as large as the rate that it measures, and the rate is as high as the window is large, so nothing
-brings back a member that has come to compute more than the others. Its network card then carries more activations than
-the plan counts with, and the whole group waits for its part of the reduction. A claimant with its full share gets more
-of a step only as others leave it: it then holds no more than its share of what is not granted yet. Meanwhile it goes on
-with the next step. Members that take no traffic have no share. A claim that has waited in vain for `PATIENCE_S` while
-something could be granted gets its share of all that, whatever its claimant has had: the member that the rest is
-reserved for may be gone unnoticed.
+brings back a member that has come to compute more than its share. Its network card then carries more activations than
+the plan assumes, and the whole group waits for its part of the reduction. A claimant that has had its full share of a
+step may hold, at any time, no more than its share of the microbatches that are not granted yet. Meanwhile it goes on
+with the next step. Members that take no traffic have no share. If a claim has waited for `PATIENCE_S` while
+microbatches could be granted, its claimant gets its share of them, whatever it has had: the members for which they are
+reserved may have gone unnoticed.
 
-Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
-part. A member that declines leaves its part to the leader. These microbatches do not go through the book, because a
-claim waits for room in a window, and the windows may be full of microbatches that wait for the lost ones.
+Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to run its
+part. If a member declines, the leader runs that part. These microbatches are not claimed, because a claim waits for
+room in a window, and the windows may be full of microbatches that wait for the lost ones.
 
-Every member keeps the book, from what the others say they have computed and were granted, so that any can lead next.
+Every member keeps the list, from the other members' reports of what they have computed and were granted, so that any
+member can lead next.
 """
 
 import math
@@ -63,17 +64,18 @@ from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationR
 from shoal.protocol.plan import Plan
 
 PATIENCE_S = 5.0
-"""Seconds that the leader keeps a claim open when all that may be granted is taken."""
+"""Seconds that the leader keeps a claim open if it may grant nothing."""
 RETRY_S = 0.2
 """Seconds until a failed claim is repeated."""
 HALT_S = 10.0
-"""Seconds that a halt lasts unless its asker renews it; with all renewals it lasts `HALTED_S_MAX`."""
+"""Seconds that a halt lasts unless the leaving member renews it; with renewals it lasts `HALTED_S_MAX` at most."""
 _STILL_STEPS = 2.0
-"""Step times without a step after which the run stands still, and work reported as lost may well be lost."""
+"""After this many step times without a step the run counts as standing still: then even repairs beyond the asker's
+share are admitted, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
-"""A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
-slower ones. Beyond it, its network card would carry more than the plan counts with."""
+"""A member that is quicker than the plan assumes computes up to this multiple of its share, so that the step does not
+wait for slower members. With more, its network card would carry more than the plan assumes."""
 
 
 @dataclass(slots=True)
@@ -91,12 +93,12 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A member's halt. It is kept after its end, until that member has been away."""
+    """A leaving member's request that no step begins, kept after its end until that member has been away."""
 
     ends_s: float
-    """Its end, even if it is renewed."""
+    """The latest end, with all renewals."""
     until_s: float = -math.inf
-    """Its end unless it is renewed; -inf: it is over."""
+    """The end unless the member renews the halt; -inf: the halt is over."""
 
     @property
     def is_open(self) -> bool:
@@ -105,39 +107,41 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchQueue:
-    """One stage-0 replica's view of the grants."""
+    """Claims, grants and repairs, as one replica of stage 0 knows them; the leader's decisions on them.
+
+    Args: book: the list of grants; group: our view of the group; demand: our schedule, which wants microbatches."""
 
     book: WorkQueue
     group: GroupView
     demand: Schedule
     is_stopped: bool = False
-    """We drain, pause or lag: we claim nothing more and take no repairs."""
+    """We drain, pause or lag, so we claim nothing and run no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """The microbatches that are granted and not yet contributed."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> number of its microbatches given to each member."""
+    """Step -> number of microbatches of this step given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """When each claimant last contributed a microbatch of our grants."""
+    """When each claimant last contributed a microbatch that we had granted."""
     _flows_s: float | None = field(init=False, default=None)
-    """When the first microbatch of our grants came back. Before, stages may have waited for their state."""
+    """When the first microbatch that we had granted was contributed. Before, stages may have waited for their state."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
-    """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
+    """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> when its repairs so far will be within their share of all work."""
+    """Asker of repairs -> when its repairs so far will no longer exceed their share of all work (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
-    """When repairs beyond that share were last admitted because the run stood still."""
+    """When repairs beyond that share were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
     """The leader that we have asked for microbatches, and when."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Seconds of recent answers to our claims. The quickest did not wait for something to grant."""
+    """Seconds from claim to answer, recently. The quickest answer did not wait until something could be granted."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """When to serve the open claims: at the end of the turn in which something has changed."""
+    """When to serve the open claims: at the end of the event loop's turn in which something has changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
     """No claim is made before this time."""
@@ -201,7 +205,7 @@ class MicrobatchQueue:
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, *, now_s: float) -> list[QueueCommand]:
-        # A member that is not in the plan has left, so its halt ends. One that is back may ask for another.
+        # A member that is not in the plan has left, so its halt ends. A member that is back may ask for another halt.
         away = plan.dropped_since(self._plan) if self._plan is not None else []
         self._plan = plan
         self.book.cutover_version = plan.cutover_version
@@ -209,12 +213,12 @@ class MicrobatchQueue:
         return self._end_halts(now_s)
 
     def look_again(self, now_s: float) -> list[QueueCommand]:
-        """Handle a change on which a claim, ours or another member's, may have waited: the window has room, the leader
-        is new, or a member has become ready."""
+        """React to a change for which a claim, ours or another member's, may have waited: the window has room, the
+        leader is new, or a member has become ready."""
         ended: list[QueueCommand] = []
         if self.group.leader != self.group.me:
-            # Their claimants now claim from the new leader. Kept until we lead again, they would be granted
-            # microbatches that no member computes.
+            # The claimants now claim from the new leader. If we kept these claims until we lead again, we would grant
+            # them microbatches that no member computes.
             ended = [self._answer(source, []) for source in self.open_claims]
         if self._claims:
             self._serves_at_s = now_s
@@ -236,7 +240,7 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Note that a member has contributed `indices` of `step`, and has been granted `granted`. Both are bitmaps."""
+        """Note which microbatches of `step` a member has contributed (`indices`) and was granted; both are bitmaps."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -254,18 +258,18 @@ class MicrobatchQueue:
         if granted is not None:
             self._made_s[granted.peer] = now_s
             if granted.peer in self._claims:
-                self._serves_at_s = now_s  # it holds less, so more may be due to it
+                self._serves_at_s = now_s  # the member holds less now, so more may be due to it
             if self._flows_s is None:
                 self._flows_s = now_s
             self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
     def lost(self, peer: PeerID, *, now_s: float) -> list[QueueCommand]:
-        """Forget the work of a lost member, but not its pace, in case it comes back."""
+        """Forget the grants of a lost member, but not its pace, in case it comes back."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         for had in self._had.values():
-            had.pop(peer, None)  # others run it again; should the member come back, its share is whole again
-        # A grant to a claim that it has left open would be lost unnoticed.
+            had.pop(peer, None)  # others run its work again; if it comes back, its whole share is due to it again
+        # Close its open claim: microbatches granted to it would be lost unnoticed.
         answers: list[QueueCommand] = [self._answer(peer, [])] if peer in self._claims else []
         if self.book.version < self.book.steps:
             return answers
@@ -288,7 +292,7 @@ class MicrobatchQueue:
         window = self.demand.window
         if self.is_stopped or window is None or not self.group.ready:
             return 0
-        # Ask for more than fits: also for the places that will fall free while the claim is on its way.
+        # Ask for more than fits now: places in the window will become free while the claim is on its way.
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
         return self.demand.room + ahead - self.demand.num_waiting
 
@@ -306,11 +310,11 @@ class MicrobatchQueue:
         self._asked, self._claims_at_s = None, now_s
         self._answers_s.append(now_s - asked.at_s)
         commands: list[QueueCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
-        # If the leader has changed meanwhile, our Progress to the new one did not claim these: it grants them again.
+        # If the leader has changed meanwhile, drop these: the new leader does not know them, and grants them again.
         for step, index in grant.items if leader == self.group.leader else ():
             if index >= 0:
-                self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
-                if leader != self.group.me:  # else it counted when we granted it
+                self.book.take(step, 1 << index)  # for our Progress, and in case we lead next
+                if leader != self.group.me:  # else we counted it when we granted it
                     self._had.setdefault(step, Counter())[self.group.me] += 1
             commands.append(Make(Microbatch(step, index), False))
         return commands
@@ -332,7 +336,7 @@ class MicrobatchQueue:
     def _open_claim(self, source: PeerID, count: int, call: int, now_s: float) -> list[QueueCommand]:
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
-        # Only a member's last claim counts: it does not wait for the answers to earlier ones.
+        # Only a member's last claim counts: the member no longer waits for the answers to earlier claims.
         superseded: list[QueueCommand] = [self._answer(source, [])] if source in self._claims else []
         self._claims[source] = _OpenClaim(count, call, now_s + PATIENCE_S)
         self._serves_at_s = now_s
@@ -346,8 +350,8 @@ class MicrobatchQueue:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[QueueCommand]:
-        """Grant every open claim what is due to its claimant; the rest goes to the next claims. A claimant that is not
-        ready waits: it is unknown here, or was lost after it asked."""
+        """Answer each open claim with the microbatches that are due to its claimant; leave it open if there are none. A
+        claimant that is not ready waits: it is not known here yet, or was lost after it asked."""
         if not self.group.is_leader:
             return []
         commands: list[QueueCommand] = []
@@ -362,7 +366,7 @@ class MicrobatchQueue:
             due: dict[int, int] | None = None
             due_to_validate: int | None = None
             if source not in shares:
-                # The whole step would wait for it. Give it one now and then, to see whether it has recovered.
+                # The whole step would wait for this slow member. Grant it one microbatch now and then, as a trial.
                 most = 1 if self._pace.is_due(source, now_s) else 0
             elif now_s < claim.until_s:
                 due = self._due(source, shares[source], everyone)
@@ -381,7 +385,7 @@ class MicrobatchQueue:
         return commands
 
     def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
-        """Return the shares of the members that take traffic and keep pace. A draining member computes nothing more."""
+        """Return the shares of the members that take traffic and keep pace; they sum to 1."""
         able = {self.group.me, *self.group.open_members, *self._claims}
         shares = {
             peer: max(self.group.share_of(peer), _SHARE_MIN)
@@ -392,8 +396,8 @@ class MicrobatchQueue:
         return {peer: share / total for peer, share in shares.items()}
 
     def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
-        """Return how many microbatches of each open step may be granted to a member of that share. A member that has
-        become slow gets no more of a step than it computes while the others compute the rest."""
+        """Return how many microbatches of each open step may be granted to a member with that share. A member that has
+        become slow gets no more of a step than it can compute while the others compute the rest."""
         control = self.demand.control
         last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
@@ -407,11 +411,11 @@ class MicrobatchQueue:
             in_time = self._turns.most(source, held[step], left=left) - holds
             due[step] = max(0, min(max(its_own, of_others), in_time))
             if due[step] < left and step >= last:
-                break  # The next step cannot begin yet: it would only delay the rest of this one.
+                break  # Later steps are too far ahead: they would only delay the rest of this step.
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return how many microbatches of a step a member of that share may compute, whatever the others do."""
+        """Return how many microbatches of a step a member with that share may compute, however many are left."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
@@ -427,12 +431,12 @@ class MicrobatchQueue:
         for granted in self._out.values():
             if granted.peer == peer and granted.at_s < since_s:
                 since_s = granted.at_s
-        # A member that has contributed since is not stuck: it waits for a slow replica further on.
+        # A member that has contributed since then is not stuck: its microbatch waits for a slow replica further on.
         since_s = max(since_s, self._made_s.get(peer, 0.0), self._flows_s or 0.0)
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
-        """Run a microbatch here, as a repair, that a member hands back because it pauses or lags."""
+        """Run a microbatch ourselves that a member hands back, because it pauses or lags."""
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
@@ -446,16 +450,17 @@ class MicrobatchQueue:
             raise RemoteError(source, f"wants step {step} again, which this run does not have")
         count = self.book.microbatches
         asked = indices_from(bitmap, count=count)
-        # What is not back at stage 0 yet is still on its way to the stage that lacks it.
+        # A microbatch that is not back at stage 0 yet may still be on its way to the stage that asks for it.
         passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
         may_run = self._count_repairs(source, len(passed), now_s)
         return self.run_again(step, sum(1 << index for index in passed[:may_run]), now_s=now_s)
 
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
-        """Count repairs for `source`; only its own stage knows whether they are needed.
+        """Limit the repairs for `source` to a share of all work (`REPAIRED_SHARE`): a peer could ask without need, and
+        only its own stage would know.
 
-        Returns: how many of `asked` may run now; the sender asks again for the rest. All, now and then, if the run
-        stands still. Raises: Refused: none may."""
+        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, all may,
+        now and then. Raises: Refused: none may."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
@@ -464,7 +469,7 @@ class MicrobatchQueue:
         until_s = self._repaired_until_s.get(source, now_s)
         may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
         if asked and may_run <= 0 and now_s >= max(seen[-1] if seen else 0.0, self._spared_s) + _STILL_STEPS * step_s:
-            self._spared_s = now_s  # once in that time, for all askers together
+            self._spared_s = now_s  # admit this once in `_STILL_STEPS`, for all askers together
             return asked
         if asked and may_run <= 0:
             raise Refused(self.group.me, "has used up the sender's share of repairs for now")
@@ -472,8 +477,7 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Share the microbatches, which died with a replica, among all open members: the leader alone would take too
-        long."""
+        """Divide microbatches lost with a replica among all open members: the leader alone would take too long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []
@@ -481,7 +485,7 @@ class MicrobatchQueue:
             if peer == self.group.me:
                 commands += [Make(microbatch, True) for microbatch in part]
             else:
-                # Noted before the member says so itself: if it dies with them they are known to be lost.
+                # Note the grants now: if the member dies before it reports them, we still know what was lost.
                 commands += [*self._give(peer, part, now_s), HandOut(peer, tuple(part))]
         return commands
 
@@ -516,7 +520,8 @@ class MicrobatchQueue:
             raise Refused(self.group.me, "does not know the sender as a holder")
 
     def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[QueueCommand]:
-        """Raises: Refused: see `_check_holder`; or the sender has used up its halt and is still here."""
+        """Begin or renew a halt. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers, or
+        the sender has used up its halt."""
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
         if now_s >= halt.ends_s:

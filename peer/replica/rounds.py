@@ -1,7 +1,8 @@
-"""Decide which round of each step a member follows, and number the rounds that it opens. Pure.
+"""Decide which round (attempt to reduce a step) a member follows, and number the rounds that it opens. Pure.
 
-The highest number wins. But a round with a member that is gone is *dead*: nobody can finish it any more, and a member
-that has finished it shows so by its digest. So any other round replaces a dead one, and the leader opens another.
+Of two rounds of one step, members follow the one with the higher number. But a round with a member that is gone is
+*dead*: nobody can finish it any more, and a member that has finished it shows that by its digest. So any other round
+replaces a dead one, and the leader opens another.
 """
 
 from dataclasses import dataclass, field
@@ -15,19 +16,24 @@ from shoal.protocol.wire_format import WireFormat
 _EACH: Final = 1000
 """Room for each part of a round's number: attempts under a plan, ranks, and incarnations."""
 _PLANS_AHEAD_MAX: Final = 16
-"""A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
+"""A leader may know this many plans that we do not know yet. A round numbered by a plan further ahead is refused, since
+its number would shut out every other round."""
 
 
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
-    """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
-    under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
+    """Return the number of a round. Two leaders, or two incarnations (starts) of one leader, may not know each other's
+    rounds, so their numbers always differ: otherwise parts of two rounds could enter one sum.
+
+    Args: retries: number of rounds voided at this version; rank: of the leader by the plan."""
     order = plan_sequence * _EACH + retries
     return (order * _EACH + rank) * _EACH + incarnation % _EACH
 
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
-    """One member's rounds by step, until their results are compared. Args: forms: formats that a round may use."""
+    """One member's rounds by step, until their results are compared.
+
+    Args: forms: number formats of gradients that a round may use."""
 
     members: MembershipView
     forms: tuple[WireFormat, ...] = ("fp32",)
@@ -37,7 +43,7 @@ class Rounds:
     open: dict[int, RoundStart] = field(default_factory=dict)
 
     def is_sound(self, start: RoundStart) -> bool:
-        """True if an honest leader may have opened this round. One that cannot be reduced would shut out all others."""
+        """True if an honest leader may have opened this round. An invalid round would shut out all other rounds."""
         peers = {member.peer for member in start.members}
         ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
         return (

@@ -11,39 +11,42 @@ from shoal.protocol.identity import PeerID
 T = TypeVar("T")
 
 LAGS = 4.0
-"""A replica slower than this multiple of the quickest one's time is a laggard: shares do not help."""
+"""A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
+help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A laggard is tried again after this multiple of its time: a step that waits for it costs at most a twentieth."""
+"""A laggard is tried again after this multiple of its time, so waiting for it costs at most a twentieth of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
-"""A member slower than this multiple of the others' time gets no second microbatch that they could finish sooner."""
+"""A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
+while the others finish the rest."""
 ALIKE = 0.05
-"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: a replica with slightly
-more must not get every microbatch that comes while none is outstanding."""
+"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: otherwise a replica with a
+slightly larger share would get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
 
 
 @dataclass(slots=True)
 class PeerPace:
-    """Seconds that each peer takes for one microbatch, queues not counted: an average over the last few."""
+    """Seconds that each peer takes for one microbatch, without queues: a running average."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
-    """Upper bound: includes delays that may not be the peer's fault."""
+    """An upper bound: it includes delays that the peer may not have caused."""
     _blamed_s: dict[PeerID, float] = field(default_factory=dict)
-    """The part of it that surely is the peer's own."""
+    """The part of `_takes_s` that the peer itself surely caused."""
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
 
     def took(self, peer: PeerID, seconds: float, *, blamed_s: float | None = None) -> None:
-        """Average in a new time. Shorter times weigh more: a slow peer is tried so rarely that each answer must count.
-        Args: blamed_s: the part that surely is the peer's own; None: all."""
+        """Add the time that a peer took for one microbatch to its running average. A time below the average weighs more
+        than one above it: a slow peer is tried rarely, so one quick answer must restore it. Args: blamed_s: the part of
+        `seconds` that the peer itself caused; None: all of it."""
         for of, new_s in ((self._takes_s, seconds), (self._blamed_s, seconds if blamed_s is None else blamed_s)):
             before_s = of.get(peer, new_s)
             gain = _GAIN if new_s > before_s else 1.0 - _GAIN
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Note that it has not answered in time: the next try is at least twice as far away as the last."""
-        # In a run that stands still no replica answers, and doubling without end would give infinity, a weight of 0.
+        """Note that the peer has not answered in time: its next trial is at least twice as far away as the last."""
+        # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
 
@@ -51,8 +54,9 @@ class PeerPace:
         self._tried_s[peer] = now_s
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
-        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard. Args: waiting_s: age of
-        its oldest unanswered microbatch."""
+        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard.
+
+        Args: waiting_s: age of the peer's oldest unanswered microbatch."""
         return self._weight(peer, self._best_s(among), waiting_s)
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
@@ -61,7 +65,7 @@ class PeerPace:
         return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
-        """True if the peer has had nothing for so long that it is worth a try: it may be new, or have recovered."""
+        """True if the peer has had no microbatch for so long that a trial is due: it may be new, or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
@@ -80,24 +84,24 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds that each claimant takes per microbatch: since its previous one, or since the grant if that is later."""
+    """Seconds that each claimant takes per microbatch: from its previous contribution, or from the grant if later."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
 
     def made(self, peer: PeerID, *, given_s: float, now_s: float) -> None:
-        """Note that `peer` has contributed the microbatch that it was given at `given_s`."""
+        """Note that `peer` has contributed a microbatch that was granted to it at `given_s`."""
         takes_s = now_s - max(given_s, self._made_s.get(peer, given_s))
         before_s = self._takes_s.get(peer, takes_s)
         self._takes_s[peer] = before_s + _GAIN * (takes_s - before_s)
         self._made_s[peer] = now_s
 
     def most(self, peer: PeerID, held: Mapping[PeerID, int], *, left: int) -> int:
-        """Return how many microbatches `peer` should hold at most: a slow peer with two of a step's last ones keeps all
-        others waiting. So it holds only what it can finish while the others finish theirs and what is left, but at
-        least one. There is no limit for a peer about as quick as the others.
+        """Return how many microbatches `peer` should hold at most. A slow peer that holds two of a step's last
+        microbatches keeps all others waiting. So it holds only as many as it can finish while the others finish the
+        rest, but at least one. A peer about as quick as the others has no limit.
 
-        Args: held: number that each present claimant holds. left: microbatches that are not granted yet.
+        Args: held: present claimant -> number of microbatches that it holds; left: microbatches not granted yet.
         """
         own_s = self._takes_s.get(peer, 0.0)
         others_s = {other: s for other in held if other != peer and (s := self._takes_s.get(other, 0.0)) > 0.0}
@@ -109,23 +113,24 @@ class Turns:
 
 
 def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T]:
-    """Return the receivers in the order in which sender `sender` of `num_senders` begins with them.
+    """Return the receivers, rotated so that each of the senders begins with another one. Args: sender: index of the
+    sender, below `num_senders`.
 
-    A sender knows only what it has sent itself. If all began with the first, each would give its seven microbatches of
-    a step to the same seven of eleven receivers, and the step would wait for the longest queue."""
+    A sender knows only what it has sent itself. If all began with the first receiver, senders with seven microbatches
+    of a step would all choose the same seven of eleven receivers, and the step would wait for the longest queue."""
     first = sender * len(receivers) // num_senders
     return (*receivers[first:], *receivers[:first])
 
 
 @dataclass(kw_only=True, slots=True)
 class Router:
-    """Follows the plan's shares, corrected by what each replica still owes us and by readiness.
+    """Chooses a ready replica for each microbatch, by the plan's shares and by how many microbatches each owes us.
 
-    The replica with the least `(outstanding + 1) / share` gets the next microbatch; of several that are `ALIKE`, the
-    one furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
-    more outstanding and is given less at once, long before a plan could say so. A laggard is given almost nothing
-    (`PeerPace`), since the whole step waits for it; a replica without work for long is tried. Ties go by the order of
-    `shares`, which differs between senders (`in_turn`)."""
+    The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas that are `ALIKE`,
+    the one furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
+    more outstanding and gets less at once, long before a new plan. A laggard gets almost nothing (`PeerPace`), since
+    the whole step waits for it; a replica without work for long is tried. Ties go by the order of `shares`, which
+    differs between senders (`in_turn`)."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
@@ -135,7 +140,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Start a new plan's split from now; keep readiness and what is outstanding."""
+        """Follow a new plan's shares, and count what each replica is given from now on; keep what is outstanding."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]
@@ -148,8 +153,8 @@ class Router:
         return peer in self._ready
 
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
-        """Return the next target, now outstanding: neither `avoid` nor `shunned` if another is ready. None: none is
-        ready."""
+        """Choose the replica that gets the next microbatch, and count that microbatch as outstanding. `avoid` and
+        `shunned` are chosen only if no other is ready. None: no replica is ready."""
         candidates = self._here
         if avoid is not None:
             candidates = [peer for peer in candidates if peer != avoid] or candidates
@@ -165,18 +170,18 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas without work for so long that one of them is next, whatever the shares say."""
+        """Return the replicas that have had no work for so long that one of them must be next, whatever the shares."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):
                 idle.append(peer)
                 if paces[peer] < 1.0:
                     laggards.append(peer)
-        # With rare microbatches every replica is due: then laggards go first, or their recovery is never seen.
+        # If microbatches are rare, every replica is due: then laggards go first, or nobody would see their recovery.
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return the replica furthest behind its share among those that owe least for their share."""
+        """Return the replica furthest behind its share among those with the fewest outstanding for their share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())
@@ -188,7 +193,7 @@ class Router:
         self._pace.took(peer, seconds)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Note that another replica gets what `peer` has had for `after_s`."""
+        """Note that a microbatch which `peer` has had for `after_s` goes to another replica."""
         self._pace.gave_up(peer, after_s)
         self.returned(peer)
 

@@ -1,6 +1,6 @@
-"""Decides what one replica of one stage computes and sends next. Holds no socket, clock, file or tensor.
+"""Decides what one replica of one stage computes and sends next. Pure: it holds no socket, clock, file or tensor.
 
-Theory of operation. A microbatch here is in one of four states:
+Theory of operation. A microbatch (t, i) at a replica of version v is in one of four states:
 
     waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy
     away      forward done, activation sent on, gradient not back
@@ -8,22 +8,23 @@ Theory of operation. A microbatch here is in one of four states:
     (gone)    backward done, contributed to its step, gradient sent upstream
 
 The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before),
-but after each backward a waiting forward has its turn (1F1B): gradients come in bursts, and a stage that finishes a
-burst first sends the next burst of activations later, and starves the stages behind it meanwhile. A commit's optimizer
-step goes before both (everything after it is one step less stale), lower steps before higher.
-The last stage has no `away`: loss, forward and backward are one job.
+but after each backward a waiting forward has its turn (1F1B). Gradients come in bursts: a stage that ran a whole burst
+of backwards first would send its next activations late, and the stages after it would idle. A commit's optimizer step
+goes before both (everything after it is one step less stale), lower steps before higher.
+The last stage has no `away`: forward, loss and backward are one job.
 
-A job that waits for other peers (for experts that are elsewhere) is parked, and the device does others. Otherwise two
-peers could wait for each other for ever, or forwards of a step for a version that needs the backwards behind them.
+A job that waits for other peers (for experts that are elsewhere) is parked, and the device runs other jobs. Otherwise
+two peers could wait for each other for ever. So could a forward that waits for a holder's next version, if the
+backwards that make this version stand behind that forward.
 
-A pause gives back everything that is not contributed: first what has no forward yet, a little later the rest. What
-still arrives goes back at once. Commits go on: the group waits for our part.
+A pause gives back every microbatch that is not contributed: first those without a forward, a little later the rest.
+Microbatches that still arrive go back at once. Commits go on: the group waits for our part.
 
-At stage 0 a forward also needs room in the window, and permission of the control if its step is later than the version.
+At stage 0 a forward also needs room in the window and, if its step is later than the version, permission of `Control`.
 
 A microbatch is accepted only from a replica of the stage before, by recent plans, and its gradient only from the
-replica that it went to. The driver asks before it keeps a tensor (`takes_from`, `awaits`), so that none is kept for a
-sender that the core ignores.
+replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`), so
+that it keeps none of a sender that the core ignores.
 """
 
 import math
@@ -67,23 +68,24 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(slots=True)
 class Flight:
-    """The state of one microbatch that is here."""
+    """The state of one microbatch at this replica."""
 
     sources: dict[PeerID, int]
-    """Waiting peer -> its incarnation. Empty at stage 0; more than one where a peer before us was doubted or died."""
+    """Each peer that waits for the gradient -> its incarnation. Empty at stage 0; more than one if the stage before
+    ours sent the microbatch again, by another peer."""
     validates: bool
     retried: bool = False
-    """It may have run elsewhere before it came here; later stages are told so too."""
+    """It may have run elsewhere before it came here; later stages are told that, too."""
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The peer that owes us its gradient; None again once it is back."""
+    """The peer of the next stage that owes us the gradient; None before it is sent and after the gradient is back."""
     doubted: PeerID | None = None
-    """The peer that had it when it was asked for once more: another is tried, since that one may be slow."""
+    """The peer that had the microbatch when it had to be sent once more; another is preferred, as this may be slow."""
     handed_back: bool = False
-    """It was handed back while a job of it was parked; that job has no result."""
+    """The microbatch was handed back while its job was parked, so that job will have no result."""
     loss: float = 0.0
-    """Its loss, where it is known: at the last stage, and on the way back of a validation microbatch."""
+    """The microbatch's loss, if known: at the last stage, and on the way back of a validation microbatch."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
     sent_s: float = 0.0
@@ -94,11 +96,11 @@ class Schedule:
     """One replica of stage `stage` of `num_stages`.
 
     Args:
-        s_max: a microbatch of step t runs when t - version <= s_max,
-        synchronous_steps: but in the first of these steps only when t == version.
-        router: replicas of the next stage (unused by the last).
-        window: stage 0 only.
-        control: with a window; None: admit all that s_max does.
+        s_max: a microbatch of step t may run when t - version <= s_max.
+        synchronous_steps: number of first steps t that run only when t == version.
+        router: chooses replicas of the next stage (unused at the last stage).
+        window: limits the microbatches in flight, at stage 0; elsewhere None.
+        control: chooses how far stage 0 runs ahead; None: only s_max limits that.
     """
 
     stage: int
@@ -136,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: number of microbatches that could begin, if we had them; below 0 where the window has shrunk."""
+        """Stage 0: number of microbatches that could begin if we had them; negative after the window has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
@@ -146,11 +148,11 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is here at all."""
+        """True if no microbatch is here and no job runs."""
         return not self._flights and self._running is None and not self._parked
 
     def goes_on(self, job: Job) -> bool:
-        """True if a parked job still has a use."""
+        """True if the result of a parked job is still wanted."""
         assert job.microbatch is not None, "a step waits for nobody"
         return not self._parked[job.microbatch].handed_back
 
@@ -158,7 +160,7 @@ class Schedule:
         return microbatch in self._flights
 
     def takes_from(self, source: PeerID) -> bool:
-        """True if an activation of `source` is for us."""
+        """True if we accept activations from `source`."""
         return source in self.upstream
 
     def awaits(self, microbatch: Microbatch, source: PeerID) -> bool:
@@ -167,7 +169,7 @@ class Schedule:
         return flight is not None and flight.target == source
 
     def has_more(self, step: int) -> bool:
-        """True if microbatches of `step` are here that this replica has still to contribute."""
+        """True if this replica has microbatches of `step` that it has not contributed yet."""
         return bool([m for m in self._flights if m.step == step and m.index >= 0])
 
     def whereabouts(self, now_s: float) -> str:
@@ -203,7 +205,7 @@ class Schedule:
             case VersionSet(version):
                 assert version >= self.version, f"version would fall from {self.version} to {version}"
                 if version > self.version:
-                    self._step_ready = False  # Its gradient belongs to a version that we no longer have.
+                    self._step_ready = False  # The reduced gradient belongs to a version that we no longer have.
                 self.version = version
                 self._commits.loaded(version)
                 commands = []
@@ -237,21 +239,21 @@ class Schedule:
     def _arrive(self, event: Arrived, now_s: float) -> list[ScheduleCommand]:
         microbatch, source = event.microbatch, event.source
         if source is not None and source not in self.upstream:
-            return []  # Its gradient would go to that sender, and we would learn from its activation.
+            return []  # A stranger: it would get a gradient, and the run would learn from its activation.
         flight = self._flights.get(microbatch)
         if flight is None:
             flight = Flight({}, microbatch.validates, retried=event.retried, waiting_since_s=now_s)
             self._flights[microbatch] = flight
             self._waiting.add(microbatch)
         if source is not None:
-            # It may be here already: a peer before us was doubted, and another sent it again. We cannot know which of
-            # them is still waited for, so both get the gradient; the wrong one ignores it.
+            # The microbatch may be here already: an earlier stage doubted a peer, and sent it again by another. We
+            # cannot know which sender still needs the gradient, so both get it; the other one ignores it.
             waits = source in flight.sources
             flight.sources[source] = max(event.incarnation, flight.sources.get(source, 0))
         else:
             waits = True
         if waits and flight.target is not None:
-            # The sender has waited too long: the activation or the gradient was lost between us and the target.
+            # The sender asks again, so the activation or the gradient was lost between us and the target.
             self.router.gave_up(flight.target, now_s - flight.sent_s)
             flight.doubted, flight.target = flight.target, None
             flight.waiting_since_s = now_s
@@ -263,7 +265,7 @@ class Schedule:
         microbatch, source, waited_s = event.microbatch, event.source, event.waited_s
         flight = self._flights.get(microbatch)
         if flight is None or flight.target != source:
-            return []  # From a replica that we had given up on, or for a second time.
+            return []  # It comes from a replica that we had given up on, or for a second time.
         self.router.returned(source)
         flight.target = None
         flight.waited_s += waited_s
@@ -290,7 +292,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Put the microbatch back where it was before the job; a pause hands it back."""
+        """Return the microbatch to its state before the job. The driver has paused us, so it is then handed back."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -319,11 +321,11 @@ class Schedule:
             flight.loss = loss
         commands: list[ScheduleCommand] = []
         if job.kind in ("backward", "loss"):
-            # Even if its source is lost.
+            # The gradient counts even if the sender of the microbatch is lost.
             commands = [Contributed(job.microbatch, flight.staleness_steps, flight.retried, flight.loss)]
             self._commits.contributed(job.microbatch.step, now_s=now_s)
         if self._flights.get(job.microbatch) is not flight:
-            # Its source was lost while it ran; since then another source may have sent it again.
+            # Its sender was lost while the job ran; meanwhile another peer may have sent the microbatch again.
             return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
         if job.kind in ("backward", "loss") or (job.kind == "validate" and self.is_last):
             return [*commands, *self._leave(job.microbatch, flight, now_s)]
@@ -350,7 +352,7 @@ class Schedule:
         del self._flights[microbatch]
         if self.is_first:
             if self.window and flight.validates:
-                self.window.forget(microbatch)  # Its trip had no backward, so its time says nothing of others.
+                self.window.forget(microbatch)  # Its round trip had no backward: no sample for the window.
             elif self.window:
                 self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
             return [Finished(microbatch, flight.loss), Forget(microbatch)]
@@ -360,8 +362,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us. The successor's own
-        activations may come before the news that it has begun: they stay, since it sends each of them once."""
+        """Send the microbatches that `peer` had elsewhere, and drop those that its incarnations before `successor` sent
+        us. The successor's activations may arrive before this event; they stay, since it sends each only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
@@ -373,7 +375,7 @@ class Schedule:
             if flight.sources.get(peer, successor) < successor:
                 del flight.sources[peer]
                 if not flight.sources:
-                    # Stage 0 will issue it again; no peer waits for this gradient.
+                    # No peer waits for this gradient; stage 0 will run the microbatch again.
                     commands += self._drop(microbatch)
         return commands + self._send_unsent(now_s)
 
@@ -431,7 +433,7 @@ class Schedule:
         return [self._running]
 
     def _begin(self, microbatch: Microbatch, now_s: float) -> JobKind:
-        """Begin the forward of `microbatch`. Returns: its kind of job here."""
+        """Begin the forward of `microbatch`. Returns: the kind of job that runs its forward at this stage."""
         self._waiting.remove(microbatch)
         flight = self._flights[microbatch]
         flight.staleness_steps = max(0, microbatch.step - self.version)
@@ -455,12 +457,12 @@ class Schedule:
         for microbatch in self._waiting:
             ahead = microbatch.step - version
             if (first is not None and first < microbatch) or microbatch in self._parked:
-                continue  # A parked one came again from another source, while its first job waits.
-            if ahead >= 0:  # Else it is a repair, which others wait for: no limit holds it back.
+                continue  # A parked microbatch came again from another peer while its first job waits.
+            if ahead >= 0:  # Else it is a repair, for which other members wait: no limit holds it back.
                 if is_full or (ahead > most_ahead and not self._flights[microbatch].retried):
                     continue
                 if ahead > 0 and (self._flights[microbatch].validates or ahead > self._most_stale(microbatch.step)):
-                    continue  # Validate committed weights, never predicted ones.
+                    continue  # Validation needs committed weights, never predicted ones.
             first = microbatch
         return first
 

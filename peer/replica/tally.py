@@ -1,8 +1,8 @@
-"""Track what each member has contributed to a step, and choose what each brings to the reduction. Pure.
+"""Track which microbatches each member has contributed to a step, and choose which of them enter the reduction. Pure.
 
 A retried microbatch may end up in the sums of two members, if its first run was not lost. So its gradient is held out
-of the sum until the commit, and the round's opener says which members leave it out: a repair changes nothing but the
-time. Only a microbatch that ran twice without anyone knowing counts twice.
+of the sum until the commit, and the leader that opens the round says which members leave it out. So a repair costs
+time, but changes no result. Only a microbatch that ran twice without anyone knowing counts twice.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step, as far as we know."""
+    """One member's contribution to one step, as far as we have heard."""
 
     indices: Indices = 0
     loss_sum: float = 0.0
     staleness_sum: int = 0
     held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Index -> (loss, staleness) of the contributions that are held out and can still be left out."""
+    """Index -> (loss, staleness) of the contributions that are held out of the sum: a round can still omit them."""
 
     @property
     def firm(self) -> Indices:
@@ -30,7 +30,7 @@ class Tally:
         return self.indices & ~self._optional
 
     def may_bring(self, indices: Indices) -> bool:
-        """True if a round can get exactly these indices from this member."""
+        """True if this member can make a sum of exactly these indices for a round."""
         return indices & ~self._optional == self.firm and indices | self.indices == self.indices
 
     @property
@@ -53,9 +53,10 @@ def round_of(
     """Open a round. Each member brings its firm contributions; the first member by rank brings one that is held out.
 
     Args:
-        ranked: the round's members. A member without a bandwidth (no plan names it any more) counts as the slowest.
+        ranked: the round's members.
+        bandwidths: a member that is missing here (no plan names it any more) counts as the slowest.
         microbatches: number per step.
-        light: the learners.
+        learners: the members that have weights alone.
     """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
     union = 0
@@ -105,11 +106,11 @@ class Tallies:
         return found
 
     def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
-        """True if a round can get exactly these microbatches from `peer`."""
+        """True if `peer` can make a sum of exactly these microbatches (a bitmap) for a round."""
         return self.tally(step, peer).may_bring(indices_from(bitmap, count=self.microbatches))
 
     def held(self, step: int, by: Iterable[PeerID]) -> Indices:
-        """Return the union of what these members have contributed."""
+        """Return the union of the indices that these members have contributed."""
         tallies, union = self._by_step.get(step, {}), 0
         for peer in by:
             if peer in tallies:
@@ -117,7 +118,7 @@ class Tallies:
         return union
 
     def is_held(self, step: int, index: int) -> bool:
-        """True if a member has contributed it."""
+        """True if a member has contributed the microbatch."""
         return has_index(self.held(step, self._by_step.get(step, ())), index)
 
     @property
@@ -135,7 +136,7 @@ class Tallies:
         self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
     def add(self, step: int, index: int, *, loss: float, staleness_steps: int, held_out: bool) -> bool:
-        """Record our contribution. Return False if it is a repeat."""
+        """Record our contribution. Return False if we have contributed this microbatch before."""
         tally = self.tally(step, self.me)
         if tally.indices >> index & 1:
             return False
@@ -147,7 +148,7 @@ class Tallies:
         return True
 
     def take(self, source: PeerID, message: Progress) -> bool:
-        """Take a member's report on a step. Return whether its contribution has grown."""
+        """Record a member's report on a step. Return True if its contribution has grown."""
         tally, indices = self.tally(message.step, source), indices_from(message.indices, count=self.microbatches)
         before, now = tally.indices.bit_count(), indices.bit_count()
         if now >= before:  # Reports may overtake each other; a contribution only grows.

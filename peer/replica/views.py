@@ -1,4 +1,4 @@
-"""What others may read of one member's view of its group. Only `core.py` and `member.py` change it. Pure."""
+"""The part of one member's view of its group that other modules may read; the core changes it. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(kw_only=True, slots=True)
 class GroupView(MembershipView):
-    """One member's view of its group: its members, their contributions, rounds and digests. `GroupCore` changes it.
+    """One member's view of its group: members, contributions, rounds and digests. `GroupCore` changes it.
 
-    Args: microbatches: M, per step. sums: formats of the group's rounds.
+    Args: microbatches: M, per step; sums: number formats in which the group's rounds may send gradients.
     """
 
     stage: int
@@ -46,7 +46,7 @@ class GroupView(MembershipView):
 
     @property
     def holders(self) -> tuple[PeerID, ...]:
-        """The other holders of the stage's state; draining ones come last."""
+        """The other members that hold the stage's state; draining members come last."""
         return (*self.full_members, *(peer for peer in self.draining if peer not in self.learners))
 
     def share_of(self, peer: PeerID) -> float:
@@ -63,7 +63,7 @@ class GroupView(MembershipView):
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
-        """Return the voters for a state that `newcomer` fetches: more than half of them must have signed it."""
+        """Return the holders of which more than half must have signed a state before `newcomer` accepts it."""
         leaving = tuple(peer for peer in self.draining if peer not in self.learners)
         if self.ready and not self.in_plan and not self.is_learner:
             leaving = (*leaving, self.me)
@@ -74,35 +74,36 @@ class GroupView(MembershipView):
         return step in self._rounds.open
 
     def are_past(self, step: int) -> bool:
-        """True if all others are ready and past `step`: its gradient helps no peer."""
+        """True if all other members are ready and past `step`, so that none needs its gradient from us."""
         others = (*self.group_peers, *self.draining)
         is_whole = len(self.ready_members) == len(self.group_peers)
         return is_whole and self._agreement.num_past(step, others) == len(others)
 
     def most_are_past(self, version: int) -> bool:
-        """True if more than half of the members that hold the state say that they are past `version`."""
+        """True if more than half of the other full members report a later version than `version`."""
         return 2 * self._agreement.num_past(version, self.full_members) > len(self.full_members)
 
     def waits_for(self) -> str:
-        """Return what keeps us at this version, for the log."""
+        """Describe why the group does not leave our version, for the log."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
         return standstill(self, self._rounds.open.get(self.version), missing)
 
     @property
     def owes(self) -> bool:
-        """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
+        """True while other members need us: for our contributions, for a round, or because no other full member has
+        reached our version."""
         has_mates = bool(self.full_members) and not self.is_learner
         alone = has_mates and not self._agreement.num_past(self.version - 1, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of rounds with results that are not compared yet."""
+        """The other members of rounds that have not been compared by digests yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 
 def standstill(members: MembershipView, open_round: RoundStart | None, missing: Sequence[int]) -> str:
-    """Say what a group waits for. Args: missing: microbatches of the step that no member has contributed."""
+    """Describe what a group waits for. Args: missing: microbatches of the step that no member has contributed."""
     if open_round is not None:
         return "the round of " + ", ".join(member.peer[-8:] for member in open_round.members)
     what = f"microbatches {list(missing)}" if missing else "a round"

@@ -1,9 +1,9 @@
-"""Decides which member computes which microbatch: the book that the leader of stage 0 keeps. Pure.
+"""The list of granted microbatches, from which the leader of stage 0 grants the next ones. Pure.
 
 A stage-0 replica claims microbatches when its window has room, and the leader grants the next ones. So a fast replica
-computes more without a precomputed split, no (t, i) is computed twice, and a plan change needs no agreement on a step
-at which it takes effect. Every replica tells its group what it has been granted (`Progress.claimed`), so that the
-next leader knows what is taken.
+computes more without a precomputed split, no microbatch (t, i) is computed twice, and a plan change needs no agreement
+on a step at which it takes effect. Every replica reports to its group which microbatches were granted to it
+(`Progress.claimed`), so that the next leader knows them.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,10 +18,10 @@ class WorkQueue:
     """Grants each training microbatch of each step once, in order, and validation once its version is reached.
 
     Args:
-        steps: the run's steps; step `steps` itself has only validation.
+        steps: number of the run's steps; step `steps` itself has only validation.
         microbatches: M, per step.
-        s_max: steps ahead of the version that may be granted,
-        synchronous_steps: except these first steps, which are never granted ahead.
+        s_max: steps up to this many ahead of the version may be granted.
+        synchronous_steps: number of first steps that are never granted ahead.
         validation_interval: steps between validations; 0: never.
     """
 
@@ -35,7 +35,7 @@ class WorkQueue:
     halts_at: int | None = None
     """The first step that may not begin; None: no halt."""
     cutover_version: int = 0
-    """The version at which the layout ends: the next layout begins the steps from it on. 0: it does not end."""
+    """The version at which the layout ends: the next layout makes the steps from there on. 0: no end is planned."""
     _taken: dict[int, Indices] = field(default_factory=dict)
     _validation: list[Microbatch] = field(default_factory=list)
     _validated_version: int = -1
@@ -47,25 +47,25 @@ class WorkQueue:
         due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
         due = due and not 0 < self.cutover_version <= version
         if version > self._validated_version:
-            # Do not repeat what an earlier leader validated, nor validate versions that are past.
+            # Never repeat an earlier leader's validation, and never validate a past version.
             self._validated_version = version
             self._validation = [Microbatch(version, -1 - j) for j in range(self.validation_microbatches) if due]
 
     def validate_again(self, known: Collection[int]) -> None:
-        """Grant the validation of the run's last version again: a member with a part of it may have died, and no later
-        version is validated. Args: known: j of the microbatches with known losses."""
+        """Grant the validation of the run's last version again: a member with a part of that work may have died, and no
+        later version will be validated. Args: known: numbers of the validation microbatches with known losses."""
         if self.validation_interval > 0 and self.version == self.steps:
             lost = (j for j in range(self.validation_microbatches) if j not in known)
             self._validation = [Microbatch(self.steps, -1 - j) for j in lost]
 
     def take(self, step: int, indices: Indices) -> None:
-        """Note that members hold these microbatches already."""
+        """Note that these microbatches are granted already."""
         if step >= self.version:
             self._taken[step] = self._taken.get(step, 0) | indices
 
     @property
     def admissible(self) -> int:
-        """Microbatches that could be granted now."""
+        """Number of microbatches that could be granted now."""
         return sum(self.left.values()) + self.left_to_validate
 
     @property
@@ -81,7 +81,8 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches, at most what is due of each step and of validation; None: no limit."""
+        """Grant up to `count` microbatches. Args: due: step -> the most of that step to grant; due_to_validate: the
+        most validation microbatches to grant; None: no limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():

@@ -1,7 +1,7 @@
 """Strategies against stale weights: one interface (`Compensation`, in compensation.py), chosen by name.
 
-    strategy = compensation("calibrated", "adamw")                  # one object a layer; it may learn
-    w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; maybe at the backward, too
+    strategy = compensation("calibrated", "adamw")                  # one object for each layer; it may learn from steps
+    w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; for some also at the backward
     g_N = strategy.corrected(g_N, displacement_N, layer, settings)  # if .corrects: at the commit, before the reduction
     strategy.committed(before, after, settings)                     # after every step
 
@@ -28,7 +28,7 @@ COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
     "dc": DelayCompensation,
     "eager": Eager,
 }
-"""Name in the run spec -> strategy."""
+"""Name in the run spec -> class of the strategy."""
 
 
 def compensation(name: str, optimizer: str) -> Compensation:

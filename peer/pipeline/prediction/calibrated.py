@@ -10,14 +10,15 @@ from shoal.peer.pipeline.prediction.compensation import Seen, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 
 MEMORY = 0.9
-"""The factor of the old sums at each measurement: the gain is a mean of about the last ten."""
+"""The factor by which the old sums shrink at each measurement, so that about the last ten measurements count."""
 GAIN_MAX = 2.0
-"""The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
+"""Limit of the gain. The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
 
 
 @dataclass(slots=True)
 class _Gain:
-    """⟨actual, predicted⟩ / ‖predicted‖² over one staleness; both sums decay exponentially."""
+    """The ratio of the actual to the predicted movement for one staleness: ⟨actual, predicted⟩ / ‖predicted‖². Both are
+    sums over the measurements, which decay exponentially."""
 
     product: float = 0.0
     square: float = 0.0
@@ -33,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A predicted movement that is being compared with the actual one."""
+    """A measurement in progress: a predicted movement, compared with the actual movement."""
 
     way_N: Tensor
     staleness_steps: int
@@ -45,11 +46,11 @@ class _Trace:
 class Calibrated(PipeOptim):
     """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that fitted the latest steps.
 
-    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured after every s steps, for each s that is used; 1 before the
-    first measurement. Steps that reverse each other give a small gain, a steady gradient 1.
+    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured over s steps, in turn for each s that is used; 1 before
+    the first measurement. Steps that reverse each other give a small gain; a steady gradient gives 1.
 
-    For s = 1 the measurement keeps nothing; for s > 1 it keeps the predicted movement [N] over s - 1 commits. The
-    products of the actual steps with it are summed, so w_v itself is not kept.
+    For s = 1 a measurement keeps no tensor; for s > 1 it keeps the predicted movement [N] until s steps are committed.
+    It sums the products of each actual step with this movement, so w_v itself is not kept.
     """
 
     def __init__(self, optimizer: str) -> None:
@@ -85,7 +86,7 @@ class Calibrated(PipeOptim):
             self._gains[trace.staleness_steps] = gain
 
     def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
-        """Begin the measurement of the staleness measured longest ago; None if no prediction was ever used."""
+        """Begin to measure the staleness that was measured longest ago; None: no prediction was ever used."""
         if not self._gains:
             return None
         staleness_steps = next(iter(self._gains))

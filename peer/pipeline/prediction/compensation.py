@@ -1,8 +1,9 @@
 """The interface of all strategies against stale weights.
 
-A microbatch of step t needs the weights w_t. If the layer is at version v < t, it is s = t - v steps stale. A strategy
-decides which weights it computes with instead (ŵ), whether its backward uses the same weights, and how its gradient is
-corrected once w_t is known, before the reduction. What it learns, and so ŵ, may differ between the members of a group.
+A microbatch of step t needs the weights w_t. If the layer is at version v < t, the microbatch is s = t - v steps stale.
+A strategy decides with which other weights ŵ the microbatch computes, whether its backward uses the same weights as its
+forward, and how its gradient is corrected once w_t is known, before the reduction. What a strategy learns from past
+steps, and so ŵ, may differ between the members of a group.
 
 N parameters of one layer
 """
@@ -23,26 +24,26 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OwnGradients:
-    """A member's own gradients of one open step t, as means over the same microbatches. Read-only."""
+    """A member's own gradients of one open step t. Both tensors are means over the same microbatches, and read-only."""
 
     gradient_N: Tensor
-    """The gradient, clipped as in the step: float32 [N]."""
+    """The mean gradient, clipped as in the step: float32 [N]."""
     displacement_N: Tensor | None = None
-    """w_t - ŵ, float32 [N]; None: all were taken at w_t, or w_t or ŵ is unknown."""
+    """The mean of w_t - ŵ, float32 [N]; None: all gradients were taken at w_t, or w_t or ŵ is unknown."""
 
 
 Seen = Sequence[OwnGradients | None]
-"""This member's gradients of each step from the layer's version on; None: there are none."""
+"""This member's gradients of each step from the layer's version on; None: it has no gradient of that step."""
 
 
 class Compensation(ABC):
     """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
-    those flags that differ. `TrainingSpec.wants_newer_weights` says whose backward asks for `weights` again."""
+    the flags that differ. If `TrainingSpec.wants_newer_weights`, the backward calls `weights` again."""
 
     predicts: ClassVar[bool] = True
-    """`weights` makes a new tensor. False: it returns the layer's own."""
+    """True: `weights` makes a new tensor. False: it returns the layer's own parameters."""
     sees: ClassVar[bool] = False
-    """`weights` uses this member's gradients of the open steps; more of them give better weights."""
+    """True: `weights` uses this member's gradients of the open steps, and more of them give better weights."""
     corrects: ClassVar[bool] = False
 
     def __init__(self, optimizer: str) -> None:
@@ -51,8 +52,8 @@ class Compensation(ABC):
     def weights(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen = ()) -> Tensor:
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
-        At staleness 0 (or less: a repair) it is `layer.param_N` itself with every strategy.
-        Args: seen: for a strategy that `sees`.
+        At staleness 0 (or less, when a microbatch runs again) every strategy returns `layer.param_N` itself.
+        Args: seen: our gradients of the open steps; needed only if `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
@@ -61,19 +62,20 @@ class Compensation(ABC):
 
         Args:
             gradient_N: float32 [N], mean over this member's microbatches of the step; not changed.
-            displacement_N: float32 [N], w_t - ŵ, mean over the same microbatches (0 for those with s = 0).
-            layer, settings: at version t.
+            displacement_N: float32 [N], w_t - ŵ, mean over the same microbatches (0 for microbatches with s = 0).
+            layer, settings: the layer's state and the optimizer's arguments at version t.
         """
         return gradient_N
 
     def committed(  # noqa: B027 - most have nothing to learn
         self, before: LayerState, after: LayerState, settings: Settings
     ) -> None:
-        """Learn from a step of the layer; `settings` are those of `before`. Not called if the layer did not change."""
+        """Learn from a committed step of the layer. Not called if the layer did not change. Args: settings: the
+        optimizer's arguments at the version of `before`."""
 
     @abstractmethod
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
-        """Do what `weights` does for `staleness_steps` > 0. Must not change `layer`."""
+        """Return ŵ for `staleness_steps` > 0; see `weights`. It must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
         """Return the optimizer's own prediction of its next steps: float32 [N]; `layer.param_N` itself at version 0."""

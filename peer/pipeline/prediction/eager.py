@@ -1,4 +1,4 @@
-"""The optimizer's own next steps, made with this peer's part of their gradients."""
+"""Predicts weights by making the optimizer's next steps with this peer's part of their gradients."""
 
 from typing import ClassVar, Final
 
@@ -8,21 +8,21 @@ from shoal.peer.model.state import LayerState
 from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Settings
 
 KEPT: Final = 0.7
-"""The part of a displacement that is kept in the next weights."""
+"""The part of the deviation of earlier predicted weights that is kept in the next weights: gamma of `Eager`."""
 
 
 class Eager(Compensation):
-    """ŵ = w_v stepped with g_v, g_{v+1}, ..., plus γ^s e, for s steps of staleness.
+    """ŵ = w_v after optimizer steps with g_v, g_{v+1}, ..., plus γ^s e, for s steps of staleness.
 
-    Each g is the mean of this member's gradients of an open step; e is the mean of ŵ - w_v over the weights at which
-    g_v was taken. A step without any gradient here is predicted as in PipeOptim.
+    Each g is the mean of this member's gradients of one open step; e is the mean of ŵ - w_v over the weights ŵ at which
+    the gradients in g_v were taken. Steps without any gradient here are predicted as in PipeOptim.
 
-    A partial sum is a noisy gradient, but right along the directions in which the weights oscillate, along which delay
-    costs most. A member that has all gradients of a step computes with w_t itself. γ = KEPT of the deviation e is kept
-    so that it does not grow from step to step. EAGER.md explains both.
+    A partial sum is a noisy gradient, but right along the directions in which the weights oscillate, where delay costs
+    most. A member that has all gradients of a step computes with w_t itself. The part γ = KEPT of the deviation e is
+    kept, so that deviations do not grow from step to step. EAGER.md explains both.
 
     Source: ours. DiLoCo's eager updates (Kale et al., 2025, arXiv 2502.12996) also replace a pending sum by a worker's
-    own part; there in the step itself, here only in the weights for the next microbatches.
+    own part. They do so in the step itself; we do so only in the weights for the next microbatches.
     """
 
     sees: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Weights predicted by extrapolating the optimizer's movement."""
+"""Strategies that predict weights by extrapolating the optimizer's movement."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Sett
 class PipeOptim(Compensation):
     """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
 
-    Source: PipeOptim (2023, arXiv 2312.00839); rules in `shoal.kernels.optimizer`, with weight decay and bias
-    correction. We keep ŵ for the backward; the paper uses the then current weights, as we do with `keep = "recompute"`.
+    Source: PipeOptim (2023, arXiv 2312.00839); `shoal.kernels.optimizer` has the formulas, with weight decay and bias
+    correction. Our backward uses the ŵ of the forward; the paper's uses the weights that are current then, and ours
+    does so with `keep = "recompute"`.
     """
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
@@ -19,10 +20,11 @@ class PipeOptim(Compensation):
 
 
 class SpecTrain(Compensation):
-    """ŵ = w - lr s m: along the momentum, over the steps still missing at the forward and again at the backward.
+    """ŵ = w - lr s m: along the momentum m, over the s steps that are missing. The backward predicts again, with the s
+    of its own time.
 
-    Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4. It is made for SGD with momentum. Adam's
-    first moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
+    Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4, made for SGD with momentum. Adam's first
+    moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
     """
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
@@ -33,7 +35,7 @@ class LookAhead(Compensation):
     """ŵ = w + (β + β² + … + β^s) d: the movement by momentum alone, without any new gradient.
 
     d is the optimizer's predicted next step, β its beta1. At s = 1 this is Nesterov's look-ahead w + β d, which arXiv
-    2505.01099 shows to correct delay (there with s = 1 for every delay, and with stashed weights as here).
+    2505.01099 shows to correct delay. (The paper uses s = 1 for every delay and, as we do, stashed weights.)
     """
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:

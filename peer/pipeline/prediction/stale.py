@@ -1,4 +1,4 @@
-"""The stale weights themselves: the baseline of all other strategies, and with gradients that are corrected later."""
+"""Strategies that compute with the stale weights themselves: the baseline, and one that corrects gradients later."""
 
 from typing import ClassVar
 
@@ -12,10 +12,11 @@ STRENGTH = 0.04
 
 
 class Stale(Compensation):
-    """ŵ = w_v: PipeDream's weight stashing, or no compensation if the backward uses the weights of its own moment.
+    """ŵ = w_v. If the backward uses the forward's weights, this is PipeDream's weight stashing (`stash`); if it uses
+    the weights that are current at its time, there is no compensation (`none`).
 
     Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
-    setup of arXiv 2505.01099: NAdam's weights are the look-ahead point already.
+    setup of arXiv 2505.01099: NAdam's weights already are the look-ahead point.
     """
 
     predicts: ClassVar[bool] = False
@@ -25,11 +26,12 @@ class Stale(Compensation):
 
 
 class DelayCompensation(Stale):
-    """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise: corrected to first order, once w_t is known.
+    """Corrects the gradient to first order once w_t is known: g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise.
 
-    g g stands in for the diagonal of the Hessian. For a mean over B tokens dominated by noise, B g g would be the
-    Fisher information, so λ depends on the batch size. The correction is linear in ŵ: for several microbatches of one
-    step at different ŵ, mean gradient and mean displacement suffice, apart from g itself being a mean.
+    g g approximates the diagonal of the Hessian. For a mean over B tokens that is dominated by noise, B g g would be
+    the Fisher information, so λ depends on the batch size. The correction is linear in ŵ, so for several microbatches
+    of one step at different ŵ, mean gradient and mean displacement suffice, except that g g is the square of the mean
+    gradient.
     Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
     """
 
