@@ -1,4 +1,5 @@
-"""The driver of a replica of stage 0: also makes and answers the supply's calls (`microbatch_queue.py`)."""
+"""The driver of a replica of stage 0: makes and answers also the calls by which microbatches are claimed and granted
+(`microbatch_queue.py`)."""
 
 import asyncio
 import contextlib
@@ -32,9 +33,9 @@ class FirstReplica(Replica):
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
-        """Peers that have told us that they do not leave."""
+        """Peers that have said in their last presence update that they do not leave."""
         self._refused: set[tuple[PeerID, str]] = set()
-        """(asker, reason) that the log has: a peer may ask all day."""
+        """(asker, reason) of refusals that are logged already: a peer may repeat its request all day."""
 
     def _install(self) -> None:
         endpoint = self._endpoint
@@ -58,7 +59,7 @@ class FirstReplica(Replica):
         await super().close()
         await self._results.close()
 
-    # --- calls of others ---
+    # --- calls of other peers ---
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
         self._refuse_if_closed()
@@ -82,7 +83,7 @@ class FirstReplica(Replica):
 
     @contextlib.contextmanager
     def _saying(self, source: PeerID, what: str) -> Iterator[None]:
-        """Log once, if we lead, that we refuse what `source` asks."""
+        """Log, if we lead, that we refuse a request of `source`; the same refusal is logged once."""
         try:
             yield
         except Refused as refused:
