@@ -141,8 +141,8 @@ class GroupMembership(ABC):
     def _carry_out(self, event: events.Event) -> None:
         for command in self.core.handle(event, now_s=self._s.clock.now_s()):
             if (found := self._perform(command)) is not None:
-                # At once, before the next command: the group must hear of a gradient before a round begins whose sum has
-                # it.
+                # At once, before the next command: the group must hear of a gradient before a round begins whose sum
+                # has it.
                 self._carry_out(found)
 
     def _perform(self, command: commands.Command) -> events.Event | None:
@@ -245,8 +245,8 @@ class GroupMembership(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness, also those of a plan that no longer names us: they may wait for our last
-        presence update."""
+        """The peers to tell about our readiness, also those of a plan that no longer names us: they may wait for our
+        last presence update."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -339,8 +339,8 @@ class GroupMembership(ABC):
         self.handle(events.Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
-        """Accept no new microbatches, finish those that are here, and wait until every contribution is committed. Give up
-        after `timeout_s`, or when `unless()` is true. Returns: True if all of it was done."""
+        """Accept no new microbatches, finish those that are here, and wait until every contribution is committed. Give
+        up after `timeout_s`, or when `unless()` is true. Returns: True if all of it was done."""
         self.handle(events.DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
@@ -503,8 +503,8 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step. Args: pieces: the same as it was sent; empty for a tied model,
-        whose other end has been added since."""
+        """Keep the reduced gradient of our round, and step. Args: pieces: the same as it was sent; empty for a tied
+        model, whose other end has been added since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -548,10 +548,10 @@ class GroupMembership(ABC):
     # --- a commit that stands still ---
 
     async def _press(self) -> None:
-        """When the group stands still, repeat messages that may have been lost. If a round is under way, send its pieces
-        again, since no peer knows which of them a broken stream has lost; a member that has ended the round answers with
-        its digest. If no round has begun, repeat our contributions: the leader may have dropped them while it could not
-        reach us."""
+        """When the group stands still, repeat messages that may have been lost. If a round is under way, send its
+        pieces again, since no peer knows which of them a broken stream has lost; a member that has ended the round
+        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
+        it could not reach us."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)
