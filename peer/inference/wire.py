@@ -1,8 +1,8 @@
-"""Inference requests as bytes, and the checks before anything is computed.
+"""Encodes inference requests as bytes, and checks them before anything is computed.
 
-Tokens are int32; activations are float32, or bfloat16 if every member computes in it, whatever the training's wire is.
-In a subspace model each token and its k coordinates travel instead of its activation. Sizes follow from the header,
-which is checked against the run spec.
+Tokens are int32. Activations are float32, or bfloat16 if the run computes in it, whatever format training sends. In a
+model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
+follow from the header, which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -38,7 +38,7 @@ class StageInput:
 
 
 def bytes_of(*tensors: Tensor) -> bytearray:
-    """Return the bytes of all tensors, in a row."""
+    """Return the bytes of all tensors, one after the other."""
     parts = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return bytearray().join(parts)
 
@@ -81,7 +81,8 @@ class InferenceWire:
         self._check_known(target_part, source, ignored=True)
 
     def encode(self, x_BTD: Tensor, question: StageInput) -> bytearray:
-        """Encode the input of the next stage: `x_BTD` is the output of our layers, the rest comes from `question`."""
+        """Encode the input of the next stage. Args: x_BTD: the output of our layers; question: our own input, of which
+        tokens, targets and beginnings go on."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
             tokens_BT = question.tokens_BT
@@ -96,7 +97,8 @@ class InferenceWire:
         return bytes_of(*parts)
 
     def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
-        """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""
+        """Decode an input that `check_input` has accepted: an output of `encode`, or at stage 0 the client's
+        request."""
         B, T = meta.rows, meta.length
         x, tokens, targets, begins = self._parts(meta, payload)
         tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
@@ -118,7 +120,10 @@ class InferenceWire:
         return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
-        """Raises: RemoteError: a token is outside the vocabulary. Such an index would cost a GPU its context."""
+        """Check tokens. Raises: RemoteError: one is outside the vocabulary; a GPU would lose its context by such an
+        index.
+
+        Args: ignored: also accept the mark of a target that does not count."""
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():
@@ -135,7 +140,7 @@ class InferenceWire:
             raise RemoteError(source, "continues tokens without a session")
 
     def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
-        """Split a payload by `_sizes`; missing parts are empty."""
+        """Split a payload into the parts of `_sizes`; a missing part is empty."""
         at, parts = memoryview(payload), []
         for size in self._sizes(meta, meta.rows * meta.length):
             parts.append(at[:size])
