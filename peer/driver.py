@@ -1,7 +1,7 @@
 """The driver of one peer: follows plans, holds a replica of a stage when a plan says so, reports to the coordinator.
 
-Open this file first: `obey` is where work begins, `heartbeat` is what the coordinator hears. The constructor makes the
-parts that do the work; the replica (`membership/`) trains.
+Open this file first: work begins in `obey`, and `heartbeat` makes the report. The constructor makes the objects that do
+the work; the replica (`membership/`) trains.
 """
 
 from shoal.peer.base.failures import Failures
@@ -54,7 +54,7 @@ class PeerDriver:
     ) -> None:
         self._ports, self._claims = ports, claims or Claims()
         endpoint, compute, clock = ports.endpoint, ports.compute, ports.clock
-        # Each part gets finished ones as arguments, so this order is the order of dependence.
+        # Each object takes objects made before it as arguments: the order of these lines is the order of dependence.
         failures = Failures()
         self.failure = failures.first
         self._tasks = tasks = Tasks(failures.add)
@@ -90,7 +90,7 @@ class PeerDriver:
 
     @property
     def replica(self) -> Replica | None:
-        """Our replica of a stage."""
+        """Our replica of a stage; None: we have none."""
         return self._stage.replica
 
     @property
@@ -126,7 +126,7 @@ class PeerDriver:
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
         self._neighbours.announce()
         drained = await self._departure.run(timeout_s)
-        await self._neighbours.flush(2.0)  # group members wait for the last word of a peer that leaves
+        await self._neighbours.flush(2.0)  # group members wait for a leaving peer's last presence update
         return drained
 
     async def close(self) -> None:

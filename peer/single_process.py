@@ -1,7 +1,7 @@
-"""The same training in one process with torch's own autograd and optimizers: the reference for a swarm.
+"""Trains a run in one process with torch's own autograd and optimizers: the reference that a swarm must equal.
 
-Deliberately plain and independent of the swarm's arithmetic: it shares the model's functions, the data, the initial
-weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
+This file is deliberately plain and independent of the swarm's arithmetic. It shares the model's functions, the data,
+the initial weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
 """
 
 import math
@@ -40,7 +40,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """One optimizer step."""
+    """The figures of one optimizer step."""
 
     step: int
     loss: float
@@ -161,7 +161,8 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
 
 
 def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """Loss in nats a token, weighted so that the mean over a step's microbatches is the mean over all its tokens."""
+    """Return the loss in nats a token, weighted so that its mean over a step's microbatches is the mean over the step's
+    tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
@@ -179,7 +180,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizer, or two for Muon: AdamW has all but the hidden matrices."""
+    """Return torch's optimizer; for Muon two of them, of which AdamW has all parameters but the hidden matrices."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
     tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix occurs twice
     if run.optimizer.name != "muon":
@@ -213,7 +214,7 @@ def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimi
 def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    if spec.name == "sgd":  # torch's SGD only knows weight decay through the gradient
+    if spec.name == "sgd":  # torch's SGD adds weight decay only to the gradient
         with torch.no_grad():
             for tensor in optimizer.param_groups[0]["params"]:
                 tensor.mul_(1 - rate * spec.weight_decay)

@@ -73,7 +73,7 @@ class Plans:
         return frozenset(before.difference(member.peer for member in newest.group_members(group)))
 
     def ending_at(self, layer: int) -> frozenset[PeerID]:
-        """Return the present and recent holders of the stage that ends just before `layer`."""
+        """Return the present and recent members of the stage that ends just before `layer`."""
         newest = self.newest
         return frozenset(
             peer
@@ -86,7 +86,8 @@ class Plans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """Return (first layer, last layer, expert or -1) of a group; None: the plan has no such group."""
+    """Return (first layer, end layer, expert) of a group; the expert is -1 for a stage. None: there is no such
+    group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

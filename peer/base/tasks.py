@@ -24,7 +24,7 @@ class Tasks:
         await self.wait()
 
     async def wait(self) -> None:
-        """Wait until all have ended by themselves."""
+        """Wait until all tasks have ended by themselves."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -95,7 +95,7 @@ class Archive:
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
-        """Snapshots here, newest first."""
+        """The undamaged snapshots on this disk, newest first, for heartbeats."""
         newest = sorted(self._stored.values(), key=lambda stored: (stored.age, stored.path), reverse=True)
         return tuple(Holding(era=stored.era, version=stored.version, layers=stored.keys) for stored in newest)
 
@@ -205,7 +205,7 @@ class Archive:
                 await self._run_blocking(write)
         except (OSError, LocalError) as error:
             self._complain(f"no snapshot of version {state.version}: {error}")
-            first = self._saved + 1 if self._saved < state.version else 1  # of an older era
+            first = self._saved + 1 if self._saved < state.version else 1  # the saved version is of an older era
             steps = f"steps {first} to {state.version} are" if first < state.version else f"step {state.version} is"
             self.unsaved = f"{steps} not saved on this machine: {error}"
             return False
@@ -415,7 +415,7 @@ class PastEras:
         """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
     def recall(self, disk: Disk) -> None:
-        """Read the ends of eras from the file. Raises: OSError."""
+        """Read from the file when eras ended. Raises: OSError."""
         try:
             lines = disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:

@@ -26,7 +26,7 @@ _Word = tuple[tuple[int, int], tuple[str, ...]]
 
 
 class Attesting:
-    """The signatures of one peer."""
+    """The signatures that one peer gives to states."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Attesting:
         self._certified = frozenset((entry.age, entry.keys) for entry in plan.certified)
 
     async def sign(self, state: StageState, *, era: int) -> None:
-        """Sign a state that we have stepped to or have on our disk."""
+        """Sign a state to which we have stepped, or that is on our disk."""
         age, keys = (era, state.version), tuple(state.layers)
         if (age, keys) in self._signed or (age, keys) in self._certified:
             return

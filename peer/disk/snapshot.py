@@ -267,7 +267,7 @@ def _check(disk: Disk, path: PurePosixPath) -> None:
 
 
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
-    """Read layers of the snapshot in the folder `path`, in the order asked, and check every byte of them.
+    """Read the layers `keys` of the snapshot in the folder `path`, in that order, and check every byte of them.
 
     Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says. LocalError: the
         snapshot does not hold one of the layers.

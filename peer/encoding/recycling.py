@@ -41,7 +41,7 @@ class Recycling:
             memory = np.empty(size, dtype=np.float32)
         lease = memory.view(_Lease)
         lease.owner = self
-        return torch.from_numpy(lease)  # its storage refers to the lease, and every part of the vector to its storage
+        return torch.from_numpy(lease)  # its storage refers to the lease, and each part of it to its storage
 
     def clear(self) -> None:
         """Return to the system all memory that has come back."""

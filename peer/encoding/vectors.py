@@ -146,11 +146,11 @@ class Vectors:
         return _payload(values_C, torch.bfloat16)
 
     def difference_payload(self, before_C: Tensor, after_C: Tensor) -> Payload:
-        """Encode the difference between two versions in bf16, exactly (`difference.py`)."""
+        """Encode the exact difference between two versions of bf16 weights (`difference.py`)."""
         return memoryview(difference(before_C, after_C).numpy().data)
 
     def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
-        """Apply a difference. Returns: the later version, bfloat16 [C]. Raises: ValueError: it is not a difference."""
+        """Apply a difference. Returns: the later version, bfloat16 [C]. Raises: ValueError: the payload is invalid."""
         return changed(before_C, torch.frombuffer(payload, dtype=torch.uint8))
 
     def rounded_of(self, payload: Payload) -> Tensor:

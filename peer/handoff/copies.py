@@ -140,7 +140,7 @@ class Copies:
         plan = self._plans.newest
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
+        is_last = message.version >= self._spec.training.steps  # of the final version, leaving peers keep copies too
         if self._life.is_draining and not is_last:
             raise Refused(me, "is leaving, too")
         if plan is None or not plan.groups_of(source):

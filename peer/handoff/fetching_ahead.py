@@ -112,7 +112,7 @@ class FetchingAhead:
         left_bytes = 0
         for source in ready.sources.values():
             left_bytes += state_bytes(self._spec, source.coming(ready.has)) - source.came_bytes
-            for key in source.here(ready.has):  # the last step is always under way
+            for key in source.here(ready.has):  # not counted: the last step's gradient, which is always under way
                 left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
         return left_bytes
 
@@ -129,12 +129,12 @@ class FetchingAhead:
         if not plan.next_layout or plan.experts:
             return
         if self._preparing is None and plan.cutover_version:
-            return  # it ends as soon as it can: a fetch now would only delay its last steps
+            return  # the layout ends soon: a fetch now would only delay its last steps
         if self._preparing is None:
             self._preparing = self._begun(plan)
         for stage, source in self._preparing.sources.items():
             if source.task is not None and not plan.has(source.peer):
-                source.task.cancel()  # it may wait for that peer's answer for long
+                source.task.cancel()  # the task may wait long for that peer's answer
                 source.task = None
             source.peers = plan.stages[stage].peers
             if source.task is None:
@@ -260,7 +260,7 @@ class FetchingAhead:
         stepped = await self._compute.run(
             "step",
             lambda: self._arithmetic.step_layer(key, at.layer, gradient_N, at.version),
-            flop=20.0 * gradient_N.numel(),  # as `Shard` counts
+            flop=20.0 * gradient_N.numel(),  # the count of `Shard.step_flop`
         )
         ready.has[key] = LayerAt(at.version + 1, stepped.value)
         source.num_replayed += 1

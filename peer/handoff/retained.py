@@ -94,7 +94,7 @@ class RetainedLayers:
 
     def __init__(self) -> None:
         self._at = -1, 0
-        """(era, version)."""
+        """(era, version) of the kept layers."""
         self._layers: dict[str, LayerState] = {}
 
     @property

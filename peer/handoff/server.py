@@ -57,7 +57,7 @@ _RELAY_WAIT_S = 2.0
 peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
-"""The longest time that copies wait for the first step of a layout."""
+"""Longest time for which the sending of copies waits for the first step of a layout."""
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
@@ -80,7 +80,7 @@ class _Pin:
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
         self.signatures: Signatures = ()
-        """Holders' signatures for newcomers."""
+        """Signatures of this version by members of the group, which newcomers check."""
         self.is_replayed = False
         """A newcomer fetches it, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
@@ -89,7 +89,7 @@ class _Pin:
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Prolong the pin, within its maximum age."""
+        """Prolong the pin after a request, within its maximum age."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
@@ -230,7 +230,7 @@ class StateServer:
             pin = self._pins.setdefault(key, pin)  # the digests of a large stage may take longer than `PINNED_S`
             pin.asked_for(self._clock.now_s())
         for name, proof in (proofs or {}).items():
-            if name in pin.layers:  # it may have been forgotten meanwhile
+            if name in pin.layers:  # else the layer has been dropped meanwhile
                 pin.digests.setdefault(name, proof)
         return pin
 

@@ -121,7 +121,7 @@ class InferenceService:
             era = self._endpoint.era
             await self._send(meta, request.tokens + request.targets + request.begins)
             until_s = self._clock.now_s() + ANSWER_S
-            while not (await asyncio.wait([answer], timeout=1.0))[0]:  # are the layers still divided in the same way?
+            while not (await asyncio.wait([answer], timeout=1.0))[0]:  # is the layout still the same?
                 if self._endpoint.era != era:
                     raise self._no(_DIVIDED)  # an answer under way belongs to the previous era and would be ignored
                 if self._clock.now_s() >= until_s:
@@ -190,7 +190,8 @@ class InferenceService:
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
-        """Compute on the device's thread."""
+        """Run our layers on a request; called on the device's thread. Returns: the payload for the next stage or the
+        entry."""
         question = self._wire.decode(meta, payload)
         session: Session = (meta.entry, meta.session)
         now_s, memory = self._clock.now_s(), None

@@ -39,7 +39,7 @@ class _Known:
     num_bytes: int
     used_s: float
     length: int = 0
-    """Tokens in the cache; -1: a request failed halfway, and the length is unknown."""
+    """Number of tokens in the cache; -1 during a forward, and after one that failed halfway."""
 
 
 @dataclass(slots=True)

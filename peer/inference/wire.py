@@ -51,7 +51,8 @@ class InferenceWire:
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
-        """Check a request and return T, the tokens of each row. Raises: RemoteError: the model cannot answer it."""
+        """Check a request. Returns: T, the number of tokens in each row. Raises: RemoteError: the request is
+        invalid."""
         rows, num = request.rows, len(request.tokens)
         length, rest = divmod(num, TOKEN_BYTES * max(1, rows))
         if rows < 1 or length < 1 or rest or rows * length > INFERENCE_TOKENS_MAX:
@@ -68,7 +69,8 @@ class InferenceWire:
         return length
 
     def check_input(self, meta: InferenceInput, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the header or a token is invalid, or the number of bytes differs from the header's."""
+        """Check a stage's input. Raises: RemoteError: the header or a token is invalid, or the payload has not the
+        number of bytes that follows from the header."""
         if meta.rows < 1 or meta.length < 1 or meta.rows * meta.length > INFERENCE_TOKENS_MAX:
             raise RemoteError(source, f"asks about {meta.rows} rows of {meta.length} tokens")
         self._check_place(meta.rows, meta.length, meta.position, meta.session, source)
@@ -148,7 +150,8 @@ class InferenceWire:
         return parts
 
     def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
-        """Return the bytes of activation or coordinates, tokens, targets, and beginnings."""
+        """Return the number of bytes of each part: activation or coordinates, tokens, targets, beginnings of
+        documents."""
         of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
         names_tokens = meta.stage == 0 or self._model.subspace > 0
         of_tokens = TOKEN_BYTES * tokens * names_tokens

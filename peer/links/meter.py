@@ -61,7 +61,7 @@ class _Link:
     chunks: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=32))
     probes: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=3))
     pending: tuple[float, float] = 0.0, 0.0
-    """(Bytes, seconds) since the last sample."""
+    """(Bytes, seconds) of frames sent since the last sample."""
     is_shared: bool = False
     """Another link was sending at the same time since the last sample."""
     mark: int = 0
@@ -69,9 +69,9 @@ class _Link:
     chunk_at_s: float | None = None
     num_sending: int = 0
     num_failed: int = 0
-    """Failed tries in a row."""
+    """Number of failed tries since the last answer."""
     busy_s: float = 0.0
-    """Seconds of sending so far."""
+    """Seconds in which the link was sending, up to the end of the last send."""
     busy_since_s: float = 0.0
     """Time when the link last began to send."""
     looked: tuple[float, float] = 0.0, 0.0
@@ -86,7 +86,7 @@ class _Link:
 
     @property
     def sent_rate(self) -> float:
-        """Bytes/s towards the peer; 0: not known."""
+        """Rate towards the peer in bytes/s; 0: not known."""
         if self.probes:
             return max(list(self.probes)[-2:]) if self.has_fallen else max(self.probes)
         return max((_rate(*sample) for sample in self.samples), default=0.0)

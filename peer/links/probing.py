@@ -18,7 +18,7 @@ _DOUBT_S = 30.0
 
 
 class LinkProbing:
-    """The probes of one peer's links."""
+    """Probes the links of one peer."""
 
     def __init__(self, endpoint: Endpoint, clock: Clock, meter: LinkMeter, vectors: Vectors) -> None:
         self._clock, self._meter = clock, meter
@@ -34,7 +34,7 @@ class LinkProbing:
         self._is_card_known = False
         """The card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
-        """When the coordinator last said that the run is slower than its figures explain."""
+        """Time when the coordinator last said that the run is slower than its figures explain."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -44,7 +44,7 @@ class LinkProbing:
     def measure(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
         """Measure our links to `peers` soon. The peers `beside` us share our network card."""
         self._beside = beside
-        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # over oceans a probe takes a second
+        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # a probe may take a second
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._probe_links(), name="measure links")
 
@@ -102,7 +102,7 @@ class LinkProbing:
             self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
-        """Wait for a moment without traffic, a second at most."""
+        """Wait for a moment without traffic, a second at most. Returns: True if there was one."""
         for _ in range(20):
             if self._meter.is_quiet:
                 return True

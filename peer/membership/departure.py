@@ -62,7 +62,7 @@ class Departure:
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
-        """Leave all groups. Returns: True if all our work is committed or saved."""
+        """Leave all groups within `timeout_s`. Returns: True if all our work is committed or saved."""
         until_s = self._clock.now_s() + timeout_s
         left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._parts.all))
         return all(left)
@@ -83,7 +83,7 @@ class Departure:
                 membership.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
                 await self._halt(membership, until_s)
-                if self._is_last(membership):  # else another member that stays has come meanwhile
+                if self._is_last(membership):  # else a member that stays has joined meanwhile
                     tried, saved = True, await self._save(membership, until_s)
             elif not self._may_have_successor(membership, began_s):
                 return saved
@@ -103,7 +103,8 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
+        """True if the plan names a member that has yet to fetch our layers, or if a plan that does so may still
+        come."""
         plan = self._plans.newest
         if plan is None:
             return False
@@ -203,7 +204,7 @@ class Departure:
         others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
 
         async def ask_to_save(peer: PeerID) -> None:
-            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # it may have saved and gone
+            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # the peer may have saved its layers and left
                 saved = 0
                 while saved < version and (left_s := until_s - self._clock.now_s()) > 0.0:
                     timeout_s = min(left_s, _ANSWER_S + 1.0)
@@ -222,7 +223,7 @@ class Departure:
             membership for membership in self._parts.all if membership.is_ready and not membership.core.group.is_learner
         ]
         newest = max((membership.version for membership in memberships), default=message.version)
-        if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
+        if not 0 < message.version <= newest + 64:  # a version further ahead is an error of the sender
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
         self._count_save(source, message.version, plan)
         self._archive.want(message.version)
@@ -233,7 +234,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Raises: Refused: the sender does not leave, or has asked for too much."""
+        """Count a version that is saved for `source`. Raises: Refused: the sender does not leave, or has asked for too
+        many versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

@@ -42,7 +42,7 @@ class ExpertMembership(GroupMembership):
         super().__init__(services, renew, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
-        """True if the group still stands for the same expert and layers in `plan`."""
+        """True if the group has the same expert and layers in `plan` as before."""
         at = self.group_id - len(plan.stages)
         if not 0 <= at < len(plan.experts):
             return False
@@ -198,7 +198,7 @@ class ExpertSeats:
             renewing, self._renewing, self._again = self._renewing, set(), False
             for group in sorted(self._memberships):
                 if group not in self._memberships:
-                    continue  # it drained while another one was dropped
+                    continue  # this membership ended while another one was dropped
                 if group not in self._draining:
                     await self._follow_with(group, before, signed.plan, renew=group in renewing)
                 elif group in signed.plan.groups_of(self._me) and self._memberships[group].is_place_of(signed.plan):
@@ -214,7 +214,7 @@ class ExpertSeats:
     async def _follow_with(self, group: int, before: SignedPlan | None, plan: Plan, *, renew: bool) -> None:
         membership = self._memberships[group]
         if not membership.is_place_of(plan):
-            await self._drop(group)  # the group means another expert now
+            await self._drop(group)  # the group has another expert in this plan
         elif group not in plan.groups_of(self._me):
             counted_out = not plan.has(self._me) and not self._s.life.is_leaving
             if before is None or plan.previous != before.digest or counted_out:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstReplica(Replica):
-    """Our replica of stage 0 under `plan`."""
+    """The driver of our replica of stage 0 under `plan`."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
@@ -70,7 +70,7 @@ class FirstReplica(Replica):
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
         with self._saying(source, "the run to stand still"):
-            if source in self._staying and source in self.audience:  # else it has not told us since
+            if source in self._staying and source in self.audience:  # else it tells us no more
                 raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
                 Halted, lambda call: self.handle(events.HaltAsked(source, message.at_once, call))

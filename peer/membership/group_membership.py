@@ -225,7 +225,7 @@ class GroupMembership(ABC):
 
     @property
     def state(self) -> StageState | None:
-        """The current state; None before the first arrives and while a step is being made."""
+        """The current state; None before the first one arrives and while a step is being made."""
         return self._held.state
 
     @property
@@ -240,7 +240,7 @@ class GroupMembership(ABC):
 
     @property
     def is_stepping(self) -> bool:
-        """True while the state is on its way to the next version."""
+        """True while an optimizer step is being made."""
         return self._held.is_stepping
 
     @property
@@ -268,7 +268,8 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make the step from the complete reduced gradient of `step` after the running job, then call `stepped`."""
+        """Make the optimizer step with the reduced gradient of `step`, float32 [N], after the running job; then call
+        `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -441,7 +442,7 @@ class GroupMembership(ABC):
         """Run a round: send our sum, add the pieces that we have, and take those that came before the round began."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
-            return  # our step to the next version has begun: the members of this attempt will catch up with us
+            return  # our step has begun already: the members of this attempt will catch up with us
         due = reduction.begin(sum_N)
         del sum_N
         if self.reductions.is_void(reduction):
@@ -588,7 +589,7 @@ class GroupMembership(ABC):
         reduction = self.reductions.get(step)
         if reduction is not None:
             group = self.core.group
-            # Peers that follow us in the order of names come first, so that not all members ask the same one.
+            # Peers after us in the order of peer IDs come first, so that not all members ask the same one.
             owing = sorted(
                 reduction.missing_from().intersection(group.group_peers), key=lambda peer: (peer < group.me, peer)
             )

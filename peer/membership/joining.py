@@ -170,7 +170,7 @@ class Joining:
         group, keys = self._group, self._runtime.keys
         while True:
             with Tolerating(logger.info, "no state yet"):
-                learner = self._light if self._runtime.state is None else None  # else we lack steps alone
+                learner = self._light if self._runtime.state is None else None  # else we lack only steps
                 if learner is not None and await learner.begin():
                     await self._take_over(await learner.run())
                     return

@@ -42,7 +42,7 @@ from shoal.protocol.messages import StateOffer, StateRequest
 logger = logging.getLogger(__name__)
 
 _SEEN_S = 2.0
-"""Minimum time for measuring how quickly weights come."""
+"""Minimum seconds for measuring the rate at which weights come."""
 _SMALL_BYTES = 16 << 20
 """A smaller state is fetched without a learner phase: on most lines that takes no longer than measuring the rate."""
 _RETRY_S = 1.0
@@ -138,7 +138,8 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step of which some layer, here or coming, may still lack the reduced gradient."""
+        """Return the first step whose reduced gradient may still be needed, by a layer that is here or being
+        fetched."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -179,7 +180,7 @@ class Learner:
                 state_s = weights_s * state_bytes(self._runtime.spec, self._runtime.keys) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
                 return state_s < LIGHT_STATE_S
-        return False  # awaiting the failed fetch raises its error
+        return False  # if the fetch has failed, the caller gets its error by awaiting it
 
     async def run(self) -> StageState:
         """Train as a learner until the state is whole. Returns: the state at the group's version."""
@@ -293,7 +294,7 @@ class Learner:
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Step the layers `due` in one job: with a job each, every layer would wait for a microbatch's job."""
+        """Step the layers `due` in one job. With one job for each layer, each would wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)

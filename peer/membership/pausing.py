@@ -21,7 +21,7 @@ from shoal.protocol.ports import Clock
 BACKWARDS_S: Final = 0.5
 """Seconds for which returning gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
 HOLDS_PLACE_S: Final = 10.0
-"""A shorter pause costs no plan and no transfer of state."""
+"""Seconds for which a paused peer keeps its place: a shorter pause causes no new plan and no transfer of state."""
 
 
 class Pausing:

@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are elsewhere. While it waits for them, the device does other jobs."""
+        """Run a job whose experts are on other peers. While the job waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -169,7 +169,7 @@ class Replica(GroupMembership):
         self.handle(events.JobDone(job, self.activations.keep(job, microbatch, parts.value)))
 
     async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
-        """Run a job; if memory is short, free caches and run it once more."""
+        """Run a job; if it runs out of memory, free caches and run it once more."""
         try:
             return await self._on_device(job, work, flop)
         except Exception as error:
@@ -210,7 +210,7 @@ class Replica(GroupMembership):
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, retried: bool) -> None:
         payloads = self.activations.get(microbatch)
         if payloads is None or (payload := payloads.output) is None:
-            return  # forgotten before the task began
+            return  # the microbatch was forgotten before this task began
         step, index = microbatch.step, microbatch.index
         meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, retried=retried)
         once_more = msgspec.structs.replace(meta, retried=True)
@@ -243,7 +243,7 @@ class Replica(GroupMembership):
         self.handle(events.GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _gradient(self, command: commands.SendGradient) -> tuple[PeerID, Gradient, Payload]:
-        """Return a gradient with its header; a validation microbatch has only a loss."""
+        """Return (target, header, payload) of a gradient; for a validation microbatch the payload is empty."""
         microbatch, target = command.microbatch, command.target
         meta = Gradient(
             stage=self.stage - 1,
@@ -271,7 +271,7 @@ class Replica(GroupMembership):
         # The receiver is gone, and no other peer needs this gradient; or it will ask for the gradient again.
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
-        """Raises: RemoteError: this run has no such microbatch."""
+        """Check that this run has the microbatch. Raises: RemoteError: it has not."""
         training = self._s.spec.training
         if not (
             0 <= microbatch.step <= training.steps
@@ -294,7 +294,7 @@ class Replica(GroupMembership):
         self.runtime.load(state)
         self.handle(events.VersionSet(state.version))
         if self.core.is_lagging:
-            self.handle(events.Lagging(False))  # a full member catches up like all others
+            self.handle(events.Lagging(False))  # a full member that is behind catches up by replaying steps
 
     def _make_learner(self) -> Learner | None:
         """Return None in a synchronous run, in which every step would wait for the learner's weights; with tied
@@ -411,7 +411,7 @@ class Replica(GroupMembership):
         super().peer_died(peer)
 
     async def close(self) -> None:
-        """Drop everything in flight. Wait for the running job: a device cannot be interrupted."""
+        """Drop all microbatches that are here. Wait for the running job, since a device cannot be interrupted."""
         self.retire()
         self._endpoint.off(self._on_activation, self._on_gradient)
         self._handing_back.close()

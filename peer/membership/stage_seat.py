@@ -56,7 +56,7 @@ class StageSeat:
             await asyncio.gather(self._transition, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Follow no further plan."""
+        """Stop following plans."""
         if self._transition:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)

@@ -119,7 +119,7 @@ class Neighbours:
             if not drains:
                 self._parts.died(peer)
             else:
-                self.say([peer])  # it still answers what it owes, unless it is dropped because it died
+                self.say([peer])  # a draining peer still answers; if it does not, it has died
 
     @property
     def _everybody(self) -> set[PeerID]:
@@ -155,7 +155,7 @@ class Neighbours:
 
     async def _on_hello(self, source: PeerID, message: PresenceUpdate) -> PresenceUpdate:
         if not self._plans.knows(source):
-            # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
+            # A newer plan may name the sender. When it reaches us, we send our presence to all new neighbours.
             raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
         self._heard(source, message)
         return self._next()
@@ -182,6 +182,6 @@ class Neighbours:
 
 
 def _where(presence: PresenceUpdate) -> PresenceUpdate:
-    """Return the part of a PresenceUpdate that others act on."""
+    """Return a presence update without the fields on which its receivers do not act."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
     return msgspec.structs.replace(presence, count=0, plan_sequence=0, version=0, experts=experts)

@@ -13,7 +13,7 @@ from shoal.protocol.messages import Advert, PresenceUpdate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """Facts about a peer that it claims and that are not measured."""
+    """Facts about a peer that are claimed, not measured."""
 
     name: str = ""
     machine: str = ""

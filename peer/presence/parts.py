@@ -96,7 +96,7 @@ class ExpertHolding(Part, Protocol):
 
 
 class Parts:
-    """The parts of one peer. `StageSeat` and `ExpertSeats`, which begin and end them, enter them here."""
+    """The parts of one peer. `StageSeat` and `ExpertSeats` begin and end the parts, and enter them here."""
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
@@ -116,7 +116,7 @@ class Parts:
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness."""
+        """The peers to tell about the readiness of any of our parts."""
         return list(dict.fromkeys(peer for part in self.all for peer in part.audience))
 
     # --- the state that we train ---

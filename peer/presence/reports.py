@@ -32,7 +32,7 @@ class Watcher:
     """Called when a heartbeat should go out at once: a group of ours has reached the layout's last version, for which
     the run stands still, or we have signed a state."""
     say: Callable[[str], None] = logger.info
-    """Tells the person at this machine a sentence."""
+    """Shows a sentence to the person at this machine."""
 
 
 class Reports:
@@ -98,5 +98,5 @@ class Reports:
             self._watcher.on_state(group, state)
 
     def say(self, sentence: str) -> None:
-        """Tell the person at this machine a sentence."""
+        """Show a sentence to the person at this machine."""
         self._watcher.say(sentence)

@@ -77,7 +77,7 @@ class ExpertWork:
         self.version = state.version
 
     def flop(self, num_tokens: int, *, backward: bool) -> float:
-        """Return the FLOP of a job; a backward repeats the forward."""
+        """Return the FLOP of a job on `num_tokens` tokens; a backward repeats the forward."""
         forward = expert_flop(self.runtime.spec.model, num_tokens)
         return (1.0 + BACKWARD_PER_FORWARD) * forward if backward else forward
 
@@ -150,7 +150,7 @@ class ExpertServer:
         self._wire.check_tokens(meta, payload, source)
         key = (source, meta.incarnation, meta.serial)
         if key in self._pending:
-            return  # sent again
+            return  # the request came a second time
         if not self._plans.knows(source):
             self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
         elif not self._room.take(source):
@@ -226,7 +226,8 @@ class ExpertServer:
         return held
 
     def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
-        """Compute on the device's thread."""
+        """Compute a request with each of its experts; called on the device's thread. Args: wanted: for each expert,
+        True if its group lacks the gradient."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)
         tokens = self._wire.part(request.payload, slice(0, size))
