@@ -161,8 +161,7 @@ class PeerDriver:
         self._stage.follow_soon()
 
     def lose_excluded(self) -> None:
-        """Treat members that the run has excluded as dead, even if they said that they drain: no peer takes their
-        messages any more."""
+        """Treat members that the run has excluded as dead, even if they drain: no peer takes their messages."""
         plan = self._plans.newest
         for peer in plan.members if plan is not None else ():
             if self._ports.endpoint.members.is_excluded(peer):
@@ -214,8 +213,7 @@ class PeerDriver:
         self._layers.thin(safe)
 
     def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
-        """Measure our links to `peers`, at the coordinator's request. Args: beside: peers that share our network
-        card."""
+        """Measure our links to `peers`, as the coordinator asks. Args: beside: peers that share our network card."""
         self._links.measure(peers, beside)
 
     def look_at_links(self) -> None:

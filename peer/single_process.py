@@ -161,8 +161,7 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
 
 
 def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """Return the loss in nats a token, weighted so that its mean over a step's microbatches is the mean over the step's
-    tokens."""
+    """Return the loss in nats a token, weighted: a step's mean over microbatches is its mean over tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)

@@ -49,8 +49,7 @@ class Outbox:
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone, and cancel the call under way, which could delay the first call to
-        the peer's next incarnation."""
+        """Drop all messages to a peer that is gone, and cancel the call under way: it could delay its successor's."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -86,8 +86,7 @@ class Plans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """Return (first layer, end layer, expert) of a group; the expert is -1 for a stage. None: there is no such
-    group."""
+    """Return (first layer, end layer, expert or -1 for a stage) of a group; None: there is no such group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

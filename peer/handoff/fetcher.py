@@ -294,8 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """`todo`: ranges that no peer is asked for now; `lent`: ranges that only group peers and carriers are asked
-        for."""
+        """`todo`: ranges that no peer is asked for; `lent`: ranges that only helpers are asked for."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -430,8 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range whose layer has a single holder. We ask that holder ourselves from the first range
-        on."""
+        """Return the last range that has a single holder; we ask that holder from the first range on."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -449,8 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again that did not match its digest. Raises: RemoteError: its only holder has sent all of
-        it."""
+        """Fetch a layer again whose digest is wrong. Raises: RemoteError: its only holder has sent all of it."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -1,5 +1,4 @@
-"""Gradients and layers that this peer keeps at the end of a layout, for the peers that hold its layers in the next
-one."""
+"""Gradients and layers that this peer keeps at the end of a layout, for their holders in the next one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -68,8 +67,7 @@ class GradientLog:
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
-        """Return the gradient with which the layer stepped to `version`. None: it was dropped, or the step was not made
-        within `patience_s`."""
+        """Return the gradient of the layer's step to `version`; None: dropped, or not made within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while era == self._era and self.is_wanted and not self._has(version, key) and self._is_ahead(version):

@@ -53,8 +53,7 @@ _CARRIED_MAX = 4
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while its layers step; after it the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""The longest time that a request waits for a range that this peer is fetching; after it the requester may ask another
-peer."""
+"""The longest time that a request waits for a range that we are fetching; then it may go to another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
 """Longest time for which the sending of copies waits for the first step of a layout."""
@@ -154,8 +153,7 @@ class StateServer:
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """Share the ranges that a fetch of ours receives with its group peers, until a while after the fetch has
-        ended."""
+        """Share the ranges that a fetch of ours receives with its group peers, until a while after its end."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
@@ -426,8 +424,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Fetch a range from its holder `via` for another peer, and send it on. Refuse while we fetch state
-        ourselves."""
+        """Fetch a range from its holder `via` for another peer, and send it on; refuse while we fetch ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:
@@ -460,8 +457,7 @@ class StateServer:
         await self._send(source, message, values_N)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
-        """Send the reduced gradient with which a layer stepped to a version; wait a while if that step is still to
-        come."""
+        """Send the reduced gradient with which a layer stepped to a version; wait a while for that step."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -480,8 +476,7 @@ class StateServer:
 
     @property
     def _ahead_priority(self) -> Priority:
-        """The priority of layers that are fetched ahead: lowest during training; after it the whole run waits for
-        them."""
+        """Layers fetched ahead have the lowest priority during training; then the whole run waits for them."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(

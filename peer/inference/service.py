@@ -190,8 +190,7 @@ class InferenceService:
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
-        """Run our layers on a request; called on the device's thread. Returns: the payload for the next stage or the
-        entry."""
+        """Run our layers; called on the device's thread. Returns: the payload for the next stage or the entry."""
         question = self._wire.decode(meta, payload)
         session: Session = (meta.entry, meta.session)
         now_s, memory = self._clock.now_s(), None
@@ -238,8 +237,7 @@ class InferenceService:
             await asyncio.sleep(0.05)
 
     async def _keep(self, replica: StagePart, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the weights of the committed version. They are taken within a job, so that no step changes them
-        meanwhile."""
+        """Keep the weights of the committed version. A job takes them, so that no step changes them meanwhile."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known
@@ -326,6 +324,5 @@ class InferenceService:
 
 
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
-    """Return a member's rank for the request's `way`; the member with the lowest rank is chosen (rendezvous
-    hashing)."""
+    """Return a member's rank for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()

@@ -74,8 +74,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session; if it exists, it begins anew. If there are too many, those unused for longest are
-        dropped."""
+        """Begin a session, anew if it exists. If there are too many, those unused for longest are dropped."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX
@@ -85,8 +84,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward, or the
-        cache is lost."""
+        """Return the session's cache if it ends at `position`, else None. After the forward call `remembered`."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None

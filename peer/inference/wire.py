@@ -51,8 +51,7 @@ class InferenceWire:
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
-        """Check a request. Returns: T, the number of tokens in each row. Raises: RemoteError: the request is
-        invalid."""
+        """Check a request. Returns: T, the tokens in each row. Raises: RemoteError: the request is invalid."""
         rows, num = request.rows, len(request.tokens)
         length, rest = divmod(num, TOKEN_BYTES * max(1, rows))
         if rows < 1 or length < 1 or rest or rows * length > INFERENCE_TOKENS_MAX:
@@ -99,8 +98,7 @@ class InferenceWire:
         return bytes_of(*parts)
 
     def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
-        """Decode an input that `check_input` has accepted: an output of `encode`, or at stage 0 the client's
-        request."""
+        """Decode an input that `check_input` has accepted: an output of `encode`, or a client's request."""
         B, T = meta.rows, meta.length
         x, tokens, targets, begins = self._parts(meta, payload)
         tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
@@ -150,8 +148,7 @@ class InferenceWire:
         return parts
 
     def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
-        """Return the number of bytes of each part: activation or coordinates, tokens, targets, beginnings of
-        documents."""
+        """Return the bytes of each part: activation or coordinates, tokens, targets, documents' beginnings."""
         of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
         names_tokens = meta.stage == 0 or self._model.subspace > 0
         of_tokens = TOKEN_BYTES * tokens * names_tokens

@@ -114,8 +114,7 @@ class _Link:
 
 
 class LinkMeter:
-    """Figures of the links to all peers with which we exchange data. It holds no socket: its caller reports events as
-    they happen."""
+    """Figures of our links to all peers. It holds no socket: its caller reports events as they happen."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -126,8 +125,7 @@ class LinkMeter:
         self._failures: dict[PeerID, None] = {}
         """Links on which a try has failed, or succeeded again, since they were last reported; in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
-        """Number of links in the next heartbeat: as many as fit until the coordinator has heard of each link, then
-        fewer."""
+        """Number of links in the next heartbeat: many until the coordinator has heard of each, then few."""
         self._num_busy = 0
         self._num_mixed = 0
         """Number of times that a link began to send while another was sending."""
@@ -143,8 +141,7 @@ class LinkMeter:
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Return peer -> bytes of frames (sent, received) so far. The count of a long idle peer may begin at 0
-        again."""
+        """Return peer -> bytes of frames (sent, received) so far; after a long idle time they begin at 0 again."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
@@ -301,8 +298,7 @@ class LinkMeter:
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """Return the reports for this heartbeat: first links with failed tries or new probes, then the busiest in
-        turn."""
+        """Return the reports for a heartbeat: first failed tries and new probes, then the busiest links in turn."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()

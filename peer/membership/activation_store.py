@@ -20,8 +20,7 @@ class MicrobatchPayloads:
     input: Payload | None = None
     """The activation, from its arrival until the forward. If it arrives again, the second one is not kept."""
     output: Payload | None = None
-    """The next payload to send. An activation is kept until its gradient is back, since it may have to be sent
-    again."""
+    """The next payload to send. An activation stays until its gradient is back: it may be sent again."""
     gradient: Payload | None = None
     """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
@@ -101,8 +100,7 @@ class ActivationStore:
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """Return the microbatch's run through experts on other peers: a new one for a forward, the same for its
-        backward."""
+        """Return the microbatch's run through others' experts: a forward begins one, its backward continues it."""
         payloads = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(payloads)

@@ -57,8 +57,7 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps that are lost with us, and why; empty: our disk or another machine has all
-        steps."""
+        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -103,8 +102,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if the plan names a member that has yet to fetch our layers, or if a plan that does so may still
-        come."""
+        """True if the plan names a member that has yet to fetch our layers, or if such a plan may still come."""
         plan = self._plans.newest
         if plan is None:
             return False
@@ -163,8 +161,7 @@ class Departure:
     # --- save ---
 
     async def _save(self, membership: Part, until_s: float) -> bool:
-        """Save our layers, which no other peer has, and have other peers keep copies. Returns: True if our disk has
-        them."""
+        """Save our layers, which no other peer has, then have copies kept. Returns: True if our disk has them."""
         state = await self._made(membership, until_s)
         if state is None:
             self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"

@@ -56,8 +56,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Number of chunks that one job adds up before they are sent: a thread switch for each chunk would cost as much as
-adding it."""
+"""Chunks added up before they are sent: a thread switch for each would cost as much as adding it."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
@@ -126,8 +125,7 @@ class GroupMembership(ABC):
     # --- the one door ---
 
     def handle(self, event: events.Event) -> None:
-        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: a peer's event is
-        invalid."""
+        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: a bad event."""
         if self._closed:
             return
         try:
@@ -268,8 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make the optimizer step with the reduced gradient of `step`, float32 [N], after the running job; then call
-        `stepped`."""
+        """Step with the reduced gradient of `step`, float32 [N], after the running job; then call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:

@@ -94,8 +94,7 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_initial_weights(self) -> None:
-        """Fetch the weights that the run's spec names, from the host. All members are asked: only the host offers
-        them."""
+        """Fetch the weights that the run's spec names. We ask all members, but only the host offers them."""
         runtime = self._runtime
         wanted, digests = layers_of(runtime.keys), initial_digests(runtime.spec)
         while True:

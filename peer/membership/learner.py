@@ -47,8 +47,7 @@ _SMALL_BYTES = 16 << 20
 """A smaller state is fetched without a learner phase: on most lines that takes no longer than measuring the rate."""
 _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
-"""Retry interval for answers of holders: they may still be stepping, or signing their state, which takes a round
-trip."""
+"""Seconds between requests to holders, which may be stepping or signing their state."""
 _STILL_S = 60.0
 """A round of which no new piece has come for this long is given up. On slow lines a member's pieces wait for minutes
 behind activations, but pieces come from several members."""
@@ -138,8 +137,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient may still be needed, by a layer that is here or being
-        fetched."""
+        """Return the first step whose reduced gradient a layer that is here or being fetched may still need."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -264,8 +262,7 @@ class Learner:
             self._news.set()  # dropped layers are fetched again
 
     async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Compute with the weights of `version`. Args: params: layer -> weights, for the layers without a state
-        here."""
+        """Compute with the weights of `version`. Args: params: weights of the layers without a state here."""
         gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
 
         def make() -> dict[str, Tensor]:
@@ -331,8 +328,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the result of our round of a step, and return it. None: we have no such round, or it stands
-        still."""
+        """Wait for the result of our round of a step. Returns: None: we have no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:
@@ -364,8 +360,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of a layer; if an earlier fetch of it has failed, first try to complete that one's
-        version."""
+        """Fetch the state of a layer. If an earlier fetch has failed, first try to complete its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):

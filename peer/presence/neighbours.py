@@ -72,14 +72,12 @@ class Neighbours:
         return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
 
     def stays(self, peer: PeerID) -> bool:
-        """True if the last update of `peer` says that it does not leave; the peer sends another one before it
-        leaves."""
+        """True if the last update of `peer` says that it does not leave; it sends another one before it leaves."""
         presence = self._presences.get(peer)
         return presence is not None and not presence.draining
 
     def leaves(self, peer: PeerID, part: Part) -> bool:
-        """True if the last update of `peer` says that it leaves the group of `part`, or leaves the run, and so all
-        groups."""
+        """True if the last update of `peer` says that it leaves the group of `part`, or leaves the run."""
         if part is self._parts.stage:
             return self.drains(peer, part.group_id)
         presence = self._presences.get(peer)

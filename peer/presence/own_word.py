@@ -24,8 +24,7 @@ class Claims:
 
 
 class OwnWord:
-    """Makes the messages of one peer about itself. Args: has_text: the peer has the run's text, so that it may be at
-    stage 0."""
+    """Makes one peer's messages about itself. Args: has_text: the peer has the run's text, which stage 0 needs."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""A peer's reports of commits, validations and faulty members, for the coordinator and for an observer in this
-process."""
+"""Reports of commits, validations and faulty members, for the coordinator and an observer in this process."""
 
 import logging
 from collections import deque
@@ -88,8 +87,7 @@ class Reports:
             self._watcher.on_validation(report)
 
     def accuse(self, peer: PeerID) -> None:
-        """Note a faulty peer: it has sent numbers into a round that no gradient can have, or it restarts again and
-        again."""
+        """Note a faulty peer: it sent numbers into a round that no gradient has, or it restarts without end."""
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:

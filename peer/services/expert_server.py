@@ -179,8 +179,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait until all experts have reached their version, then compute. Raises: Refused: an expert is not here (any
-        more)."""
+        """Wait until all experts have their version, then compute. Raises: Refused: an expert is not here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
