@@ -22,7 +22,7 @@ CONTRIBUTION_MAX: Final = 2.0**40
 """Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 squares of it, so
 no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
-"""Largest number accepted in a reduced gradient: rounded sums of both ends of a tied matrix reach a quarter of it."""
+"""Largest number accepted in a reduced gradient: a rounded sum over both ends of a tied matrix reaches a quarter."""
 
 
 class Vectors:

@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class InitialWeights(Protocol):
-    """A source of initial weights."""
+    """A source of a run's initial weights, or of the base of adapters."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
         """Return the requested layers that the source has: float32 [numel] each, in the layer's layout (with adapters

@@ -41,7 +41,7 @@ class Relay:
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Layer -> parameters and moments at full length; filled where a range is `here`."""
         self.here: dict[str, set[tuple[int, int]]] = {}
-        """Layer -> (tensor, first element) of the ranges that are here."""
+        """Layer -> (tensor, first element) of the ranges that have arrived."""
         self._came = asyncio.Event()
 
     # --- calls of the fetch ---
