@@ -447,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again whose digest is wrong. Raises: RemoteError: its only holder has sent all of it."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of it."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

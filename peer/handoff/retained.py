@@ -32,7 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the oldest version whose gradient it still needs, by its requests."""
+        """Replaying peer -> the version of the oldest gradient that it still needs, by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What a stage keeps for inference: the weights of recent versions, and the keys and values of clients' sessions."""
+"""Keeps for inference, at one stage, the weights of recent versions, and the keys and values of clients' sessions."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -139,8 +139,8 @@ class GroupMembership(ABC):
     def _carry_out(self, event: events.Event) -> None:
         for command in self.core.handle(event, now_s=self._s.clock.now_s()):
             if (found := self._perform(command)) is not None:
-                # At once, before the next command: the group must hear of a gradient before a round begins whose sum
-                # has it.
+                # At once, before the next command: a round must not begin before the group is told of each gradient in
+                # its sum.
                 self._carry_out(found)
 
     def _perform(self, command: commands.Command) -> events.Event | None:
@@ -329,7 +329,7 @@ class GroupMembership(ABC):
 
     def pause(self, *, at_once: bool) -> None:
         """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
-        reduced. Args: at_once: also return microbatches whose forward is done; else their backwards are still made."""
+        reduced. Args: at_once: also return microbatches after their forward; else their backwards are still made."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
@@ -608,7 +608,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the first step whose reduced gradient a replaying peer, or a layer that we fetch, still needs."""
+        """Return the first reduced gradient (its step) that a replaying peer or a layer that we fetch still needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
