@@ -1,7 +1,7 @@
 """The driver of one peer: follows plans, holds a replica of a stage when a plan says so, reports to the coordinator.
 
-Open this file first: `obey` is where work begins, `heartbeat` is what the coordinator hears. The constructor makes the
-parts that do the work; the replica (`membership/`) trains.
+Open this file first: work begins in `obey`, and `heartbeat` makes the report. The constructor makes the objects that do
+the work; the replica (`membership/`) trains.
 """
 
 from shoal.peer.base.failures import Failures
@@ -38,8 +38,8 @@ class PeerDriver:
     """One peer of one run. Nothing is sent before a plan is obeyed.
 
     Args:
-        arithmetic: what it computes with; without the run's text it is never at stage 0.
-        traffic: how it feeds the next stage; None: by measurements.
+        arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.
+        traffic: the policy for sending to the next stage; None: the default, by measurements.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class PeerDriver:
     ) -> None:
         self._ports, self._claims = ports, claims or Claims()
         endpoint, compute, clock = ports.endpoint, ports.compute, ports.clock
-        # Each part gets finished ones as arguments, so this order is the order of dependence.
+        # Each object takes objects made before it as arguments: the order of these lines is the order of dependence.
         failures = Failures()
         self.failure = failures.first
         self._tasks = tasks = Tasks(failures.add)
-        """They end by themselves when the peer closes."""
+        """Tasks that end by themselves when the peer closes."""
         self._plans, life, parts = Plans(clock), Life(endpoint), Parts()
         self._links = LinkProbing(endpoint, clock, ports.meter, arithmetic.vectors)
         own = OwnWord(endpoint, self._plans, life, parts, self._links, self._claims, has_text=arithmetic.has_text)
@@ -90,27 +90,28 @@ class PeerDriver:
 
     @property
     def replica(self) -> Replica | None:
-        """Our replica of a stage."""
+        """Our replica of a stage; None: we have none."""
         return self._stage.replica
 
     @property
     def unsaved(self) -> str:
-        """A sentence that names the steps lost when this peer ends, and why; empty: none."""
+        """A sentence that names the steps that are lost when this peer ends, and why; empty: no step is lost."""
         is_over = self.replica is not None and self.replica.version >= self.services.spec.training.steps
         return self._departure.unsaved or (self._layers.archive.unsaved if is_over else "")
 
     def has_lost_all(self) -> bool:
-        """See `Archive.has_lost_all`."""
+        """Return True if this peer's disk had snapshots of the run, and none of them can be read."""
         return self._layers.archive.has_lost_all
 
     def begin_with(self, weights: InitialWeights | None) -> None:
-        """Set this machine's copy of the initial weights (of the base model, with adapters); None: it has none."""
+        """Set the source of the run's initial weights on this machine (with adapters: of the base model's weights).
+        None: this machine has no copy of them."""
         self._layers.begin_with(weights)
 
     # --- life ---
 
     async def start(self) -> None:
-        """Measure the device and read what is on the disk. Raises: whatever the device raises when it is unfit."""
+        """Measure the device, and read the snapshots on the disk. Raises: the device's own error if it is unfit."""
         services = self.services
         await self._layers.archive.open()
         services.own.device = await probe_device(
@@ -118,14 +119,14 @@ class PeerDriver:
         )
 
     async def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Finish our work and see it committed; first save what no other peer holds (`departure.py`). Returns: True if
-        all of that was done. Takes a little longer than `timeout_s` where a disk is slow."""
+        """Save the layers that no other peer holds, finish our work, and wait until it is committed (`departure.py`).
+        This may take a little longer than `timeout_s` if a disk is slow. Returns: True if all of it was done."""
         self.services.life.is_draining = True
         await self._stage.settle()
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
         self._neighbours.announce()
         drained = await self._departure.run(timeout_s)
-        await self._neighbours.flush(2.0)  # group members wait for the last word of a peer that leaves
+        await self._neighbours.flush(2.0)  # group members wait for a leaving peer's last presence update
         return drained
 
     async def close(self) -> None:
@@ -145,8 +146,8 @@ class PeerDriver:
     # --- with the coordinator ---
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Follow a live plan, newer than all before. Args: predecessor: the plan before it, if the caller has it: it
-        tells a newcomer which peers may still drain."""
+        """Follow a plan that is in force and newer than all plans before. Args: predecessor: the plan before it, if the
+        caller has it; a newcomer learns from it which peers may still drain."""
         before = self._plans.newest
         if before is None or before.term != signed.plan.term:
             self._ports.meter.tell_all()
@@ -160,7 +161,7 @@ class PeerDriver:
         self._stage.follow_soon()
 
     def lose_excluded(self) -> None:
-        """Treat members that the run has excluded as dead, even if they said that they drain: nobody hears them now."""
+        """Treat members that the run has excluded as dead, even if they drain: no peer takes their messages."""
         plan = self._plans.newest
         for peer in plan.members if plan is not None else ():
             if self._ports.endpoint.members.is_excluded(peer):
@@ -170,7 +171,7 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with all reports since the last one. The caller must make sure that it arrives."""
+        """Return a heartbeat with the reports since the last one. The caller must make sure that it arrives."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(
@@ -212,9 +213,10 @@ class PeerDriver:
         self._layers.thin(safe)
 
     def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
-        """Measure our links to `peers`, as the coordinator asks. The peers `beside` us share our network card."""
+        """Measure our links to `peers`, as the coordinator asks. Args: beside: peers that share our network card."""
         self._links.measure(peers, beside)
 
     def look_at_links(self) -> None:
-        """Check our links by their traffic: the run is too slow, and a slow link may be too busy to probe."""
+        """Measure our links by their traffic. The coordinator asks for it when the run is slower than its figures
+        explain: a slow link may be too busy to be probed."""
         self._links.look()

@@ -1,7 +1,7 @@
-"""The same training in one process with torch's own autograd and optimizers: the reference for a swarm.
+"""Trains a run in one process with torch's own autograd and optimizers: the reference that a swarm must equal.
 
-Deliberately plain and independent of the swarm's arithmetic: it shares the model's functions, the data, the initial
-weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
+This file is deliberately plain and independent of the swarm's arithmetic. It shares the model's functions, the data,
+the initial weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
 """
 
 import math
@@ -40,7 +40,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """One optimizer step."""
+    """The figures of one optimizer step."""
 
     step: int
     loss: float
@@ -51,13 +51,14 @@ class StepLoss:
 
 
 OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
-"""(the step, parameters after it by layer key and tensor name). The parameters change in place at the next step."""
+"""Takes (the step, the parameters after it by layer key and tensor name), which change in place at the next step."""
 
 Between = Callable[[Tensor, Microbatch, int], Tensor]
-"""(output of a decoder layer for a microbatch, the microbatch, the next layer's number) -> input of the next layer."""
+"""Takes (output of a decoder layer, the microbatch, the next layer's number); returns the input of the next layer."""
 
 OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
-"""(a microbatch, all parameters by layer key and name), after its gradient, divided by M, was added to theirs."""
+"""Takes (a microbatch, all parameters by layer key and tensor name) after a backward: the microbatch's gradient,
+divided by the M microbatches of a step, has been added to theirs."""
 
 
 def train(
@@ -70,9 +71,10 @@ def train(
     between: Between | None = None,
     on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
-    """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"`, as in swarms,
-    weights and a microbatch's gradient are bfloat16, and everything else is float32.
-    Args: base: of a run with adapters, by layer key, in the form of `stored_base`; None: the seed's."""
+    """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"` the weights and a
+    microbatch's gradient are bfloat16 and all else is float32, as in swarms.
+    Args: base: the frozen weights of a run with adapters, by layer key, as `stored_base` returns them; None: they are
+        made from the run's seed."""
     if base is None and spec.adapter is not None:
         base = {key: seed_base(spec, key) for key in all_layer_keys(spec.model)}
     params_by_key = _initial(spec, base)
@@ -120,7 +122,8 @@ def train(
 
 
 def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (layer, tensor names) of each unit with a norm of its own. A tied matrix is the embedding's."""
+    """Return (layer, tensor names) of each unit that is clipped by a norm of its own. A tied matrix counts only in the
+    embedding's unit."""
     units = [(key, unit) for key in all_layer_keys(spec.model) for unit in unit_keys(spec.model, key)]
     names = [(key, state_layout(spec, unit).names) for key, unit in units]
     return [(key, tuple(n for n in some if not (spec.trains_tied and n == HEAD_MATRIX))) for key, some in names]
@@ -139,7 +142,8 @@ def _narrowed(
 def _beside(
     spec: RunSpec, base: Mapping[str, Tensor] | None, leaves: dict[str, dict[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
-    """Put the leaves beside the base if they are adapters; in a subspace model, beside the constants."""
+    """Join the trained tensors of each layer with its fixed ones: the frozen base of adapters, or the constants of a
+    subspace model."""
     if spec.adapter is None or base is None:
         cpu = torch.device("cpu")
         return {key: named | constants_of(spec, key, device=cpu, dtype=dtype) for key, named in leaves.items()}
@@ -157,7 +161,7 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
 
 
 def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """Loss in nats a token, weighted so that the mean over a step's microbatches is the mean over all its tokens."""
+    """Return the loss in nats a token, weighted: a step's mean over microbatches is its mean over tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
@@ -175,7 +179,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizer, or two for Muon: AdamW has all but the hidden matrices."""
+    """Return torch's optimizer; for Muon two of them, of which AdamW has all parameters but the hidden matrices."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
     tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix occurs twice
     if run.optimizer.name != "muon":
@@ -209,7 +213,7 @@ def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimi
 def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    if spec.name == "sgd":  # torch's SGD only knows weight decay through the gradient
+    if spec.name == "sgd":  # torch's SGD adds weight decay only to the gradient
         with torch.no_grad():
             for tensor in optimizer.param_groups[0]["params"]:
                 tensor.mul_(1 - rate * spec.weight_decay)

@@ -1,4 +1,4 @@
-"""The error after which this peer cannot go on."""
+"""Errors of this peer's tasks: after the first of them the peer cannot go on."""
 
 import asyncio
 import logging
@@ -7,11 +7,11 @@ logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """The errors of one peer's tasks, which nothing awaits."""
+    """Collects the errors of one peer's tasks, which no other task awaits."""
 
     def __init__(self) -> None:
         self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an exception when this peer cannot go on."""
+        """Gets the first error as its exception; the peer's owner waits for it."""
 
     def add(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)
@@ -19,6 +19,6 @@ class Failures:
             self.first.set_exception(error)
 
     def add_from(self, task: "asyncio.Task[None]") -> None:
-        """Add the error of a task that has ended, if it has one."""
+        """Add the error of a task that has ended, if it ended with one."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.add(error)

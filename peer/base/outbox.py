@@ -1,4 +1,4 @@
-"""Messages that must reach a peer in the end, in order; only the latest word under each key."""
+"""Messages that are resent until they reach their peer, in order; under each key only the latest message counts."""
 
 import asyncio
 import logging
@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """One queue and one sender task per peer. A message replaces an unsent one under the same key, at the end of the
-    queue: it may refer to messages posted in between. An unreachable peer is retried until `forget`."""
+    """One queue and one sender task per peer. A new message removes an unsent one under the same key and goes to the
+    end of the queue, since it may refer to messages that were posted in between. Sending to an unreachable peer is
+    retried until `forget`."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class Outbox:
             self._senders[peer] = task
 
     def is_empty(self, peer: PeerID) -> bool:
-        """True if no message waits for `peer`; the last may be under way."""
+        """True if no message to `peer` waits in its queue; one may be under way."""
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone, and end the call under way, which could delay its successor's."""
+        """Drop all messages to a peer that is gone, and cancel the call under way: it could delay its successor's."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -1,7 +1,8 @@
-"""The plan that this peer follows, and those that it has followed lately. It listens only to peers with a place in one.
+"""The plan that this peer follows, and recent earlier plans. The peer takes messages only of peers in one of these
+plans.
 
-The newest alone would not do: a peer that has lost its place drains for up to half a minute, and meanwhile sends and
-owes as before.
+The newest plan alone would not do: a peer that has lost its place drains for up to half a minute, and meanwhile still
+sends activations and owes gradients.
 """
 
 import math
@@ -21,7 +22,7 @@ class _Obeyed:
 
 
 class Plans:
-    """The plan in force, and earlier ones for as long as a peer may drain from them."""
+    """The plan in force, and each earlier plan as long as peers that it places may still drain."""
 
     def __init__(self, clock: Clock) -> None:
         self.signed: SignedPlan | None = None
@@ -35,7 +36,7 @@ class Plans:
         return self.signed.plan if self.signed is not None else None
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Put a plan in force. Args: predecessor: the plan before it: a newcomer finds draining peers in it."""
+        """Put a plan in force. Args: predecessor: the plan before it, which shows a newcomer the draining peers."""
         self.signed = signed
         now_s = self._clock.now_s()
         for plan in (predecessor.plan if predecessor is not None else None, signed.plan):
@@ -53,12 +54,12 @@ class Plans:
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
 
     def begins_with(self, version: int) -> bool:
-        """True while everybody waits for the first step of a layout that begins with `version` or later."""
+        """True while the run waits for the first step of a layout that begins at `version` or later."""
         plan = self.newest
         return plan is not None and plan.not_started and version <= plan.restore_version
 
     def former(self, group: int) -> frozenset[PeerID]:
-        """Return the peers that have left `group` since it holds what it holds by the newest plan."""
+        """Return the peers that have left `group` since the group got its present layers (and expert)."""
         newest = self.newest
         if newest is None:
             return frozenset()
@@ -72,7 +73,7 @@ class Plans:
         return frozenset(before.difference(member.peer for member in newest.group_members(group)))
 
     def ending_at(self, layer: int) -> frozenset[PeerID]:
-        """Return the present and recent holders of the stage that ends just before `layer`."""
+        """Return the present and recent members of the stage that ends just before `layer`."""
         newest = self.newest
         return frozenset(
             peer
@@ -85,7 +86,7 @@ class Plans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """Return (first layer, last layer, expert or -1) of a group; None: the plan has no such group."""
+    """Return (first layer, end layer, expert or -1 for a stage) of a group; None: there is no such group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """Spawns tasks; `on_failure` gets their exceptions, since nothing awaits them."""
+    """Spawns tasks; `on_failure` gets their exceptions, since no other task awaits them."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure
@@ -24,7 +24,7 @@ class Tasks:
         await self.wait()
 
     async def wait(self) -> None:
-        """Wait until all have ended by themselves."""
+        """Wait until all tasks have ended by themselves."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:

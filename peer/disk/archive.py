@@ -1,8 +1,8 @@
-"""Snapshots on this peer's disk: of the layers that it trains, and copies that other stages asked it to keep.
+"""Snapshots on this peer's disk: of the layers that it trains, and copies that it keeps for other stages.
 
-Every few steps two members of each group write its state, and each asks a peer outside the group to keep a copy. When
-a layer has lost its last holder, the coordinator sees from the heartbeats (`holdings`) which version is still complete,
-and the run goes back to it.
+Every few steps two members of each group write the group's state, and each asks a peer outside the group to keep a
+copy. If the last holder of a layer dies, the coordinator sees from the heartbeats (`holdings`) which version is
+complete on the disks, and the run goes back to that version.
 """
 
 import asyncio
@@ -27,16 +27,17 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = "snapshots"
 PARTIAL_FOLDER: Final = "light"
 KEPT: Final = 2
-"""Newest versions kept of each layer group and era: stages write at slightly different times, so a whole step must
-remain. Once the coordinator has seen all layers of a step on two disks each, earlier ones go (`Archive.thin`)."""
+"""Number of newest versions kept of each layer group and era: stages write at slightly different times, so while one of
+them writes a version, the version before must stay. Once the coordinator has seen each layer of a version on two disks,
+earlier versions are removed (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
-versions, so no roll-back needs one that is so old."""
+"""A layer group is removed when this many later snapshots here do not contain it: other peers hold it now. No roll-back
+goes so far back, since every peer keeps `KEPT` versions."""
 _COMPLAIN_S = 60.0
 
 
 class Archive:
-    """Snapshots of one run on one peer's disk. Args: disk: None keeps nothing."""
+    """Snapshots of one run on one peer's disk. Args: disk: None: nothing is kept."""
 
     def __init__(
         self,
@@ -57,26 +58,26 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """One write at a time: otherwise the first to list the disk might be the last to store its list."""
+        """Allows one write at a time: of two at once, the one that lists the disk first might store its list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
-        """Found damaged when read; not offered to others."""
+        """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots that this process wrote, of any layers."""
+        """(era, version) of the last snapshots that this process has written, of any layers."""
         self._wanted: dict[int, None] = {}
-        """Versions for which a snapshot was requested, the latest request last."""
+        """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
-        """The newest era that we may no longer begin: this process has begun it, or knows that it is under way."""
+        """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """The newest era that this or an earlier process has seen under way, and its version then."""
+        """(era, version): the newest era that this or an earlier process has seen under way, and its version then."""
         self._saved = 0
-        """Version of the last snapshot that this or an earlier process wrote here; 0: none."""
+        """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
-        """A sentence that names the steps that the disk did not take, and why; empty: it took the last snapshot."""
+        """A sentence that names the steps that could not be written, and why; empty: the last snapshot was written."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
-        """(era, version) that the live plan certifies, of any layers."""
+        """(era, version) of the states that the plan in force certifies, of any layers."""
 
     @property
     def keeps(self) -> bool:
@@ -94,7 +95,7 @@ class Archive:
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
-        """Snapshots here, newest first."""
+        """The undamaged snapshots on this disk, newest first, for heartbeats."""
         newest = sorted(self._stored.values(), key=lambda stored: (stored.age, stored.path), reverse=True)
         return tuple(Holding(era=stored.era, version=stored.version, layers=stored.keys) for stored in newest)
 
@@ -111,10 +112,10 @@ class Archive:
         return by_steps or version in self._wanted
 
     def want(self, version: int) -> None:
-        """Write a snapshot of this version too, beside the regular ones."""
+        """Have a snapshot of this version written, besides the regular ones."""
         self._wanted.pop(version, None)
         self._wanted[version] = None
-        while len(self._wanted) > 16:  # more than one only where coordinators or leavers overlap
+        while len(self._wanted) > 16:  # more than one only if several coordinators or leaving peers overlap
             del self._wanted[next(iter(self._wanted))]
 
     def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
@@ -122,22 +123,23 @@ class Archive:
         return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
 
     def follow(self, plan: Plan) -> None:
-        """Keep what this plan certifies, whatever others have us write."""
+        """Keep the versions that this plan certifies, whatever other snapshots are written later."""
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return the (era, version), later than `age`, of snapshots here of exactly these layers."""
+        """Return (era, version) of the snapshots here of exactly these layers that are newer than `age`, sorted."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
-        """Read what an earlier process of this peer has left on the disk."""
+        """Read the snapshots and notes that an earlier process of this peer has left on the disk."""
         if self.keeps:
             for read in (self._look, self._check, self._recall_past, self._recall_era):
                 await self._run_blocking(read)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process, and
-        in a later process unless it knows of progress (`note_era`): the others have gone on, or the state is lost."""
+        """Return True if this peer may load the state with which `era` begins, as a member of `group`. It may do so
+        once per group and process, and not if it knows that the era is under way (`note_era`): then the other members
+        have gone on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -148,7 +150,7 @@ class Archive:
         return True
 
     async def note_era(self, era: int, version: int) -> None:
-        """Note that `era` is under way: it has reached `version`, which is past its beginning."""
+        """Note that `era` is under way: it has reached `version`, which is later than its first version."""
         if era > self.era_begun:
             self.era_begun, self._groups_begun = era, set()
         if not self.keeps or era <= self._noted[0]:
@@ -161,17 +163,17 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Note that we leave at `version`, which is saved: as far as we know the run went no further."""
+        """Note that we leave at `version`, which is saved; as far as we know the run has not gone further."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
 
     def version_noted(self, era: int) -> int:
-        """Return the version that `era` has reached at least, as far as this peer remembers; 0: unknown."""
+        """Return a version that `era` has reached, from this peer's notes; 0: unknown."""
         return self._noted[1] if era == self._noted[0] else 0
 
     async def write(self, state: StageState, *, era: int) -> bool:
-        """Write a snapshot. Returns: False: the disk did not take it, which was logged; training goes on without."""
+        """Write a snapshot. Returns: False if it could not be written: that is logged, and training goes on."""
         if not self.keeps:
             return False
 
@@ -195,7 +197,7 @@ class Archive:
                 self._past.note(self._here, self._ages, self._clock.wall_s())
             self._remove_abandoned((era, state.version))
             if len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
-                self._remove((era, 0))  # too many eras for the disk, whatever other peers have
+                self._remove((era, 0))  # too many eras for the disk, even if other peers lack this one
                 self._look()
 
         try:
@@ -203,7 +205,7 @@ class Archive:
                 await self._run_blocking(write)
         except (OSError, LocalError) as error:
             self._complain(f"no snapshot of version {state.version}: {error}")
-            first = self._saved + 1 if self._saved < state.version else 1  # of an older era
+            first = self._saved + 1 if self._saved < state.version else 1  # the saved version is of an older era
             steps = f"steps {first} to {state.version} are" if first < state.version else f"step {state.version} is"
             self.unsaved = f"{steps} not saved on this machine: {error}"
             return False
@@ -211,16 +213,16 @@ class Archive:
         return True
 
     def may_thin(self, safe: tuple[int, int]) -> bool:
-        """True if snapshots before `safe` (era, version) can be removed. Do not believe a coordinator that names a
-        snapshot that no plan certifies, or that is newer than all of ours."""
+        """True if there are snapshots before `safe` (era, version) that may be removed. A coordinator is not believed
+        if no plan certifies `safe`, or if it is newer than all of our snapshots."""
         ages = self._ages
         if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
-        to."""
+        """Remove snapshots before `safe`, also those of layers that we no longer train. Keep those of older eras to
+        which the run may return."""
 
         def thin() -> None:
             self._remove(safe)
@@ -231,7 +233,7 @@ class Archive:
                 await self._run_blocking(thin)
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        """Read those of the layers that undamaged snapshots of (era, version) here have."""
+        """Read those of the layers `keys` that undamaged snapshots of (era, version) here contain."""
         found: dict[str, LayerState] = {}
         for stored in sorted(self._stored.values(), key=lambda stored: stored.path):
             wanted = tuple(key for key in keys if key in stored.keys and key not in found)
@@ -246,16 +248,16 @@ class Archive:
             except LocalError as error:
                 logger.warning("%s", error)
                 self._damaged.add(stored.path)
-                self._stored.pop(stored.path, None)  # it may have been pruned meanwhile
+                self._stored.pop(stored.path, None)  # `pop`: it may have been pruned meanwhile
         return found
 
     # --- the incomplete state of a learner (`membership/learner.py`), for this peer's next process ---
 
-    # It is of use as long as some peer has the reduced gradients of the steps since. It lies beside the snapshots, in
-    # their format, is read once, and is not offered to others.
+    # It can be used as long as some peer has the reduced gradients of the steps since then. It lies beside the
+    # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Replace the kept layers by these, float32 on the host. If that fails, they will be fetched again."""
+        """Replace the stored layers by `layers`, float32 on the host. If that fails, they will be fetched again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
@@ -274,8 +276,8 @@ class Archive:
         await self._with_partial(write, "keep layers, which will be fetched again")
 
     async def take_partial(self, era: int, keys: Collection[str]) -> dict[str, LayerAt]:
-        """Read and remove the layers that an earlier process has left. Return the undamaged ones of this era in
-        `keys`, on the host."""
+        """Read and remove the layers that an earlier process has stored. Return the undamaged ones that are of this
+        era and in `keys`, on the host."""
         taken: dict[str, LayerAt] = {}
 
         def take() -> None:
@@ -330,7 +332,7 @@ class Archive:
 
     def _recall_era(self) -> None:
         self._saved = max([self._saved, *(version for _, version in self._ages)])
-        with contextlib.suppress(OSError, ValueError):  # absent or torn: as if it had not begun
+        with contextlib.suppress(OSError, ValueError):  # the file is absent or torn: assume that no era has begun
             era, version, *saved = (int(word) for word in self._here.read(self._path).split())
             self._noted, self.era_begun = (era, version), era
             self._saved = max([self._saved, *saved])
@@ -368,7 +370,7 @@ class Archive:
             if path.parent not in past:
                 newest[path.parent] = max(stored.age, newest.get(path.parent, stored.age))
         abandoned = {folder for folder, written in newest.items() if written < min(self._written)}
-        with self._complaining("remove old snapshots"):  # the new snapshot is written all the same
+        with self._complaining("remove old snapshots"):  # if this fails, the new snapshot is written all the same
             for folder in sorted(abandoned):
                 snapshot.prune(self._here, folder, self._run, keep=0)
             self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
@@ -388,23 +390,23 @@ class Archive:
 
 
 def _name(keys: Iterable[str]) -> str:
-    """Return the folder of a group of layers that one stage holds, whichever peer trains it."""
+    """Return the name of the folder for snapshots of these layers; it is the same for all peers."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
 
 
 KEPT_S: Final = 7 * 24 * 3600.0
-"""Time for an owner to notice."""
+"""Seconds for which the snapshots of a past era stay: time for the run's owner to notice a mistaken roll-back."""
 ERAS_KEPT: Final = 2
-"""Older eras with snapshots here at the same time: with the current one three times the room of one."""
+"""Number of past eras that keep snapshots here; with the current one they take three times the room of one era."""
 
 
 class PastEras:
     """Chooses the past eras of which one peer still keeps snapshots, so that the run can return to them.
 
     A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on
-    enough disks, and for a week, for `shoal recover --era`. Of too many older eras those that had come least far go
-    first. Args: path: the file that remembers when eras ended.
+    enough disks, and for a week at least, for `shoal recover --era`. If there are too many older eras, those with the
+    lowest last version are removed first. Args: path: the file with the times when eras ended.
     """
 
     def __init__(self, path: PurePosixPath) -> None:
@@ -413,7 +415,7 @@ class PastEras:
         """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
     def recall(self, disk: Disk) -> None:
-        """Read the ends of eras from the file. Raises: OSError."""
+        """Read from the file when eras ended. Raises: OSError."""
         try:
             lines = disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:
@@ -423,10 +425,10 @@ class PastEras:
             try:
                 self._ended_s[int(era)] = float(ended_s)
             except ValueError:
-                continue  # torn: that era's week begins when it is seen again
+                continue  # a torn line: that era's week begins when it is seen again
 
     def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
-        """Note that all but the last of the eras in `ages` have ended; ages: (era, version). Raises: OSError."""
+        """Note that all eras in `ages` but the newest have ended. Args: ages: (era, version). Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
         if not ended:

@@ -1,7 +1,8 @@
-"""Signs this peer's state for the run's certificates, until a plan certifies it.
+"""Signs this peer's state for the run's certificates: a plan certifies a version of a layer group that most of the
+group's members have signed.
 
-A member signs its group's layers at every version of which snapshots are written. After a restart a peer signs the
-layers of its place that its own disk has: all others may have forgotten their signatures.
+A member signs its group's layers at every version of which snapshots are written. After a restart a peer also signs the
+saved layers of its places that are on its disk: all other members may have restarted too, and lost their signatures.
 """
 
 import logging
@@ -19,13 +20,13 @@ from shoal.protocol.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-"""Versions of each group of layers, as many as plans certify."""
+"""Number of signed versions kept of each group of layers; plans certify as many."""
 _Word = tuple[tuple[int, int], tuple[str, ...]]
 """((era, version), layers)."""
 
 
 class Attesting:
-    """The signatures of one peer."""
+    """The signatures that one peer gives to states."""
 
     def __init__(
         self,
@@ -42,20 +43,20 @@ class Attesting:
         self._model = model
         self._reports = reports
         self._signed: dict[_Word, Attested | None] = {}
-        """(age, layers) -> signature; None: it is being made."""
+        """((era, version), layers) -> signature; None: it is being made."""
         self._certified: frozenset[_Word] = frozenset()
 
     @property
     def told(self) -> tuple[Attested, ...]:
-        """Signatures for heartbeats."""
+        """The signatures of states that no plan certifies yet, for heartbeats."""
         return tuple(word for at, word in self._signed.items() if word is not None and at not in self._certified)
 
     def follow(self, plan: Plan) -> None:
-        """Stop reporting what the plan certifies."""
+        """Stop reporting signatures of states that the plan certifies."""
         self._certified = frozenset((entry.age, entry.keys) for entry in plan.certified)
 
     async def sign(self, state: StageState, *, era: int) -> None:
-        """Sign a state that we have stepped to or have on our disk."""
+        """Sign a state to which we have stepped, or that is on our disk."""
         age, keys = (era, state.version), tuple(state.layers)
         if (age, keys) in self._signed or (age, keys) in self._certified:
             return

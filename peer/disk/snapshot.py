@@ -5,12 +5,13 @@
         layers.0.safetensors                           parameters under their Hugging Face names
         layers.0.moments.safetensors                   moment1 and moment2, flat
 
-The era counts the run's roll-backs: version 50 of era 1 was trained again from an older one, and differs from version
-50 of era 0. The higher era is newer.
+The era counts the run's roll-backs and repartitionings. After a roll-back, version 50 of era 1 is trained again from an
+older version, and differs from version 50 of era 0. A higher era is newer.
 
-A snapshot is written to a hidden folder, made durable, renamed into place, and the rename made durable. An old snapshot
-is renamed away, the rename made durable, and the folder then removed. So after a crash at any moment there is a valid
-snapshot if there was one before, and no snapshot lacks files. A peer's snapshot may hold a part of the model's layers.
+A snapshot is written to a hidden folder and made durable; then the folder is renamed into place, and the rename is made
+durable. An old snapshot is renamed away, the rename is made durable, and then the folder is removed. So after a crash
+at any moment there is a valid snapshot if there was one before, and no snapshot lacks files. A peer's snapshot may have
+only a part of the model's layers.
 """
 
 import errno
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_FORMAT: Final = 2
 MANIFEST_DIGEST_CHARS: Final = 16
-"""64 bits in the folder's name, against bit rot, not against malice."""
+"""Hex digits of the manifest's digest in the folder's name: 64 bits, against bit rot, not against malice."""
 LOCK_NAME: Final = ".lock"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -54,19 +55,19 @@ class DamagedSnapshot(LocalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshot:
-    """A snapshot by its manifest; its layers are not checked."""
+    """A snapshot as its manifest describes it; its layers are not checked."""
 
     path: PurePosixPath
     run: str
     era: int
     version: int
     keys: tuple[str, ...]
-    """Keys of its layers, maybe not all of the model."""
+    """Keys of its layers; they may be only a part of the model."""
     spec: RunSpec
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, version): the higher is newer."""
+        """(era, version); a higher one is newer."""
         return (self.era, self.version)
 
 
@@ -103,15 +104,16 @@ def write_snapshot(
     keep: int = 2,
     certified: Collection[tuple[int, int]] = (),
 ) -> PurePosixPath:
-    """Write a snapshot into `folder` (made if missing), then `prune`. Processes that share `folder` take turns.
+    """Write a snapshot into `folder`, which is made if it is missing; then `prune` old ones. Processes that share
+    `folder` take turns.
 
-    Returns: the snapshot's own folder, durable.
+    Returns: the snapshot's own folder; it is durable.
     Raises: LocalError: the disk is full or broken, or the folder cannot be written; earlier snapshots stay.
     """
     try:
         disk.make_folder(folder)
         with disk.lock(folder / LOCK_NAME):
-            _remove_unfinished(disk, folder)  # we have the lock, so their writers are dead
+            _remove_unfinished(disk, folder)  # we have the lock, so the processes that wrote them are dead
             manifest = _Manifest(
                 format=MANIFEST_FORMAT, run=run, era=era, version=version, layers=tuple(layers), files={}, spec=spec
             )
@@ -152,7 +154,7 @@ def _write(disk: Disk, folder: PurePosixPath, manifest: _Manifest, layers: Mappi
         except DamagedSnapshot as damage:
             logger.warning("%s: writing it again", damage)
             disk.replace(path, folder / f"{UNFINISHED_PREFIX}{path.name}")
-        else:  # the very same, byte for byte
+        else:  # the same snapshot, byte for byte, is there already
             disk.remove_tree(unfinished)
             return path
     disk.replace(unfinished, path)
@@ -161,7 +163,7 @@ def _write(disk: Disk, folder: PurePosixPath, manifest: _Manifest, layers: Mappi
 
 
 def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, bytes) of a layer's files, one in memory at a time."""
+    """Yield (name, bytes) of a layer's files; only one of them is in memory at a time."""
     params = state_layout(spec, key).views(tensors.param_N.detach().cpu())
     yield f"{key}.safetensors", safetensors.torch.save(params, metadata={"format": "pt"})
     moments = {"moment1": tensors.moment1_N.detach().cpu(), "moment2": tensors.moment2_N.detach().cpu()}
@@ -169,9 +171,9 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
 
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
-    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version).
-    Snapshots with different layers may share a version. Older eras stay for a return to them (`PastEras`). Raises:
-    OSError."""
+    """Remove the snapshots of a run in `folder`, except the `keep` newest versions of each era and those in
+    `certified`, (era, version). Snapshots with different layers may share a version. Older eras stay, since the run may
+    return to them (`PastEras`). Raises: OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     old = []
     for name, (era, version) in ages.items():
@@ -182,8 +184,8 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
 
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
-    """Remove a run's snapshots of old age (era, version), and unfinished ones; then `folder` if it is empty. No process
-    may be writing there. Raises: OSError."""
+    """Remove a run's snapshots whose (era, version) `is_old`, and unfinished ones; then `folder`, if it is empty. No
+    process may be writing to it. Raises: OSError."""
     _remove(disk, folder, [name for name in disk.list(folder) if (age := _age(name, run)) is not None and is_old(age)])
     if set(disk.list(folder)) <= {LOCK_NAME}:
         disk.remove_tree(folder)
@@ -198,7 +200,7 @@ def _remove(disk: Disk, folder: PurePosixPath, names: Iterable[str]) -> None:
 def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
     names = [name for name in disk.list(folder) if name.startswith(UNFINISHED_PREFIX)]
     if names:
-        # A crash could undo the renaming of an old snapshot and not its removal, and show it without its files.
+        # Else a crash could undo the renaming of an old snapshot but not its removal: it would be there without files.
         disk.sync_folder(folder)
     for name in names:
         disk.remove_tree(folder / name)
@@ -210,7 +212,8 @@ def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
 def list_snapshots(
     disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage
 ) -> list[StoredSnapshot]:
-    """List the snapshots in `folder` (of one run, or of all), oldest first; read their manifests and no layer.
+    """List the snapshots in `folder` (of one run; of all runs if `run` is empty), oldest first. Only manifests are
+    read.
 
     Args: on_damage: gets each snapshot with a bad manifest; the list omits it.
     Raises: LocalError: the folder cannot be read.
@@ -240,8 +243,8 @@ def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
 
 
 def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: OnDamage) -> list[StoredSnapshot]:
-    """Remove damaged snapshots from `stored`. In each folder, snapshots are read byte by byte from the newest on until
-    one is undamaged; older ones are not read."""
+    """Return `stored` without damaged snapshots. In each folder, snapshots are checked byte by byte from the newest on,
+    until one is undamaged; older ones are not checked."""
     newest_first = sorted(stored, key=lambda found: (found.age, found.path), reverse=True)
     left, has_sound = [], set[PurePosixPath]()
     for found in newest_first:
@@ -257,14 +260,14 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
 
 
 def _check(disk: Disk, path: PurePosixPath) -> None:
-    """Raises: DamagedSnapshot: a file is missing, torn, changed or unreadable."""
+    """Check all files of a snapshot. Raises: DamagedSnapshot: a file is missing, torn, changed or unreadable."""
     manifest = _read_manifest(disk, path)
     for name in manifest.files:
         _read_checked(disk, path, manifest, name)
 
 
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
-    """Read layers of the snapshot in the folder `path`, in the order asked, and check every byte of them.
+    """Read the layers `keys` of the snapshot in the folder `path`, in that order, and check every byte of them.
 
     Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says. LocalError: the
         snapshot does not hold one of the layers.
@@ -335,7 +338,8 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
 
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:
-    """Return (era, version) by a snapshot folder's name; None for another folder or another run than `run`."""
+    """Return (era, version) from the name of a snapshot's folder. None: it is another folder, or of another run than
+    `run`; an empty `run` is any."""
     found = SnapshotName.parse(name)
     if found is None or run not in ("", found.run):
         return None

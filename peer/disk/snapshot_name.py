@@ -1,4 +1,4 @@
-"""Names of snapshot folders. Apart from `snapshot.py`, so that listing them needs no torch."""
+"""Names of snapshot folders, in a file of their own so that listing snapshots needs no torch."""
 
 import re
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ class SnapshotName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "SnapshotName | None":
-        """Parse a folder's name; None: it is not a snapshot's."""
+        """Parse the name of a folder; None: it is not the name of a snapshot."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

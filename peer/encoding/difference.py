@@ -1,8 +1,8 @@
-"""Encode the exact difference between two versions of bf16 weights: one byte for most numbers.
+"""Encodes the exact difference between two versions of bf16 weights, with one byte for most numbers.
 
-All bf16 numbers are counted in order (-0 next below 0), and the distance between a weight's two versions travels as
-int8. A weight that moves further, as one near 0 may, is marked, and its new bits follow at the end: of weights of 0.02
-that move by 3e-4, one in a hundred. The code is lossless, so no error grows from step to step.
+All bf16 numbers are numbered in order (-0 next below 0), and the distance between the numbers of a weight's two
+versions is sent as int8. A weight that moves further, as a weight near 0 may, is marked, and its new bits follow at the
+end: of weights of 0.02 that move by 3e-4, one in a hundred. The code is lossless, so no error grows from step to step.
 
 C numbers of one chunk
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 _MARK = -128
-"""The int8 that marks a weight that has moved too far for an int8."""
+"""The int8 in place of the distance of a weight that has moved too far."""
 
 
 def difference(before_C: Tensor, after_C: Tensor) -> Tensor:
-    """Return the difference, uint8 [C + 2 x marked], between two bfloat16 [C]."""
+    """Return the difference between two bfloat16 [C]: uint8 [C + 2 x number of marked weights]."""
     steps_C = _places(after_C) - _places(before_C)
     is_marked_C = steps_C.abs() > 127
     short_C = steps_C.masked_fill(is_marked_C, _MARK).to(torch.int8)
@@ -23,7 +23,7 @@ def difference(before_C: Tensor, after_C: Tensor) -> Tensor:
 
 
 def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
-    """Return the later version, bfloat16 [C].
+    """Apply a difference to the earlier version, and return the later version, bfloat16 [C].
 
     Args: difference_B: uint8, from `difference`.
     Raises: ValueError: not a difference of C numbers, or one that leads out of the range of bf16.
@@ -42,11 +42,11 @@ def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
 
 
 def _places(values_C: Tensor) -> Tensor:
-    """int32 [C]: the position of each number in the order of all bf16 numbers; 0 for 0, -1 for -0."""
+    """Return int32 [C]: the position of each number in the order of all bf16 numbers; 0 for 0, -1 for -0."""
     bits_C = _bits(values_C).to(torch.int32)
     return torch.where(bits_C < 0, -32768 - bits_C - 1, bits_C)
 
 
 def _bits(values_C: Tensor) -> Tensor:
-    """int16 [C]. As a number, a NaN may change its bits when it is moved."""
+    """Return the bits as int16 [C]: a NaN that is copied as a float may change its bits."""
     return values_C.contiguous().view(torch.int16)

@@ -1,7 +1,8 @@
 """Reuses the memory of large vectors.
 
-A gradient, its sum and the mean of a round are as large as the stage. Returning such memory to the system takes as long
-as hundreds of frames, with the interpreter locked, and getting it again costs a fault for each of its pages.
+A gradient, the sum of gradients and the mean of a round are each as large as the stage. Returning such memory to the
+system takes as long as sending hundreds of frames, with the interpreter locked, and getting it again costs a page fault
+for each page.
 """
 
 from typing import Any, Final
@@ -11,16 +12,18 @@ import torch
 from torch import Tensor
 
 LARGE: Final = 1 << 18
-"""Elements; the C library itself keeps smaller vectors."""
+"""Elements of the smallest vector that is reused here; the C library itself reuses smaller ones."""
 KEPT_MAX: Final = 3
-"""Vectors kept per size. A step has a gradient, the sum that is sent, and the mean."""
+"""Free vectors kept per size: a step needs a gradient, the sum that is sent, and the mean."""
 SIZES_MAX: Final = 2
+"""Sizes of which free vectors are kept."""
 
 
 class Recycling:
-    """Gives out float32 vectors in the host's memory. A vector comes back when nothing refers to it or a part of it.
+    """Gives out float32 vectors in the host's memory. The memory comes back when nothing refers to the vector or to a
+    part of it any more.
 
-    Thread-safe: each operation here is one of a list or a dictionary, which the interpreter does atomically."""
+    Thread-safe: each operation on the lists and the dictionary here is one that the interpreter does atomically."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
@@ -38,10 +41,10 @@ class Recycling:
             memory = np.empty(size, dtype=np.float32)
         lease = memory.view(_Lease)
         lease.owner = self
-        return torch.from_numpy(lease)  # its storage refers to the lease, and every part of the vector to its storage
+        return torch.from_numpy(lease)  # its storage refers to the lease, and each part of it to its storage
 
     def clear(self) -> None:
-        """Free all memory that has come back."""
+        """Return to the system all memory that has come back."""
         self._free.clear()
 
     def take_back(self, memory: Any) -> None:
@@ -53,7 +56,7 @@ class Recycling:
 
 
 class _Lease(np.ndarray):
-    """A view of the memory that is given out; when it ends, the memory is free."""
+    """A view of memory that is given out. When nothing refers to the view any more, the memory can be reused."""
 
     owner: Recycling | None = None
 

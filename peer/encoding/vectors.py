@@ -1,5 +1,6 @@
-"""Flat float32 vectors (gradient sums, layer states): where they live between the device and the wire, in what pieces
-they travel, and how they become bytes and numbers again. A modelled peer replaces `Vectors`.
+"""Flat float32 vectors (gradient sums, layer states) between the device and the network: holds them in the host's
+memory, cuts them into pieces, and turns these into bytes and back. A simulated peer that models its tensors replaces
+`Vectors`.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,19 @@ from shoal.protocol.wire_format import WireFormat
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
-"""Largest number that a member may contribute to a sum of gradients. float32 holds the sum of 2^48 squares of it, so
-that no member can make a mean that optimizers reject."""
+"""Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 squares of it, so
+no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
-"""The largest number in a reduced gradient: both ends of a tied matrix, with rounding, reach a quarter of it."""
+"""Largest number accepted in a reduced gradient: a rounded sum over both ends of a tied matrix reaches a quarter."""
 
 
 class Vectors:
     """Makes, sends and receives flat float32 vectors.
 
     Args:
-        host: the device that vectors are on while they are summed and sent.
-        chunk_bytes: the largest piece, as float32.
+        host: the device on which vectors are summed and from which they are sent.
+        chunk_bytes: the size of the largest piece, as float32.
+        sums: formats in which the pieces of a round are sent.
     """
 
     def __init__(
@@ -39,36 +41,36 @@ class Vectors:
         self._recycling = Recycling()
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
-        """Format of a reduced gradient that is rounded already: it must arrive without loss."""
+        """Format in which a reduced gradient is sent; it has been rounded to it before, so nothing is lost."""
         self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""
         self.narrows = self.sums != ("fp32",)
-        """True if a gradient's bytes on the wire are converted, not a view of it."""
+        """True if a gradient is converted to be sent; False: its bytes are sent as they are in memory."""
         self.chunk = chunk_bytes // 4
-        """Elements."""
+        """Elements of the largest piece."""
         self.background_chunk = max(1, self.chunk // 4)
-        """Elements of a background frame. A frame that has begun delays an activation for the same peer, and 1 MiB
-        takes 1.7 s at 5 Mbit/s; each frame takes a third of a millisecond of both ends
+        """Elements of a piece that is sent at the lowest priority. A frame under way delays an activation for the same
+        peer, and 1 MiB takes 1.7 s at 5 Mbit/s; but each frame also costs both ends a third of a millisecond
         (`protocol/live/MEASURED.md`)."""
 
     def empty(self, size: int) -> Tensor:
-        """float32 [size], uninitialized."""
+        """Return float32 [size], uninitialized."""
         return self._recycling.vector(size)
 
     def zeros(self, size: int) -> Tensor:
         return self.empty(size).zero_()
 
     def free(self) -> None:
-        """Free the memory that is kept for the next vectors."""
+        """Free the memory that is kept for later vectors."""
         self._recycling.clear()
 
     def on_host(self, values_N: Tensor) -> Tensor:
-        """Return a vector on the host; `values_N` itself if it is there already."""
+        """Return the vector on the host: `values_N` itself if it is on the host already."""
         return values_N.to(self.host)
 
     def copied(self, values_N: Tensor) -> Tensor:
-        """Copy to a new vector on the host."""
+        """Return a copy on the host."""
         return self.empty(values_N.numel()).copy_(values_N)
 
     def payload_of(self, values_C: Tensor) -> Payload:
@@ -76,34 +78,34 @@ class Vectors:
         return _payload(values_C, torch.float32)
 
     def values_of(self, payload: Payload) -> Tensor:
-        """float32 [bytes / 4], without copying."""
+        """Return the bytes as float32 [bytes / 4], without copying."""
         return torch.frombuffer(payload, dtype=torch.float32)
 
     def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
-        """Encode a float32 piece of a round: bf16 rounds to nearest, formats of few bits stochastically. Args: key:
-        unique to this piece, so that it has the same bytes every time."""
+        """Encode a float32 piece of a round. bf16 rounds to nearest; formats of few bits round stochastically. Args:
+        key: the seed of that rounding, unique to this piece, so that it always gets the same bytes."""
         if form in DTYPES:
             return _payload(values_C, DTYPES[form])
         payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
         return memoryview(payload_B.numpy().data)
 
     def piece_of(self, payload: Payload, form: WireFormat, size: int) -> Tensor:
-        """Decode a piece of a round, of `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
+        """Decode a piece of a round, which has `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
         if form in DTYPES:
             return torch.frombuffer(payload, dtype=DTYPES[form]).to(torch.float32)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8)
         return codec.decode(payload_B, size, codec.FORMATS[form])
 
     def is_within(self, values_C: Tensor, largest: float) -> bool:
-        """True if every number is finite and at most `largest` in magnitude. One pass without a copy."""
+        """True if every number is finite and at most `largest` in magnitude. It takes one pass and no copy."""
         if not values_C.numel():
             return True
         least, most = values_C.aminmax()  # NaN if any number is
         return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Round in place to what others will read of it. Returns: its bytes in formats of few bits, where
-        `piece_payload` would round it a second time, else None."""
+        """Round a piece of a mean in place to the numbers that its receivers will decode. Returns: in formats of few
+        bits its bytes, since `piece_payload` would round a second time; else None."""
         if form in DTYPES:
             if form != "fp32":
                 mean_C.copy_(mean_C.to(DTYPES[form]))
@@ -117,12 +119,12 @@ class Vectors:
         return _payload(mean_C, self._mean_dtype)
 
     def mean_of(self, payload: Payload) -> Tensor:
-        """float32 [bytes / `mean_bytes`]."""
+        """Decode a piece of a reduced gradient. Returns: float32 [bytes / `mean_bytes`]."""
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Set each part `spans` of a reduced gradient, float32 [N], in place to the part at `spans[0]` plus all of
-        `others_n`, float32 [n] each, rounded as `mean_payload` will send it."""
+        """Add the gradients of a tied matrix in place. Each part `spans` of a reduced gradient, float32 [N], is set to
+        the part at `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n
@@ -131,27 +133,27 @@ class Vectors:
             mean_N[span] = total_n
 
     def rounded(self, values_N: Tensor) -> Tensor:
-        """bfloat16 [N] on the host, rounded to nearest, ties to even."""
+        """Return bfloat16 [N] on the host, rounded to nearest, ties to even."""
         return self.on_host(values_N).to(torch.bfloat16)
 
     def empty_rounded(self, size: int) -> Tensor:
-        """bfloat16 [size] on the host, uninitialized."""
+        """Return bfloat16 [size] on the host, uninitialized."""
         return torch.empty(size, dtype=torch.bfloat16)
 
     def rounded_payload(self, values_C: Tensor) -> Payload:
-        """Return the bytes of numbers that are rounded to bf16 already."""
+        """Return the bytes of numbers that have been rounded to bf16 before."""
         return _payload(values_C, torch.bfloat16)
 
     def difference_payload(self, before_C: Tensor, after_C: Tensor) -> Payload:
-        """Encode the difference between two versions in bf16, exactly (`difference.py`)."""
+        """Encode the exact difference between two versions of bf16 weights (`difference.py`)."""
         return memoryview(difference(before_C, after_C).numpy().data)
 
     def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
-        """Apply a difference. Returns: the later version, bfloat16 [C]. Raises: ValueError: it is not a difference."""
+        """Apply a difference. Returns: the later version, bfloat16 [C]. Raises: ValueError: the payload is invalid."""
         return changed(before_C, torch.frombuffer(payload, dtype=torch.uint8))
 
     def rounded_of(self, payload: Payload) -> Tensor:
-        """bfloat16 [bytes / 2], without copying."""
+        """Return the bytes as bfloat16 [bytes / 2], without copying."""
         return torch.frombuffer(payload, dtype=torch.bfloat16)
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:

@@ -1,14 +1,14 @@
 """The frozen base of adapters: its layers on this peer, and how the peer gets missing ones.
 
-The run's spec has a digest of each layer (`initial.digests`), so the giver of a layer need not be trusted. A layer is
-looked for on this peer's disk, in a folder that has the model (its host's, or a volunteer's own copy of it), and then
-with the members of the plan, which pass on what they have. Layers stay on the disk as long as the run does, so each
-travels to a peer once, and every peer that has held a layer can give it. A keeper of a copy of a stage's state gets the
-stage's base too (`copies.py`): a stage that dies comes back whole.
+The run's spec has a digest of each layer (`initial.digests`), so the sender of a layer need not be trusted. A peer
+looks for a layer on its own disk, then in this machine's folder with the model (the host's, or a volunteer's own copy),
+and then asks the members of the plan. Layers stay on the disk as long as the run does, so each travels to a peer once,
+and every peer that has held a layer can send it. A peer that keeps a copy of a stage's state also gets the stage's base
+(`copies.py`): if all members of the stage die, its base is not lost.
 
-If the head is the embedding (`model.tied`), both layers begin with the same bytes, which come only once to a peer.
+If the head is the embedding (`model.tied`), both layers begin with the same bytes, which a peer fetches once.
 
-Without digests the run's seed makes the base, and nothing travels.
+If the spec has no digests, each peer makes the base from the run's seed, and nothing is fetched.
 """
 
 import asyncio
@@ -38,15 +38,16 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 FOLDER: Final = "base"
-"""Folder inside the run's: a file of bytes for each layer."""
+"""Folder inside the run's folder, with one file of bytes for each layer."""
 _MADE: Final = ("int8", "nf4")
-"""Formats that take long to make from a folder's weights: the result is kept as if it had been fetched."""
+"""Formats that take long to make from the model's files: the result is kept on disk like a fetched layer."""
 
 
 class BaseLayers:
-    """The base layers of one peer. Implements `InitialWeights`: it gives them to others.
+    """The base layers of one peer: on disk in the run's folder, or in memory if the peer has no disk. Implements
+    `InitialWeights`, by which the server sends them to other peers.
 
-    They stay on disk in the run's folder, or without a disk in memory. Args: server: shares what a fetch receives.
+    Args: server: shares the ranges that a fetch receives.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class BaseLayers:
         server: StateServer,
     ) -> None:
         self.model_folder: InitialWeights | None = None
-        """This machine's own copy of the model, which gives layers in the form of `stored_base`."""
+        """This machine's copy of the model; it returns layers in the form of `stored_base`. None: there is no copy."""
         self._spec = spec
         self._endpoint, self._compute = ports.endpoint, ports.compute
         self._disk, self._run_blocking = ports.disk, ports.run_blocking
@@ -68,21 +69,21 @@ class BaseLayers:
         self._digests = initial_digests(spec) if spec.initial.digests else {}
         self._in_memory: dict[str, Tensor] = {}
         self._not_in_folder: set[str] = set()
-        """Layers that the model's folder lacks or has with other bytes."""
+        """Layers that `model_folder` lacks, or has with other bytes."""
         self._fetching = asyncio.Lock()
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return those of the layers that are here, in the form of `stored_base`."""
+        """Return the requested layers that this peer has, in the form of `stored_base`."""
         known = [key for key in keys if key in all_layer_keys(self._spec.model)]
         return {key: stored for key in known if (stored := await self._here(key)) is not None}
 
     async def get(
         self, keys: Sequence[str], holders: Sequence[PeerID], *, group_peers: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
-        """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
+        """Return the layers `keys`. Missing layers are fetched one by one, so that the fetched ones stay if one fails.
 
-        Args: holders: peers to ask. group_peers: others that need the same layers now; each passes on what it gets.
-        Raises: Unreachable, Refused, RemoteError: no peer has given some of them.
+        Args: holders: peers to ask. group_peers: peers that need the same layers now; each passes on what it gets.
+        Raises: Unreachable, Refused, RemoteError: no peer has sent one of the layers.
         """
         found = dict(await self.read(keys))
         if len(found) < len(keys):
@@ -94,7 +95,7 @@ class BaseLayers:
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
-        """Get layers that will be needed, one by one, during training. Skip those that no peer gives."""
+        """Get layers that will be needed later, one by one, during training. Skip a layer that no peer sends."""
         for key in keys:
             with Tolerating(logger.info, f"no base of {key} yet"):
                 await self.get([key], holders)
@@ -135,7 +136,7 @@ class BaseLayers:
         return stored
 
     async def _from_head(self, key: str) -> Tensor | None:
-        """Return the embedding, which a tied model's head begins with."""
+        """Return the embedding from a stored head, if the model is tied: its head begins with the embedding."""
         if key != EMBED or not self._spec.model.tied:
             return None
         head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)
@@ -187,7 +188,7 @@ class BaseLayers:
         return stored
 
     async def _begun_by_embedding(self) -> dict[str, Unfinished]:
-        """Return the part of a tied model's head that is here: the embedding, in whole ranges."""
+        """Return the part of a tied model's head that this peer has in its embedding, in whole ranges."""
         embedding, vectors = (await self.read([EMBED])).get(EMBED), self._arithmetic.vectors
         if embedding is None:
             return {}

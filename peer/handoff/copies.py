@@ -1,4 +1,4 @@
-"""Copies of state on peers outside the group: choosing the keepers, and keeping copies for others."""
+"""Copies of a group's state on peers outside the group: chooses these keepers, and keeps copies for other groups."""
 
 import asyncio
 import logging
@@ -25,15 +25,15 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 WRITERS = 2
-"""Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
+"""Number of members of a group that write a snapshot and have a copy made outside: one of them may die meanwhile."""
 
 
 class Copies:
-    """Has copies made of our groups' state, and keeps copies for others.
+    """Has copies made of our groups' state, and keeps copies for other groups.
 
     Args:
-        attesting: signs what is saved; its archive stores copies.
-        base: only with adapters: a keeper of adapters also keeps their base.
+        attesting: signs the saved states; its archive stores them.
+        base: the frozen base of adapters, which a keeper keeps too; None: the run has no adapters.
     """
 
     def __init__(
@@ -60,17 +60,18 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> when the time spent fetching its copies falls to its share again."""
+        """Member -> time until which its copies so far use up its share of our time (`KEEPING_SHARE`)."""
         self._saving: dict[int, asyncio.Lock] = {}
-        """Group -> lock: a leaving peer may want to write the version that is being written."""
+        """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
-        """Group -> (keeper, version) of the copies that we last asked for."""
+        """Group -> (keeper, version) of the last copies that we asked for."""
         self._endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
-        """Save `state`, to which we have stepped as member `rank` of our group, if it is our turn."""
+        """Save `state` and have it copied, if a snapshot of its version is due and we are one of the first `WRITERS`
+        members. Args: rank: our rank in the group; num_ready: the group's ready members."""
         if self._archive.is_due(state.version) and rank < WRITERS:
-            # A group of one sees to both copies outside itself.
+            # If the group has one member, that member asks for both copies.
             copies = [rank] if num_ready > 1 else list(range(WRITERS))
             self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
@@ -78,11 +79,11 @@ class Copies:
         plan = self._plans.newest
         await self.save(group, state)
         if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
-            return  # the next holders fetch it, wait for it, and have copies made of it too
+            return  # the next holders are about to fetch this state, and will have copies made of it
         await self._server.after_first_step(state.version)
         if self._plans.begins_with(state.version) and self._life.is_ending:
             return
-        # Each copy under way holds a state in memory, and a further one would slow it down.
+        # Each copy under way holds a state in memory, and one more copy would slow it down.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
         if not under_way:
@@ -90,7 +91,7 @@ class Copies:
             self._given[group] += await self._offer(group, state, copies)
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""
+        """Sign `state`, and write it to our disk unless the disk has it. Returns: True if the disk has it now."""
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
@@ -98,7 +99,7 @@ class Copies:
             return is_there or await self._archive.write(state, era=era)
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
-        """Have others keep `state` before we go. Returns: the peers that have got it by `until_s`."""
+        """Have other peers keep `state` before we leave. Returns: the peers that have received it by `until_s`."""
         await self._server.pin(state)
         asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)), is_awaited=True)]
         given: list[PeerID] = []
@@ -112,7 +113,10 @@ class Copies:
     async def _offer(
         self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
     ) -> list[tuple[PeerID, int]]:
-        """Ask for these copies. Returns: (keeper, version) of each."""
+        """Ask peers outside the group to keep copies of `state`. Returns: (keeper, version) of each copy.
+
+        Args: copies: the numbers of the copies to ask for, out of `WRITERS`; is_awaited: we leave after the copies are
+            made, so they are not sent at the lowest priority."""
         plan = self._plans.newest
         if plan is None:
             return []
@@ -120,7 +124,7 @@ class Copies:
         taken: list[tuple[PeerID, int]] = []
         message = Keep(version=state.version, layers=tuple(state.layers))
         for copy in copies:
-            # Each writer begins elsewhere, so that one peer gets both copies only if there is no other.
+            # Each copy begins at another peer, so that one peer gets both only if there is no other.
             for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
                 with Tolerating(logger.debug, "no copy there"):
                     await self._endpoint.ask(peer, message, Done)
@@ -135,7 +139,7 @@ class Copies:
         plan = self._plans.newest
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
+        is_last = message.version >= self._spec.training.steps  # of the final version, leaving peers keep copies too
         if self._life.is_draining and not is_last:
             raise Refused(me, "is leaving, too")
         if plan is None or not plan.groups_of(source):
@@ -170,7 +174,7 @@ class Copies:
 
 
 def moves_on(plan: Plan, group: int) -> bool:
-    """True if the following layout gives every layer of a stage's `group` to a peer that does not hold it now."""
+    """True if the plan's next layout gives each layer of the stage `group` to some peer that does not hold it now."""
     if group >= len(plan.stages):
         return False
     stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}
@@ -186,11 +190,11 @@ def moves_on(plan: Plan, group: int) -> bool:
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
-    """Return the keepers of copies of `group`, in the order in which to ask: spares, then the stages after it, once
-    around. Its neighbours come last, since their activations and gradients would wait behind copies for the same peer.
-    An expert's copies may also go to its own stage's members, if they do not hold it.
+    """Return the peers to ask to keep copies of `group`, in order: spares, the other stages in a circle from this one,
+    the two neighbouring stages, and this group's own stage (for an expert, its members that do not hold it). Neighbours
+    come late because their activations and gradients would wait behind the copies.
 
-    The order changes only with the plan, so that new copies replace old ones."""
+    The order changes only with the plan, so a new copy goes to the same peer and replaces the old one."""
     num_stages = len(plan.stages)
     members = {member.peer for member in plan.group_members(group)}
     stage = group if group < num_stages else plan.experts[group - num_stages].stage

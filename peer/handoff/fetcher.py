@@ -1,8 +1,8 @@
-"""Fetch state: ranges from all holders of one version at once, each layer checked against the digest that most holders
-name.
+"""Fetches state: ranges of one version from all its holders at once. Each layer is checked against the digest that most
+holders name; if the check fails, the layer is fetched again from other holders.
 
-If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time (`group_peers`)
-share what has arrived (`relay.py`).
+Two kinds of peers help besides the holders. *Group peers* fetch the same layers at the same time, and pass on what they
+have received (`relay.py`). *Carriers* fetch ranges from a single holder for us, over network paths of their own.
 """
 
 import asyncio
@@ -29,11 +29,12 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _REFUSED_S = 1.0
-"""A mate that refuses a range does not have it yet; a carrier fetches for itself now. Then it is asked again."""
+"""Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
+is fetching for itself."""
 _OTHERS_S_FIRST = 2.0
-"""No holder is asked for the ranges of mates and carriers until it could have sent one to each fetching peer; until its
-first range has come, that is taken to be this long. Asked sooner, it would send the same bytes twice, and where a layer
-is a few ranges everybody waits for its uplink."""
+"""A holder is asked for ranges that group peers or carriers should bring only after it has had time to send one range
+to each fetching peer; before its first range has come, that time is taken to be this long. If it were asked sooner, it
+would send the same bytes twice, and if a layer has only a few ranges, all fetching peers wait for its uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,13 @@ class _Range:
     start: int
     stop: int
     owner: PeerID
-    """The fetching peer that gets this range from a holder."""
+    """The fetching peer that gets this range from a holder, and passes it on."""
 
 
 @dataclass(slots=True)
 class Unfinished:
-    """What is here of a layer, for a fetch of the layer at that version under that digest. It is not checked against
-    the digest: the fetch that completes the layer does that."""
+    """The received part of a layer, with which a later fetch of the same version and digest can go on. The part has not
+    been checked against the digest: the fetch that completes the layer checks it."""
 
     version: int
     digest: str
@@ -63,7 +64,8 @@ class Unfinished:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Number of elements that have arrived, of `total` (0 while holders are asked); a repeated layer counts anew."""
+    """Number of elements that have arrived, out of `total` (0 while holders are asked). A layer that is fetched again
+    counts from zero again."""
 
     done: int = 0
     total: int = 0
@@ -72,7 +74,7 @@ class FetchProgress:
 
 
 class StateFetcher:
-    """One fetch of the layers `keys`, at one version."""
+    """One fetch of the layers `keys` at one version."""
 
     def __init__(
         self,
@@ -86,9 +88,9 @@ class StateFetcher:
     ) -> None:
         """
         Args:
-            device: where the state is to be; None: on the host.
-            patience_s: how long a range may take from one holder.
-            may_ask: cleared while something else needs our line. Requests in flight continue.
+            device: the device to put the state on; None: the host.
+            patience_s: the longest time that one range may take.
+            may_ask: cleared while other traffic needs our line: then no new range is requested.
         """
         self._patience_s = patience_s
         self._spec = spec
@@ -102,17 +104,18 @@ class StateFetcher:
         self._stored_era = TRAINED
         self._base: RoundedWeights | None = None
         self._with_base: set[PeerID] = set()
-        """Holders that can send the difference to `_base`."""
+        """Holders that have the version of `_base`, so that they can send the difference from it."""
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
-        """The relay's mates that are reachable."""
+        """The relay's group peers that are reachable."""
         self._carriers: list[PeerID] = []
-        """Peers that may still be asked to get ranges of a single holder for us."""
+        """Peers to ask to fetch ranges from a single holder for us."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if some of it is not from its holders by our own requests; False: none may be any more."""
+        """Layer -> True if we did not request all of it from its holders ourselves; False: from now on we must, since
+        the layer has failed its check."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -131,24 +134,24 @@ class StateFetcher:
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
     ) -> StageState:
-        """Fetch `version`, or the newest that a holder has.
-
-        `stored_era` says of what: the trained state, a stored generation's snapshots, the initial parameters
-        (`INITIAL`), or the trained parameters alone in bf16 (`WEIGHTS`). The last two have no moments.
+        """Fetch `version`; -1: the newest version that a holder has.
 
         Args:
-            is_witnessed: for the newest version: accept only offers for which this is true.
-            voters: for the newest version: accept the one that more than half of these peers name by the same digests.
+            stored_era: the kind of state: that which is trained now (`TRAINED`), a snapshot of this era (>= 0), the
+                initial parameters (`INITIAL`), or the trained parameters in bf16 (`WEIGHTS`). The last two have no
+                moments.
+            is_witnessed: for the newest version: accept only offers for which this returns True.
+            voters: for the newest version: accept the one that more than half of these peers offer with equal digests.
             at_least: with `voters`: the oldest acceptable version.
-            base: with `WEIGHTS`: weights that we have; holders that have them, too, send the difference.
-            known: layers that the caller believes it has at that version; those that differ from the holders' digests
-                are fetched.
+            base: with `WEIGHTS`: weights that we have; holders that have them too send the difference from them.
+            known: layers that the caller believes it has at that version; a layer that differs from its holders' digest
+                is fetched.
             expected: layer -> the digest that the run's spec or the plan certifies.
-            begun: with `version`: layers of which a part is here. They are completed under their digests or not at all.
-            relay: shares arrived ranges with mates that fetch the same layers, and names those mates.
-            carriers: peers that are asked to get ranges of a single holder for us, over paths of their own.
-        Raises: Unreachable: a layer has no holder, or lost all of them. RemoteError: a layer's only holder sent
-            something else than its digest.
+            begun: with `version`: partly received layers, which are completed only if their digests are still offered.
+            relay: shares received ranges with the group peers that it names.
+            carriers: peers to ask to fetch ranges from a single holder for us.
+        Raises: Unreachable: a layer has no holder, or has lost all of them. RemoteError: a layer's only holder sent
+            numbers that contradict its digest.
         """
         self._version, self._stored_era, self._base = version, stored_era, base
         if relay is not None:
@@ -183,7 +186,7 @@ class StateFetcher:
         return StageState(version=self._version, layers=layers)
 
     def unfinished(self) -> dict[str, Unfinished]:
-        """Return what has arrived of each begun layer, for another fetch of the same version after this one failed."""
+        """Return the received part of each layer, for another fetch of the same version after this one has failed."""
         return {
             key: Unfinished(self._version, self._digests[key], self._relay.tensors[key], here)
             for key, here in self._relay.here.items()
@@ -199,7 +202,7 @@ class StateFetcher:
         voters: Sequence[PeerID] | None,
         at_least: int,
     ) -> dict[PeerID, StateOffer]:
-        """Return the offers of one version, which becomes ours."""
+        """Return the offers of one version, and set `_version` to it."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
@@ -217,7 +220,7 @@ class StateFetcher:
         same |= await self._ask_all(others, self._version)
         if is_witnessed is None and voters is None:
             return same
-        # A holder asked for the version by number need not prove its signatures: equal digests are enough.
+        # A holder that was asked for the version by its number need not have signatures: equal digests are enough.
         digests = dict(next(iter(same.values())).digests)
         return {peer: offer for peer, offer in same.items() if dict(offer.digests) == digests}
 
@@ -233,8 +236,8 @@ class StateFetcher:
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer], only: Mapping[str, str]) -> dict[str, str]:
-        """Return each layer's most frequent digest. The holders that name it become the layer's sources.
-        Args: only: layer -> the one digest that may be chosen."""
+        """Return each layer's most frequent digest. The holders that offer it become the layer's sources.
+        Args: only: layer -> the only digest that may be chosen."""
         digests: dict[str, str] = {}
         said = {peer: dict(offer.digests) for peer, offer in offers.items()}
         for key in self._keys:
@@ -273,7 +276,7 @@ class StateFetcher:
     # --- the bytes ---
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
-        """Fill the tensors of `keys`. A holder that fails is removed from all sources."""
+        """Fill the tensors of `keys`. A holder that fails is removed from the sources of all layers."""
         left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
         while left:
             orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
@@ -282,16 +285,16 @@ class StateFetcher:
             await self._fetch_ranges(left)
 
     async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
-        """Fetch the ranges in `left` from holders, mates and carriers at once, and remove each from `left` as it
-        arrives. Return when `left` is empty, or when every holder has failed.
+        """Fetch the ranges in `left` from holders, group peers and carriers at once, and remove each from `left` when
+        it arrives. Return when `left` is empty, or when every holder has failed.
 
-        A holder that has nothing else to send is also asked, after a while, for ranges that mates or carriers were to
-        bring, so that a slow one holds nobody up.
+        After a while, a holder that has no other range to send is also asked for the ranges that group peers or
+        carriers should bring, so that a slow helper does not delay the fetch.
         """
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """`todo`: ranges that nobody is asked for; `lent`: ranges that only mates and carriers are asked for."""
+        """`todo`: ranges that no peer is asked for; `lent`: ranges that only helpers are asked for."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -310,7 +313,7 @@ class StateFetcher:
                     continue
                 wanted = self._next_own(peer, todo)
                 if wanted is None:
-                    # The range that mates will reach last, or that helpers were asked for the longest time ago.
+                    # Take the range that helpers would ask for last, or the one that they were asked for first.
                     others = (*reversed(todo), *lent)
                     wanted = next((each for each in others if peer in self._sources[each.key]), None)
                     if wanted is None:
@@ -340,7 +343,7 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a mate bring the ranges that it owns, or a carrier those of a single holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier those of a single holder."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
@@ -383,16 +386,16 @@ class StateFetcher:
                 raise error
 
     async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
-        """Wait until the fetch may go on, or until the holder's pin needs a request."""
+        """Wait until the fetch may go on; every ten seconds, ask the holder once so that it keeps the version."""
         try:
-            async with asyncio.timeout(10.0):  # ask the holder to keep its pin, which lapses unasked
+            async with asyncio.timeout(10.0):  # without requests, the holder drops the version
                 await may_ask.wait()
         except TimeoutError:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """True if a holder that refused a range still offers the same state: its pin lapses while mates pass ranges
-        on."""
+        """True if a holder that has refused a range still offers the same state: while group peers brought the ranges,
+        it may have dropped the version for lack of requests."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
@@ -404,7 +407,7 @@ class StateFetcher:
                 sources.remove(peer)
 
     def _ranges_of(self, key: str) -> list[_Range]:
-        """Return the ranges of a layer that are not here."""
+        """Return the ranges of a layer that have not arrived."""
         group_peers = self._group_peers.difference(self._sources[key]) if self._passed.get(key, True) else ()
         fetching = sorted({self._endpoint.peer_id, *group_peers})
         numbers = Counter[int]()
@@ -426,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range that only one other peer has; we get the first ones ourselves."""
+        """Return the last range that has a single holder; we ask that holder from the first range on."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -435,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
+        """Return the seconds from the start of the fetch during which `holder` is not asked for helpers' ranges."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
@@ -444,14 +447,14 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Begin a layer anew that did not match its digest. Raises: RemoteError: its only holder has sent all of it."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of it."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False
         self._relay.begin(key, tensors)
         if len(sources) == 1 and not is_passed:
             raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
-        # With several sources the culprit is unknown: fetch again without one, then without the next.
+        # With several sources we cannot know which one lied: fetch again without the first, then without the second.
         logger.warning("layer %s did not match its digest: fetching it again", key)
         self.progress.done -= sum(tensor.numel() for tensor in tensors)
         if not is_passed:

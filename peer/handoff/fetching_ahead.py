@@ -1,14 +1,15 @@
-"""Fetches what this peer lacks for the following layout while it trains in the live one.
+"""Fetches the layers that this peer needs for the next layout while it still trains in the present one.
 
-It begins with a plan that names the following layout, but no end yet (`Plan.next_layout`). Each layer is fetched from a
-peer that trains it, at whatever version that is, and then steps with that peer's group: per step its part of the
-reduced gradient travels, a third of its state, or a sixth as bf16. So when the layout ends, only one step's gradient is
-still missing. Where gradients come faster than the line carries them, fewer layers are replayed, and the others are
-fetched whole at the end. Replayed layers are then compared with the holders' (`Joining`); a layer that differs is
-fetched whole, too. If the plan is called off, all fetched layers are dropped.
+This begins with a plan that names the next layout (`Plan.next_layout`) and no version at which the present one ends.
+Each layer is fetched from a peer that trains it, at that peer's version. Then the layer is *replayed*: it makes the
+same steps as that peer's group. For each step only its part of the reduced gradient is fetched: a third of the layer's
+state, or a sixth as bf16. So when the layout ends, only the last step's gradient is missing. If gradients come faster
+than the line can carry them, fewer layers are replayed, and the others are fetched whole at the end. `Joining` then
+compares replayed layers with the holders' digests; a layer that differs is fetched whole, too. If a later plan drops
+the next layout, all fetched layers are dropped.
 
-The layers lie in the host's memory. A peer with less than twice the room for them fetches nothing ahead, and neither
-does any peer where experts are placed.
+The layers lie in the host's memory. A peer fetches nothing ahead if its free memory is less than twice their size, or
+if the run places experts on their own.
 """
 
 import asyncio
@@ -36,29 +37,30 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""If layers are this far behind, and in so many steps of their holders fewer gradients have come than all layers here
-need, there are too many."""
+"""Replay fewer layers if one is this many steps behind its holder, and if in this many steps of the holder fewer
+gradients have come than the replayed layers need."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """A stage of the live layout, and what we fetch from it."""
+    """A stage of the present layout, and the layers that we fetch from its members."""
 
     keys: tuple[str, ...]
     peers: tuple[PeerID, ...]
     turn: int = 0
     reached: int = -1
-    """The version of its holders, as far as we know."""
+    """The newest known version of the stage's members."""
     since: int = -1
-    """That version when the last layer came or went."""
+    """Value of `reached` when a layer was last added or dropped."""
     num_replayed: int = 0
-    """Steps of single layers made since then."""
+    """Steps of single layers that we have made since version `since`."""
     came_bytes: int = 0
-    """What has come of the layer that is on its way."""
+    """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer came so late that the steps since were no longer kept. After a second one in a row, further ones
-    would only take bandwidth from the steps."""
+    """The last layer took so long that its holder had dropped the gradients of the steps since. If that happens twice
+    in a row, no further layer is fetched: it would only take bandwidth from training."""
     is_full: bool = False
+    """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -66,18 +68,18 @@ class _Source:
         return self.peers[self.turn % len(self.peers)]
 
     def here(self, has: Mapping[str, LayerAt]) -> list[str]:
-        """Return its layers that are here, the one furthest behind first."""
+        """Return the stage's layers that we have fetched, the one with the oldest version first."""
         return sorted((key for key in self.keys if key in has), key=lambda key: has[key].version)
 
     def coming(self, has: Mapping[str, LayerAt]) -> tuple[str, ...]:
-        """Return its layers that are to be fetched while the layout lasts."""
+        """Return the stage's layers that we have yet to fetch during the layout."""
         return () if self.is_full else tuple(key for key in self.keys if key not in has)
 
     def begin_to_count(self) -> None:
         self.since, self.num_replayed = self.reached, 0
 
     def cannot_follow(self, num_layers: int) -> bool:
-        """True if gradients for so many layers come more slowly than the holders step."""
+        """True if gradients for `num_layers` layers come more slowly than their holders step."""
         num_steps = self.reached - self.since
         return num_steps >= _LAG_STEPS and 0 < self.num_replayed < num_steps * num_layers
 
@@ -91,7 +93,7 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Fetches ahead for one peer."""
+    """The layers that one peer fetches ahead."""
 
     def __init__(
         self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures
@@ -103,36 +105,36 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """Bytes still to come, for heartbeats."""
+        """Bytes that have yet to be fetched, for heartbeats."""
         ready = self._preparing
         if ready is None:
             return 0
         left_bytes = 0
         for source in ready.sources.values():
             left_bytes += state_bytes(self._spec, source.coming(ready.has)) - source.came_bytes
-            for key in source.here(ready.has):  # the last step is always under way
+            for key in source.here(ready.has):  # not counted: the last step's gradient, which is always under way
                 left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
         return left_bytes
 
     # --- plans ---
 
     def follow(self, plan: Plan) -> None:
-        """Follow a newer plan: begin, go on, or drop what is here."""
+        """Follow a newer plan: begin to fetch ahead, continue, or drop the fetched layers."""
         ready = self._preparing
         if ready is not None and plan.not_started and (plan.era, plan.restore_era) == (ready.era + 1, ready.era):
-            self._stop(ready)  # `ended` will ask for what is here
+            self._stop(ready)  # `ended` will take the fetched layers
             return
         if ready is not None and (plan.era, plan.next_layout) != (ready.era, ready.next_layout):
             self.drop()
         if not plan.next_layout or plan.experts:
             return
         if self._preparing is None and plan.cutover_version:
-            return  # it ends as soon as it can: a fetch now would only delay its last steps
+            return  # the layout ends soon: a fetch now would only delay its last steps
         if self._preparing is None:
             self._preparing = self._begun(plan)
         for stage, source in self._preparing.sources.items():
             if source.task is not None and not plan.has(source.peer):
-                source.task.cancel()  # it may wait for that peer's answer for long
+                source.task.cancel()  # the task may wait long for that peer's answer
                 source.task = None
             source.peers = plan.stages[stage].peers
             if source.task is None:
@@ -163,7 +165,7 @@ class FetchingAhead:
         return ready
 
     def drop(self) -> None:
-        """Drop all that was fetched."""
+        """Drop all fetched layers, and stop fetching."""
         if self._preparing is not None:
             self._stop(self._preparing)
             self._preparing = None
@@ -182,7 +184,7 @@ class FetchingAhead:
     # --- while the layout lasts ---
 
     async def _get(self, ready: _Preparing, source: _Source) -> None:
-        """Fetch layer after layer; before each, replay the steps of those that are here."""
+        """Fetch one layer after the other; before each, replay the steps that the fetched layers lack."""
         while True:
             try:
                 here, newest = source.here(ready.has), -1
@@ -202,7 +204,7 @@ class FetchingAhead:
                     source.reached = max(source.reached, await self._fetch(ready, source, coming[0]))
                     source.begin_to_count()
                 elif here:
-                    with contextlib.suppress(Refused):  # after seconds without a step
+                    with contextlib.suppress(Refused):  # the holder has made no step for seconds
                         await self._replay(ready, source, here[0])
                 else:
                     return
@@ -212,8 +214,8 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
-        """Make one step of one layer, which its holder has made. If the holder no longer keeps the gradient, drop the
-        layers that lack it: they are fetched anew from another holder, unless that was in vain before."""
+        """Make one step of one layer that its holder has made already. If the holder no longer keeps the gradient, drop
+        all layers at that version. They are fetched again from another holder, unless this has happened before."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)
@@ -229,7 +231,7 @@ class FetchingAhead:
         return await self._endpoint.ask(source.peer, StateRequest(layers=(key,), ahead=True), StateOffer)
 
     async def _fetch(self, ready: _Preparing, source: _Source, key: str) -> int:
-        """Fetch a layer. Returns: its version."""
+        """Fetch a layer at its holder's version. Returns: that version."""
         version = (await self._offer(source, key)).version
         vectors = self._arithmetic.vectors
         tensors = [vectors.empty(size) for size in state_numels(self._spec, key)]
@@ -258,7 +260,7 @@ class FetchingAhead:
         stepped = await self._compute.run(
             "step",
             lambda: self._arithmetic.step_layer(key, at.layer, gradient_N, at.version),
-            flop=20.0 * gradient_N.numel(),  # as `Shard` counts
+            flop=20.0 * gradient_N.numel(),  # the count of `Shard.step_flop`
         )
         ready.has[key] = LayerAt(at.version + 1, stepped.value)
         source.num_replayed += 1
@@ -267,8 +269,9 @@ class FetchingAhead:
     # --- when it has ended ---
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
-        """Replay the last steps, and return the layers that are then at the version at which the layout of `era` ended.
-        The caller must compare them with the holders'. Args: members: of the newest plan; no other peer is asked."""
+        """Replay the last steps, and return the layers that have reached `version`, at which the layout of `era` ended.
+        The caller must compare them with the holders' digests. Args: members: the newest plan's; only they are
+        asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}
@@ -286,7 +289,7 @@ class FetchingAhead:
                 return
             num_steps = version - ready.has[here[0]].version
             if num_steps * self._gradients_bytes(here[:1]) > state_bytes(self._spec, here[:1]):
-                del ready.has[here[0]]  # the whole layer is smaller than all that it lacks
+                del ready.has[here[0]]  # fetching the whole layer takes fewer bytes
                 continue
             with Tolerating(logger.info, "the last steps of layers fetched ahead"):
                 await self._replay(ready, source, here[0])

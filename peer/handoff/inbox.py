@@ -1,7 +1,8 @@
-"""Fetch ranges of a tensor from peers. The chunks arrive as frames; those that nobody expects are dropped.
+"""Fetches ranges of a tensor from peers. A range arrives as chunks, one frame each; a chunk that no fetch expects is
+dropped.
 
-Two fetches may expect the same chunk of the same sender: one for a layer that we are to hold, one for a copy that we
-keep. The first copy of the chunk that arrives serves both.
+Two fetches may expect the same chunk from the same sender: one for a layer that we will hold, one for a copy that we
+keep. A chunk that arrives serves both.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from shoal.protocol.messages import Done, StateChunk, StateChunkRequest
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
+"""In place of a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
 
 GRADIENT = 3
-"""Stands for a tensor of the state: the reduced gradient with which a layer stepped to a version."""
+"""In place of a tensor's number: the reduced gradient with which a layer stepped to a version."""
 
 RANGE_CHUNKS = 4
-"""Maximum length of a range: 4 MiB, so that a round trip is short against the transfer."""
+"""Chunks in the longest range: 4 MiB, so that a round trip is short compared with the transfer."""
 RANGE_TIMEOUT_S = 60.0
-"""A peer with more patience repeats the request after this time, since a request or chunk may be lost. A holder that is
-still sending the range does not send it twice."""
+"""Seconds that a range may take by default. A fetch with more patience repeats its request after this time, since the
+request or a chunk may be lost; a holder that is still sending the range does not send it twice."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
@@ -41,9 +42,9 @@ _Key = tuple[PeerID, int, int, str, int, int]
 class _Expected:
     into_N: Tensor
     first: int
-    """First element of the tensor that `into_N` holds."""
+    """Index in the whole tensor of the first element of `into_N`."""
     before_N: Tensor | None
-    """The tensor at version `base`, to which a difference is expected."""
+    """The tensor at version `base`, from which the difference is expected; None: the numbers themselves are."""
     base: int
     event: asyncio.Event = field(default_factory=asyncio.Event)
     parts: set[int] = field(default_factory=set)
@@ -61,7 +62,7 @@ def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
 
 
 class ChunkInbox:
-    """Fetches ranges, and has the chunks that these expect; one inbox per peer."""
+    """Fetches ranges, and receives their chunks; one inbox per peer."""
 
     def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
         self.endpoint, self.compute, self.vectors = endpoint, compute, vectors
@@ -78,11 +79,11 @@ class ChunkInbox:
         before_N: Tensor | None = None,
         patience_s: float = RANGE_TIMEOUT_S,
     ) -> None:
-        """Fill elements [start, stop) of a tensor with what `request` asks of `peer`.
+        """Fetch a range, the elements [start, stop) of a tensor that `request` names, from `peer`.
 
         Args:
-            into_N: the tensor, from element `first` on.
-            before_N: the same tensor at version `request.base`, to which the difference is asked for.
+            into_N: receives the range; its element 0 is element `first` of the tensor.
+            before_N: the same tensor at version `request.base`: then the difference from that version is sent.
         Raises: Unreachable, Refused, RemoteError.
         """
         try:
@@ -99,7 +100,8 @@ class ChunkInbox:
         into_N: Tensor,
         came: Callable[[int], None] = lambda num_elements: None,
     ) -> None:
-        """Fill `into_N` with the whole tensor that `request` names, range by range in order; call `came` after each."""
+        """Fetch the whole tensor that `request` names into `into_N`, range by range in order. Call `came` with each
+        range's number of elements when it has arrived."""
         todo = iter(ranges(into_N.numel(), self.vectors))
 
         async def work() -> None:
@@ -107,7 +109,7 @@ class ChunkInbox:
                 await self.fetch(peer, msgspec.structs.replace(request, start=start, stop=stop), into_N)
                 came(stop - start)
 
-        working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two
+        working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two ranges
         try:
             await asyncio.gather(*working)
         finally:
@@ -124,8 +126,9 @@ class ChunkInbox:
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> Iterator[list[asyncio.Event]]:
-        """Fill in the chunks of a range, which begins at a multiple of the chunk, while the block lasts. A chunk comes
-        whole or in parts (`Vectors.background_chunk`). Yields: an event for each chunk, set once it is here."""
+        """Receive the chunks of a range into `into_N` while the `with` block lasts. The range begins at a multiple of
+        the chunk; a chunk comes whole or in parts (`Vectors.background_chunk`). Yields: an event for each chunk, set
+        once the chunk has arrived."""
         what = (peer, request.stored_era, request.version, request.layer, request.tensor)
         expected = {
             (*what, start): _Expected(into_N, first, before_N, request.base)
@@ -150,7 +153,7 @@ class ChunkInbox:
             await self._take_difference(source, meta, payload, expected)
             return
         if not expected:
-            return  # late, or never asked for
+            return  # the chunk is late, or was never requested
         values_C = self._read(source, meta, payload)
         count = values_C.numel()
         for each in expected:
@@ -186,7 +189,7 @@ class ChunkInbox:
     async def _take_difference(
         self, source: PeerID, meta: StateChunk, payload: Payload, expected: tuple[_Expected, ...]
     ) -> None:
-        """Take a whole chunk as the difference to `before_N`."""
+        """Take a whole chunk as the difference from `before_N`."""
         for each in expected:
             size, before_N = each.size(meta.start, self.vectors.chunk), each.before_N
             if meta.start % self.vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:
@@ -204,8 +207,8 @@ class ChunkInbox:
 
 
 async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[asyncio.Event]) -> None:
-    """Ask, and again after a while, until all events are set. Earlier requests stay open: cancelling a request stops
-    its transfer. Raises what `ask` raises."""
+    """Send the request, and repeat it every `RANGE_TIMEOUT_S`, until all events are set. Earlier requests stay open,
+    because cancelling one stops its transfer. Raises: the errors of `ask`."""
     loop, asking = asyncio.get_running_loop(), set[asyncio.Future[Done]]()
     here = asyncio.gather(*(event.wait() for event in events))
     try:

@@ -1,8 +1,7 @@
-"""Initial weights of a run that are not made from its seed.
+"""Initial weights of a run that begins with given weights and not from its seed.
 
-The run's spec has a digest of every layer. The host serves the weights like a snapshot, and the holders of the run's
-first version fetch their own layers and check them. Moments are made, not fetched: at version 0 they follow from the
-parameters.
+The run's spec has a digest of every layer. The host serves the weights like a snapshot; the holders of version 0 fetch
+their layers and check them. Optimizer moments are not fetched: at version 0 they follow from the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,49 +22,51 @@ from shoal.protocol.spec import RunSpec
 
 
 class InitialWeights(Protocol):
-    """A source of initial weights."""
+    """A source of a run's initial weights, or of the base of adapters."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return those of the layers that it has: float32 [numel] each in the layer's layout; with adapters in the form
-        of `stored_base`. Raises: LocalError: they cannot be read any more."""
+        """Return the requested layers that the source has: float32 [numel] each, in the layer's layout (with adapters
+        in the form of `stored_base`). Raises: LocalError: the weights cannot be read any more."""
         ...
 
 
 def weights_digest(param_N: Tensor) -> str:
-    """BLAKE3 of the float32 values, little-endian, as `InitialWeights` gives them: 32 hex digits."""
+    """Return the BLAKE3 digest, 32 hex digits, of the float32 values in little-endian order."""
     values = param_N.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
     return blake3(values.view(np.uint8).data).hexdigest(length=16)
 
 
 def begins_with_weights(spec: RunSpec) -> bool:
-    """True if version 0 is not made from the seed. Adapters always are, even beside a base with digests."""
+    """True if version 0 of the trained state is not made from the seed. Adapters always are made from it, even if their
+    base has digests."""
     return bool(spec.initial.digests) and spec.adapter is None
 
 
 def begun_numel(spec: RunSpec, key: str) -> int:
-    """Numbers that a layer of the initial weights (of the base, with adapters) has on its way to a peer."""
+    """Return the count of numbers of a layer of the initial weights (with adapters: of the base) as it is sent."""
     return layer_layout(spec.model, key).numel if spec.adapter is None else base_numel(spec, key)
 
 
 def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
-    """Return a layer without moments, as initial weights travel."""
+    """Return a layer with empty moments, the form in which weights are sent alone."""
     return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
 def initial_digests(spec: RunSpec) -> Mapping[str, str]:
-    """Return the digest of each layer that the run begins with; of its base, with adapters."""
+    """Return layer -> digest of the weights that the run begins with (with adapters: of the base)."""
     return dict(zip(all_layer_keys(spec.model), spec.initial.digests, strict=True))
 
 
 def layers_of(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the layers of these units or layers. Digests are of whole layers, so whole layers are fetched."""
+    """Return the whole layers that contain these units (parts of layers, such as an expert) or layers. Digests are of
+    whole layers, so whole layers are fetched."""
     return tuple(dict.fromkeys(".".join(key.split(".")[:2]) for key in keys))
 
 
 def first_state(
     spec: RunSpec, keys: Sequence[str], layers: Mapping[str, LayerState], device: torch.device
 ) -> StageState:
-    """Return version 0 of `keys`, layers or units of layers, from the parameters in `layers`."""
+    """Return version 0 of `keys` (layers, or units of layers) from the parameters in `layers`, with new moments."""
     begun = {}
     for key in keys:
         (layer,) = layers_of([key])

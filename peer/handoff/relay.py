@@ -1,10 +1,10 @@
-"""What one fetch has received, shared with peers that fetch the same layers at the same time.
+"""Shares the received ranges of one fetch with peers that fetch the same layers at the same time.
 
-At the end of a layout all members of a stage of the next one lack the same layers, and one peer may be the only holder.
-If each of n members fetched everything from it, the state would leave that peer n times, over a line that may be the
-very reason for the change. So every range has an **owner** among the fetching peers, which all compute alike without a
-message. Each peer gets its own ranges from a holder, and the others' from their owners, which answer once the range is
-there. If an owner is slow, its ranges are taken from a holder after all.
+At the end of a layout all members of a stage in the next one lack the same layers, and one peer may be the only holder.
+If each of n members fetched everything from it, the holder would send the state n times, over a line that may be the
+reason for the new layout. So each range has an **owner** among the fetching peers; all of them compute it alike,
+without a message. A peer fetches its own ranges from a holder, and every other range from its owner, which answers once
+it has the range. If an owner is slow, its ranges are fetched from a holder after all.
 
 Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """
@@ -32,7 +32,7 @@ class Relay:
     ) -> None:
         self.group_peers = frozenset(group_peers)
         self.until_s = 0.0
-        """When the server may drop the relay, once it is done."""
+        """Time after which the server may drop the relay, if the fetch is done."""
         self.is_done = False
         """The fetch is over, with or without success."""
         self._is_void = False
@@ -41,20 +41,20 @@ class Relay:
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Layer -> parameters and moments at full length; filled where a range is `here`."""
         self.here: dict[str, set[tuple[int, int]]] = {}
-        """Layer -> (tensor, first element) of the ranges that are here."""
+        """Layer -> (tensor, first element) of the ranges that have arrived."""
         self._came = asyncio.Event()
 
     # --- calls of the fetch ---
 
     def begin(self, key: str, tensors: tuple[Tensor, Tensor, Tensor], *, whole: bool = False) -> None:
-        """Begin to fill a layer into these tensors; `whole`: it is complete already."""
+        """Begin to receive a layer into these tensors. Args: whole: they are complete already."""
         self.tensors[key], self.here[key] = tensors, set()
         if whole:
             self.here[key].update((index, start) for index, start, _ in self.ranges_of(key))
         self._tell()
 
     def came(self, key: str, tensor: int, start: int) -> None:
-        """Record that a range is here."""
+        """Record that the range that begins at element `start` has arrived."""
         self.here[key].add((tensor, start))
         self._tell()
 
@@ -70,7 +70,7 @@ class Relay:
         self.done(void=failure is not None)
 
     def done(self, *, void: bool = False) -> None:
-        """End the fetch. Args: void: it failed, so nobody gets anything of it any more."""
+        """End the fetch. Args: void: it has failed, and no range of it is sent any more."""
         self.is_done = True
         if void:
             self._is_void, self.until_s = True, 0.0
@@ -83,7 +83,7 @@ class Relay:
     # --- calls of group peers ---
 
     def is_asked(self, source: PeerID, request: StateChunkRequest) -> bool:
-        """True if `source` may ask here for that layer of that state."""
+        """True if `source` fetches the same state, and the requested layer is part of this fetch."""
         at = request.stored_era, request.version
         return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
 
@@ -103,7 +103,7 @@ class Relay:
 
 
 def owner_of(key: str, tensor: int, number: int, fetching: Sequence[PeerID]) -> PeerID:
-    """Return the peer that gets a range from a holder for all that fetch the layer.
+    """Return the owner of a range: the peer that fetches it from a holder for all peers that fetch the layer.
 
     Args:
         number: the range's index within its tensor.

@@ -1,4 +1,4 @@
-"""What this peer keeps of a layout that is about to end or has ended, for the holders of its layers in the next one."""
+"""Gradients and layers that this peer keeps at the end of a layout, for their holders in the next one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,30 +12,31 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""Number of steps that are kept however large: three steps' gradients are as much as the state, so a peer that lacks
-more fetches that; one more step may come while the first is on its way."""
+"""Number of steps that are kept however large they are. Three steps' gradients are as large as the state, so a peer
+that lacks more fetches the state; a fourth step may end while the first one's gradient is being sent."""
 
 
 class GradientLog:
-    """The reduced gradients of the last steps of all groups of one peer, in one generation.
+    """The reduced gradients of the last steps of all groups of one peer, in one era (the versions since the last
+    roll-back or repartitioning).
 
-    When a layout is about to end, other peers prepare to hold its layers. Such a peer fetches a layer at its present
-    version and replays each step from there on, for which it needs only that layer's part of the reduced gradient. A
-    gradient is kept until every such peer has replayed it.
+    When a layout is about to end, the peers of the next one prepare to hold its layers. Such a peer fetches a layer at
+    its present version and replays each later step, for which it needs only that layer's part of the reduced gradient.
+    A gradient is kept until each such peer has replayed it.
     """
 
     def __init__(self) -> None:
         self.is_wanted = False
-        """True if the layout is to end, so that peers may ask."""
+        """True if the layout is to end, so that peers may ask for gradients."""
         self._era = -1
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the oldest version that it has yet to step to, as far as it has asked."""
+        """Replaying peer -> the version of the oldest gradient that it still needs, by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:
-        """Take a plan. Gradients are kept while its layout is to end, and until the next one is under way."""
+        """Follow a plan. Gradients are kept from the time when the layout is to end until the next one is under way."""
         self.is_wanted = bool(plan.next_layout)
         is_last = plan.not_started and plan.restore_era == self._era
         if (self.is_wanted and plan.era == self._era) or is_last:
@@ -44,7 +45,7 @@ class GradientLog:
         self._steps, self._wanted_from = {}, {}
 
     def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Record with which parts of the reduced gradient these layers have stepped to `version`."""
+        """Keep the reduced gradients, by layer, with which these layers have stepped to `version`."""
         if not self.is_wanted or era != self._era:
             return
         self._steps.setdefault(version, {}).update(gradients)
@@ -61,13 +62,12 @@ class GradientLog:
         return sum(4 * part_N.numel() for part_N in parts)
 
     def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
-        """Record that `peer` will replay the steps to `version` and after; `at_least`: and those that it wanted
-        before."""
+        """Note that `peer` will replay the steps to `version` and later ones. Args: at_least: it still wants the steps
+        that it wanted before, too."""
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
-        """Return the gradient with which the layer stepped to `version`; None: dropped, or not here within
-        `patience_s`."""
+        """Return the gradient of the layer's step to `version`; None: dropped, or not made within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while era == self._era and self.is_wanted and not self._has(version, key) and self._is_ahead(version):
@@ -86,13 +86,13 @@ class GradientLog:
 class RetainedLayers:
     """The layers that this peer held when a layout ended, at one version of one era.
 
-    A layout ends at a version that its plan names (`Plan.cutover_version`), and commits nothing after it. The next one
-    begins from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
+    A layout ends at a version that its plan names (`Plan.cutover_version`), and commits nothing later. The next layout
+    begins at that version. It is a new era, but the layers come from their former holders' memory, not from snapshots.
     """
 
     def __init__(self) -> None:
         self._at = -1, 0
-        """(era, version)."""
+        """(era, version) of the kept layers."""
         self._layers: dict[str, LayerState] = {}
 
     @property
@@ -103,17 +103,17 @@ class RetainedLayers:
         return Holding(era=self._at[0], version=self._at[1], layers=tuple(self._layers))
 
     def take(self, plan: Plan, version: int, layers: Mapping[str, LayerState]) -> None:
-        """Keep the layers of our group, which is at `version`, if the layout of `plan` ends there."""
+        """Keep the layers of our group at `version`, if the layout of `plan` ends at that version."""
         if plan.cutover_version and plan.cutover_version == version:
             self._begin((plan.era, version))
             self._layers.update(layers)
 
     def read(self, era: int, version: int) -> Mapping[str, LayerState]:
-        """Return the layers of that version of that era; none if another was kept."""
+        """Return the kept layers if they are of that era and version, else an empty mapping."""
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget layers that are neither the end of `plan` nor its beginning: all that need them have them."""
+        """Forget the kept layers if `plan` neither ends nor begins with them: all peers that need them have them."""
         ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
         if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))

@@ -1,13 +1,14 @@
-"""Serve state: to newcomers, to peers that keep a copy, and to everybody after all holders of a layer died.
+"""Serves state to newcomers, to peers that keep a copy, and, after all holders of a layer have died, to all members.
 
-The requested version is pinned (state is immutable, so a pin is a reference) and served in ranges. Training does not
-stop for it: holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches,
-which it replays. A peer that keeps a copy does not replay: at a step a second the gradients of a long transfer would be
-many times the state. An optimizer step destroys a state that is not pinned: a request that comes during a step waits
-for the next version.
+The requested version is pinned: kept for as long as peers ask for it (state is immutable, so a pin is a reference). It
+is served in ranges. Training does not stop meanwhile: holders go on committing, and keep the reduced gradients of the
+steps after the oldest version that a newcomer fetches, so that the newcomer can replay these steps. A peer that keeps a
+copy does not replay steps: at a step a second, the gradients of a long transfer would be many times the state. An
+optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the next version.
 
-A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, behind everything else. Once the
-layout has ended the whole run waits for it, and it leaves as other state does. Copies leave after everything else.
+A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer. During training these layers are
+sent at the lowest priority; once the layout has ended, the whole run waits for them, and they are sent at the priority
+of other state. Copies are always sent at the lowest priority.
 """
 
 import asyncio
@@ -39,61 +40,61 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
-"""A pin lasts this long after its last request, unless it is older than `PINNED_S_MAX`."""
+"""Seconds that a pin lasts after its last request, but no longer than `PINNED_S_MAX` in all."""
 TRAINED = -1
-"""Stands for a stored era: the state that is trained here now."""
+"""In place of a stored era: the state that is trained here now."""
 INITIAL = -2
-"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
+"""In place of a stored era: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
-"""How long a request waits for the reduced gradient of a future step."""
+"""The longest time that a request waits for the reduced gradient of a future step."""
 _CARRIED_MAX = 4
-"""Number of ranges that are fetched here for others at once."""
+"""The most ranges that this peer fetches for other peers at once."""
 _STEP_WAIT_S = 2.0
-"""How long a request waits while its layers step; then the requester has to ask again."""
+"""The longest time that a request waits while its layers step; after it the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""How long a request waits for a range that is being fetched here; then the requester may ask another peer."""
+"""The longest time that a request waits for a range that we are fetching; then it may go to another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
-"""The longest time that copies wait for the first step of a layout."""
+"""Longest time for which the sending of copies waits for the first step of a layout."""
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
-"""(stored era, `TRAINED` or `INITIAL`, version)."""
+"""(stored era, or a number in its place such as `TRAINED`; version)."""
 
 
 class _Pin:
-    """Layers of one version that are kept for others. Args: is_followed: learners have them, and will ask for the
-    difference to the next version."""
+    """Layers of one version that are kept for other peers. Args: is_followed: learners have these weights, and will ask
+    for the difference of a later version from them."""
 
     def __init__(self, born_s: float, *, is_followed: bool = False) -> None:
         self._born_s = born_s
         self._is_followed = is_followed
         self.until_s = born_s + PINNED_S
         self.num_sending = 0
-        """Ranges that are leaving. On a busy line one may take longer than a pin lasts unasked."""
+        """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for it. What we pin ourselves is not limited."""
+        """Another peer has asked for it, so that the pin counts against the limits. Our own pins are not limited."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
-        """Layer -> digest, of the layers that may be offered; the others' digests are being made."""
+        """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
         self.signatures: Signatures = ()
-        """Holders' signatures for newcomers."""
+        """Signatures of this version by members of the group, which newcomers check."""
         self.is_replayed = False
-        """A newcomer fetches it, and will replay the steps since."""
+        """A newcomer fetches it, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
-        """Peer -> number of elements that it has yet to ask for."""
+        """Peer -> number of offered elements that it has not received yet."""
         self.served: set[PeerID] = set()
-        """Peers that have asked for all that they wanted."""
+        """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Prolong the pin, within its maximum age."""
+        """Prolong the pin after a request, within its maximum age."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if nobody wants it any more, or it has been kept for too long."""
+        """True if no peer has asked for it lately, or if it has been kept for too long."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -103,11 +104,11 @@ class _Pin:
 
 
 class StateServer:
-    """Serves whatever states this peer holds; one per peer. Peers that no recent plan has get nothing.
+    """Serves the states that this peer holds; one server per peer. A peer that no recent plan names is refused.
 
     Args:
-        archive, retained: have the states of earlier eras and layouts.
-        inbox: receives chunks that are passed on.
+        archive: has the states of snapshots; retained: has those of the layout before this one.
+        inbox: receives the chunks that we fetch for other peers.
     """
 
     def __init__(
@@ -129,53 +130,53 @@ class StateServer:
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
-        """Peer that fetches ahead -> (version, key, state) of the layer that it fetches now."""
+        """Peer that fetches for the next layout -> (version, key, state) of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
-        """(peer, version, layer) of the copies that peers keep."""
+        """(peer, version, layer) of the copies that peers are about to fetch and keep."""
         self._relays: list[Relay] = []
-        """Our fetches from which other peers may ask for arrived ranges."""
+        """Our own fetches; other peers may ask for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(requester, range) that is leaving -> whether it was sent, in the end."""
+        """(requester, range) being sent -> result: True once all of it was sent, False if that failed."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
-        """(holder, range) that we are fetching for others."""
+        """(holder, range) that we are fetching for other peers."""
         self._newcomers: dict[PeerID, float] = {}
-        """Peer -> until when we remember that it asked for the newest version, as only a newcomer does. Later requests
-        of a newcomer name a version, and plans may name it late."""
+        """Newcomer -> time until which it is known as one. A peer that asks for the newest version is a newcomer; its
+        later requests name a version, and the plan that places it may reach us late."""
         self.initial: InitialWeights | None = None
-        """Set on the host, if its run does not begin from the seed."""
+        """The run's initial weights, or the base of adapters; None: this peer does not have them."""
         self._endpoint.on(StateRequest, self._on_request)
         self._endpoint.on(StateChunkRequest, self._on_chunk_request)
 
     async def pin(self, state: StageState) -> None:
-        """Keep a state that will soon not be the current one, for peers that are about to ask for it."""
+        """Keep a state, which the next step would destroy, for peers that are about to ask for it."""
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """Share what a fetch of ours receives with its mates, and for a while after its end."""
+        """Share the ranges that a fetch of ours receives with its group peers, until a while after its end."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
 
     def pinned_from(self) -> int:
-        """Return the oldest trained version that a newcomer builds on; far in the future if there is none."""
+        """Return the oldest version from which a newcomer will replay steps; a huge number if there is none."""
         self._forget_old()
         replayed = (version for (era, version), pin in self._pins.items() if era == TRAINED and pin.is_replayed)
         return min(replayed, default=2**62)
 
     def is_giving(self, peer: PeerID, version: int) -> bool:
-        """True if `peer` has yet to get something that it wants of that version of the trained state."""
+        """True if `peer` has not yet received all that it was offered of that version of the trained state."""
         self._forget_old()
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.left
 
     def has_given(self, peer: PeerID, version: int) -> bool:
-        """True if `peer` has got all that it wanted of that version of the trained state."""
+        """True if `peer` has received all that it was offered of that version of the trained state."""
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.served and peer not in pin.left
 
     def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
-        """Record that `peer` is about to fetch these layers as a copy, at the lowest priority."""
+        """Note that `peer` is about to fetch these layers as a copy, so that they are sent at the lowest priority."""
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -188,12 +189,12 @@ class StateServer:
         self._copies = {copy for copy in self._copies if copy[2] not in keys}
 
     def forget_weights(self, keys: Collection[str]) -> None:
-        """Drop weights of layers that no learner follows or is about to follow."""
+        """Drop the bf16 weights of these layers: their group has no learner now."""
         for at in [at for at, pin in self._pins.items() if at[0] == WEIGHTS and not pin.layers.keys().isdisjoint(keys)]:
             del self._pins[at]
 
     def forget_ahead(self) -> None:
-        """Drop what peers fetch ahead: no peer prepares for another layout any more."""
+        """Drop the layers that peers fetch ahead: no plan names a next layout any more."""
         self._ahead.clear()
 
     def _forget_old(self) -> None:
@@ -210,7 +211,7 @@ class StateServer:
         *,
         asked_by: PeerID | None = None,
     ) -> _Pin:
-        """Args: proofs: known digests of these layers."""
+        """Keep `layers` as version `key`. Args: proofs: layer -> known digest; None: they are computed here."""
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s, is_followed=key[0] == WEIGHTS))
         pin.asked_for(now_s)
@@ -224,15 +225,15 @@ class StateServer:
             proofs = await self._compute.run_on_host(
                 lambda: {k: layer.secure_digest() for k, layer in unproved.items()}
             )
-            pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lasts unasked
+            pin = self._pins.setdefault(key, pin)  # the digests of a large stage may take longer than `PINNED_S`
             pin.asked_for(self._clock.now_s())
         for name, proof in (proofs or {}).items():
-            if name in pin.layers:  # it may have been forgotten meanwhile
+            if name in pin.layers:  # else the layer has been dropped meanwhile
                 pin.digests.setdefault(name, proof)
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """True if another peer may have us keep that version, too."""
+        """True if another peer's request may make us keep this version, within the limits for pins."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         kept = (layer for pin in others for layer in pin.layers.values())
@@ -284,7 +285,8 @@ class StateServer:
         return await self._offer(source, message, key, layers, given)
 
     async def _stored(self, message: StateRequest) -> dict[str, LayerState]:
-        """Return those of the layers that we have kept of an earlier layout, or that are in a snapshot here."""
+        """Return those of the requested layers that this peer has at the requested version: kept from the layout
+        before, or else read from a snapshot on its disk."""
         era, version = message.stored_era, message.version
         kept = self._retained.read(era, version)
         found = {key: kept[key] for key in message.layers if key in kept}
@@ -292,14 +294,15 @@ class StateServer:
         return found | (await self._archive.read(era, version, missing) if missing else {})
 
     async def _step_over(self, keys: Collection[str]) -> None:
-        """Wait for a step of these layers to end, but not for a long one."""
+        """Wait until a step of these layers has ended, at most `_STEP_WAIT_S`."""
         for _ in range(math.ceil(_STEP_WAIT_S / _LOOK_S)):
             if not self._parts.is_stepping(keys):
                 return
             await asyncio.sleep(_LOOK_S)
 
     async def _offer_pinned(self, source: PeerID, message: StateRequest, *, signed: bool) -> StateOffer:
-        """Offer the newest version that is pinned anyway, since there is no room for another. Raises: Refused."""
+        """Offer the newest version that is pinned already, since there is no room for another one. Raises: Refused: the
+        request names a version, or none is pinned."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
         versions = [at for (_, at), pin in kept if pin.digests.keys() >= set(message.layers)]
         if message.version >= 0 or not versions:
@@ -307,8 +310,8 @@ class StateServer:
         return await self._offer(source, message, (TRAINED, max(versions)), {})
 
     async def _rounded(self, key: _Key, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Return those of the trained layers that are not pinned yet, in bf16. The two newest versions stay pinned:
-        each is a sixth of the state, and a learner that misses one asks for the next."""
+        """Return the trained layers that are not pinned as version `key` yet, in bf16. Drop all earlier versions but
+        the newest of them: each takes a sixth of the state, and a learner that misses one asks for the next."""
         for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
             del self._pins[superseded]
         pin, vectors = self._pins.get(key), self._vectors
@@ -338,7 +341,7 @@ class StateServer:
         layers: Mapping[str, LayerState],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        """Offer the requested layers of version `key`. Args: layers: those that may not be pinned yet."""
+        """Offer the requested layers of version `key`. Args: layers: those of them that may not be pinned yet."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
@@ -351,7 +354,7 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer the one layer that `source` fetches ahead next. It replaces the one before."""
+        """Offer the layer that `source` fetches ahead next, and forget the one that it fetched before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
@@ -411,7 +414,8 @@ class StateServer:
             pin.served.add(source)
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """Return the tensor to base the difference on; None: none is wanted. Raises: Refused: it is not here."""
+        """Return the tensor from which the requested difference starts; None: no difference is requested. Raises:
+        Refused: we do not have that tensor."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))
@@ -420,7 +424,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
+        """Fetch a range from its holder `via` for another peer, and send it on; refuse while we fetch ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:
@@ -445,7 +449,7 @@ class StateServer:
             self._carried.discard((via, request))
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
-        """Send a range that we are fetching ourselves, once it is here."""
+        """Send a range that we are fetching ourselves, once it has arrived."""
         relay.until_s = self._clock.now_s() + PINNED_S
         values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
         if values_N is None:
@@ -453,7 +457,7 @@ class StateServer:
         await self._send(source, message, values_N)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
-        """Send the reduced gradient with which a layer stepped to a version, once it has."""
+        """Send the reduced gradient with which a layer stepped to a version; wait a while for that step."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -466,13 +470,13 @@ class StateServer:
         await self._send(source, message, gradient_N, priority=self._ahead_priority)
 
     def _ahead_of(self, source: PeerID, message: StateChunkRequest) -> LayerState | None:
-        """Return the layer that `source` fetches ahead, if it asks for that."""
+        """Return the layer that `source` fetches ahead, if the request is for it."""
         version, key, layer = self._ahead.get(source, (-1, "", None))
         return layer if (message.stored_era, message.version, message.layer) == (TRAINED, version, key) else None
 
     @property
     def _ahead_priority(self) -> Priority:
-        """During training what is fetched ahead leaves behind everything else; then the whole run waits for it."""
+        """Layers fetched ahead have the lowest priority during training; then the whole run waits for them."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(
@@ -485,11 +489,11 @@ class StateServer:
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> None:
-        """Send a range, chunk by chunk; in parts at the lowest priority.
+        """Send a range, chunk by chunk; at the lowest priority in smaller parts.
 
         Args:
             values_N: the tensor, from element `first` on.
-            before_N: the same tensor at the version to which the difference is sent; None: send the numbers themselves.
+            before_N: the same tensor at an earlier version: send the difference from it; None: send the numbers.
         Raises: RemoteError: no such range, or too long. Refused: the requester is unreachable.
         """
         vectors, end = self._vectors, first + values_N.numel()
@@ -529,7 +533,7 @@ class StateServer:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
     async def after_first_step(self, version: int) -> None:
-        """Wait, before a copy of `version` is made or sent on, for the first step of the layout, at most a minute: the
+        """Wait for the first step of the layout, at most a minute, before a copy of `version` is made or sent: the
         whole run waits for that step, and its members fetch their layers over the same lines."""
         for _ in range(math.ceil(_FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._plans.begins_with(version) or self._life.is_ending:

@@ -1,4 +1,4 @@
-"""Inference by the stages that train the model, so that no peer needs all of it.
+"""Inference by the stages that train the model, so that no peer needs the whole model.
 
 The path of a request through this file:
 
@@ -7,12 +7,13 @@ The path of a request through this file:
         ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
         ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
-**One version.** All stages answer with the weights of one version, the client's or else stage 0's committed one, so
-that the caches of a session are consistent. Each stage keeps these weights while requests use them, and waits if it is
-a step behind. A stage that has passed the version says so, and the client begins again with a newer one.
+**One version.** All stages answer with the weights of one version: the version that the client names, or else the
+present one of stage 0. So the key-value caches of a session fit together. Each stage keeps these weights while requests
+use them, and waits if it is a step behind. A stage that has passed the version says so, and the client begins again
+with a newer one.
 
-**Which member.** A hash of the client's `way` chooses the member of each stage. If that member is gone, or has no
-cache, the request fails, and the client chooses another `way` and a new session.
+**Which member.** The client chooses a number, its `way`; a hash of it chooses the member of each stage. If that member
+is gone, or has no cache of the session, the request fails, and the client chooses another `way` and a new session.
 
 **Training goes first.** A peer computes one request at a time. While it trains it rests after each, so that requests
 take at most `SHARE` of its time.
@@ -51,9 +52,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARE: Final = 0.2
-"""The most of a peer's time that requests take while it trains."""
+"""Largest share of a peer's time that requests take while it trains."""
 ANSWER_S: Final = 45.0
-"""Seconds that an entry waits for the stages."""
+"""Seconds for which the entry (the peer that the client asked) waits for the stages' answer."""
 _DIVIDED: Final = "the layers have just been repartitioned"
 
 
@@ -81,7 +82,7 @@ class InferenceService:
         self._endpoint.on_frame(InferenceInput, self._on_input)
 
     def free(self) -> None:
-        """Drop all that is kept for clients; their sessions begin anew."""
+        """Drop all weights and caches that are kept for clients; their sessions must begin anew."""
         self._sessions.clear()
 
     async def close(self) -> None:
@@ -120,7 +121,7 @@ class InferenceService:
             era = self._endpoint.era
             await self._send(meta, request.tokens + request.targets + request.begins)
             until_s = self._clock.now_s() + ANSWER_S
-            while not (await asyncio.wait([answer], timeout=1.0))[0]:  # are the layers still divided in the same way?
+            while not (await asyncio.wait([answer], timeout=1.0))[0]:  # is the layout still the same?
                 if self._endpoint.era != era:
                     raise self._no(_DIVIDED)  # an answer under way belongs to the previous era and would be ignored
                 if self._clock.now_s() >= until_s:
@@ -169,7 +170,7 @@ class InferenceService:
             self._num_waiting -= 1
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
-        """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
+        """Run our layers, and send the result on. Returns: seconds that the device took. Raises: Refused."""
         plan = self._plans.newest
         if plan is None or meta.stage >= len(plan.stages) or plan.stages[meta.stage].first_layer != meta.first_layer:
             raise self._no(_DIVIDED)  # in our plan the stage does not begin at the sender's layer
@@ -189,7 +190,7 @@ class InferenceService:
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
-        """Compute on the device's thread."""
+        """Run our layers; called on the device's thread. Returns: the payload for the next stage or the entry."""
         question = self._wire.decode(meta, payload)
         session: Session = (meta.entry, meta.session)
         now_s, memory = self._clock.now_s(), None
@@ -210,7 +211,7 @@ class InferenceService:
         return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """Return (version, our stage at that version); wait if it is not committed yet. Raises: Refused."""
+        """Return (version, our stage's weights at it). Wait if the version is not committed yet. Raises: Refused."""
         until_s = self._clock.now_s() + 15.0
         while True:
             replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()
@@ -236,7 +237,7 @@ class InferenceService:
             await asyncio.sleep(0.05)
 
     async def _keep(self, replica: StagePart, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the committed version. It runs in a job, so that no step comes between."""
+        """Keep the weights of the committed version. A job takes them, so that no step changes them meanwhile."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known
@@ -252,9 +253,10 @@ class InferenceService:
         return version, stage
 
     async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
-        """Run a job of `flop` for a request.
+        """Run a job for a request. Args: flop: the FLOP of the job.
 
-        Raises: Refused: the device has no memory for it. Then all that is kept for clients is dropped, for training.
+        Raises: Refused: the device has no memory for the job. Then all that is kept for clients is dropped, so that
+            training has the memory.
         """
         try:
             return await self._compute.run("validate", work, flop=flop)
@@ -283,7 +285,8 @@ class InferenceService:
             await self._refuse(meta, refusal.reason)
 
     async def _send(self, meta: InferenceInput, payload: Payload) -> None:
-        """Send to the member of `meta.stage` chosen by the request's `way`. Raises: Refused: nobody can be reached."""
+        """Send to that member of stage `meta.stage` which the request's `way` chooses. Raises: Refused: there is no
+        plan, or the member cannot be reached."""
         plan = self._plans.newest
         if plan is None or meta.stage >= len(plan.stages):
             raise self._no("there is no plan yet")
@@ -306,10 +309,10 @@ class InferenceService:
     def _no(self, why: str) -> Refused:
         return Refused(self._endpoint.peer_id, why)
 
-    # --- what it takes ---
+    # --- cost of a request ---
 
     def _flop_of(self, meta: InferenceInput) -> float:
-        """Return a request's FLOP: its share of a microbatch's forward."""
+        """Return a request's FLOP: by its number of tokens, a share of a microbatch's forward."""
         replica = self._parts.stage
         training = self._spec.training
         share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
@@ -321,5 +324,5 @@ class InferenceService:
 
 
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
-    """Rank a member for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
+    """Return a member's rank for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()

@@ -1,4 +1,4 @@
-"""The weights of recent versions, and the keys and values of sessions, that a stage keeps for inference."""
+"""Keeps for inference, at one stage, the weights of recent versions, and the keys and values of clients' sessions."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -10,18 +10,19 @@ from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.protocol.identity import PeerID
 
 FIXED_MAX: Final = 2
-"""The most versions at once. Each takes the memory of the stage's parameters; it is freed if a job lacks memory."""
+"""Most versions kept at once. Each takes the memory of the stage's parameters, which is freed if a job lacks memory."""
 IDLE_S: Final = 60.0
-"""Weights and sessions unused for so long are dropped. On a device that lends only a tenth, an answer takes long."""
+"""Weights and sessions are dropped when unused for so many seconds. An answer may take long, on a device of which only
+a tenth is lent."""
 YIELDS_S: Final = 3.0
-"""A version unused for so long may be replaced by another one."""
+"""A version that is unused for so many seconds may be replaced by another one."""
 SESSIONS_MAX: Final = 8
 SESSIONS_BYTES_MAX: Final = 256 << 20
-"""The most bytes of keys and values of all sessions; a single session may exceed it."""
+"""Most bytes of the keys and values of all sessions together; a single session may exceed it."""
 
 Layers = tuple[int, int]
 Session = tuple[PeerID, int]
-"""(the entry peer, the client's number)"""
+"""(the peer that the client asks, the number that the client gave to the session)."""
 
 
 @dataclass(slots=True)
@@ -38,12 +39,12 @@ class _Known:
     num_bytes: int
     used_s: float
     length: int = 0
-    """Tokens in the cache; -1: a request failed halfway, and the length is unknown."""
+    """Number of tokens in the cache; -1 during a forward, and after one that failed halfway."""
 
 
 @dataclass(slots=True)
 class Sessions:
-    """The weights and sessions of one peer. The caller passes the time."""
+    """The weights and sessions that one peer keeps. The caller passes the time `now_s`."""
 
     _fixed: dict[int, _Fixed] = field(default_factory=dict)
     _known: OrderedDict[Session, _Known] = field(default_factory=OrderedDict)
@@ -60,11 +61,11 @@ class Sessions:
         return found.stage
 
     def newest(self, layers: Layers) -> int:
-        """Return the newest version kept; -1: none."""
+        """Return the newest version kept of these layers; -1: none."""
         return max((version for version, fixed in self._fixed.items() if fixed.layers == layers), default=-1)
 
     def has_room(self, now_s: float) -> bool:
-        """True if one more version may be kept, perhaps in place of an unused one."""
+        """True if another version may be kept, perhaps in place of an unused one."""
         return len(self._fixed) < FIXED_MAX or any(now_s - f.used_s >= YIELDS_S for f in self._fixed.values())
 
     def keep(self, version: int, stage: FixedStage, layers: Layers, now_s: float) -> None:
@@ -73,7 +74,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session, anew if it exists. The oldest ones are dropped if there are too many."""
+        """Begin a session, anew if it exists. If there are too many, those unused for longest are dropped."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX
@@ -83,7 +84,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward."""
+        """Return the session's cache if it ends at `position`, else None. After the forward call `remembered`."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None

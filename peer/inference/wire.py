@@ -1,8 +1,8 @@
-"""Inference requests as bytes, and the checks before anything is computed.
+"""Encodes inference requests as bytes, and checks them before anything is computed.
 
-Tokens are int32; activations are float32, or bfloat16 if every member computes in it, whatever the training's wire is.
-In a subspace model each token and its k coordinates travel instead of its activation. Sizes follow from the header,
-which is checked against the run spec.
+Tokens are int32. Activations are float32, or bfloat16 if the run computes in it, whatever format training sends. In a
+model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
+follow from the header, which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -38,7 +38,7 @@ class StageInput:
 
 
 def bytes_of(*tensors: Tensor) -> bytearray:
-    """Return the bytes of all tensors, in a row."""
+    """Return the bytes of all tensors, one after the other."""
     parts = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return bytearray().join(parts)
 
@@ -51,7 +51,7 @@ class InferenceWire:
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
-        """Check a request and return T, the tokens of each row. Raises: RemoteError: the model cannot answer it."""
+        """Check a request. Returns: T, the tokens in each row. Raises: RemoteError: the request is invalid."""
         rows, num = request.rows, len(request.tokens)
         length, rest = divmod(num, TOKEN_BYTES * max(1, rows))
         if rows < 1 or length < 1 or rest or rows * length > INFERENCE_TOKENS_MAX:
@@ -68,7 +68,8 @@ class InferenceWire:
         return length
 
     def check_input(self, meta: InferenceInput, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the header or a token is invalid, or the number of bytes differs from the header's."""
+        """Check a stage's input. Raises: RemoteError: the header or a token is invalid, or the payload has not the
+        number of bytes that follows from the header."""
         if meta.rows < 1 or meta.length < 1 or meta.rows * meta.length > INFERENCE_TOKENS_MAX:
             raise RemoteError(source, f"asks about {meta.rows} rows of {meta.length} tokens")
         self._check_place(meta.rows, meta.length, meta.position, meta.session, source)
@@ -81,7 +82,8 @@ class InferenceWire:
         self._check_known(target_part, source, ignored=True)
 
     def encode(self, x_BTD: Tensor, question: StageInput) -> bytearray:
-        """Encode the input of the next stage: `x_BTD` is the output of our layers, the rest comes from `question`."""
+        """Encode the input of the next stage. Args: x_BTD: the output of our layers; question: our own input, of which
+        tokens, targets and beginnings go on."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
             tokens_BT = question.tokens_BT
@@ -96,7 +98,7 @@ class InferenceWire:
         return bytes_of(*parts)
 
     def decode(self, meta: InferenceInput, payload: Payload) -> StageInput:
-        """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""
+        """Decode an input that `check_input` has accepted: an output of `encode`, or a client's request."""
         B, T = meta.rows, meta.length
         x, tokens, targets, begins = self._parts(meta, payload)
         tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
@@ -118,7 +120,10 @@ class InferenceWire:
         return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
-        """Raises: RemoteError: a token is outside the vocabulary. Such an index would cost a GPU its context."""
+        """Check tokens. Raises: RemoteError: one is outside the vocabulary; a GPU would lose its context by such an
+        index.
+
+        Args: ignored: also accept the mark of a target that does not count."""
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():
@@ -135,7 +140,7 @@ class InferenceWire:
             raise RemoteError(source, "continues tokens without a session")
 
     def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
-        """Split a payload by `_sizes`; missing parts are empty."""
+        """Split a payload into the parts of `_sizes`; a missing part is empty."""
         at, parts = memoryview(payload), []
         for size in self._sizes(meta, meta.rows * meta.length):
             parts.append(at[:size])
@@ -143,7 +148,7 @@ class InferenceWire:
         return parts
 
     def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
-        """Return the bytes of activation or coordinates, tokens, targets, and beginnings."""
+        """Return the bytes of each part: activation or coordinates, tokens, targets, documents' beginnings."""
         of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
         names_tokens = meta.stage == 0 or self._model.subspace > 0
         of_tokens = TOKEN_BYTES * tokens * names_tokens

@@ -1,4 +1,4 @@
-"""Measures a peer's links to others from the calls and frames that it sends anyway.
+"""Measures a peer's links to other peers by the calls and frames that it sends anyway.
 
 | figure       | source                                                            | error                             |
 |--------------|-------------------------------------------------------------------|-----------------------------------|
@@ -10,16 +10,16 @@
 | failed tries | calls and frames since the last answer that did not get through   | too high while a link is jammed;  |
 |              |                                                                   | a probe's answer ends it          |
 
-A link that has become slow is always busy, so it cannot be probed. Therefore, while the run is slower than its figures
-explain (`HeartbeatReply.in_doubt`), the frames of a link that stays busy count as a probe (`look`), unless they wait
-for our own card.
+A link that has become slow is always busy, so it cannot be probed. Therefore, while the run is slower than the
+coordinator's figures explain (`HeartbeatReply.in_doubt`), the frames of a link that stays busy count as a probe
+(`look`), unless they wait for our own network card.
 
-A plan needs what a link **can** carry. While this peer sends to several others, each of them gets a part of its uplink,
-which says little about the links. So probes and frames count only if no other link was sending beside them. Once there
-are probes, frames no longer count: they look slower where another peer shares the card or the far end is busy, and
-faster where a buffer or a quick card takes them in before the far end has them.
+A plan needs the rate that a link **can** carry. While this peer sends to several others, each gets a part of its
+uplink, and the rate to one peer says little about its link. So a probe or a frame counts only if no other link was
+sending at the same time. Once there are probes, frames no longer count: their rate seems lower if another peer shares
+the card or the far end is busy, and higher if a buffer or a quick card takes them before the far end has them.
 
-`MeteredTransport` sits between an endpoint and its transport.
+`MeteredTransport` sits between an endpoint and its transport, and reports the traffic to a `LinkMeter`.
 """
 
 import heapq
@@ -36,20 +36,22 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import CallHandler, Clock, FrameHandler, Payload, Priority, Transport
 
 REPORTED_MAX: Final = 64
-"""Links that a peer reports, those with the most traffic. 64 are enough for a swarm of a thousand peers."""
+"""Number of links that a peer reports: those with the most traffic. 64 are enough in a swarm of a thousand peers."""
 REPORTS_PER_BEAT: Final = 4
-"""Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
+"""Number of links in a heartbeat; all are reported in turn. A report has about 80 bytes, so a thousand peers send 320
+kB per heartbeat interval."""
 _KEPT_MAX = 256
 _SAMPLE_BYTES = 256 * 1024
-"""Frames are added up to this size: the time of a small one says little."""
+"""Frames are added up until they have this size, since the time of a small frame says little."""
 SLOWED = 0.5
+"""A rate below this part of an earlier one means that the link has become slow."""
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
-"""Minimum time between two looks at busy links, and maximum if the second is to be compared with the first. A link that
-was busy for half of the minimum counts as busy for long."""
+"""Minimum seconds between two looks at busy links, and maximum seconds for comparing the second with the first. A link
+that was busy for half of the minimum counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
-"""Failed links in a heartbeat. A peer that has lost its network has failed towards all others."""
+"""Number of failed links in a heartbeat. A peer that has lost its network has failed links to all others."""
 _RATE_MAX = 1e12
-"""Bytes/s; a link of a simulated world may take no time at all."""
+"""Highest rate, in bytes/s: a link in a simulation may take no time at all."""
 
 
 @dataclass(slots=True)
@@ -59,19 +61,19 @@ class _Link:
     chunks: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=32))
     probes: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=3))
     pending: tuple[float, float] = 0.0, 0.0
-    """(Bytes, seconds) since the last sample."""
+    """(Bytes, seconds) of frames sent since the last sample."""
     is_shared: bool = False
     """Another link was sending at the same time since the last sample."""
     mark: int = 0
-    """`LinkMeter._num_mixed` when this link was last looked at."""
+    """Value of `LinkMeter._num_mixed` when this link last began to send or was checked."""
     chunk_at_s: float | None = None
     num_sending: int = 0
     num_failed: int = 0
-    """Failed tries in a row."""
+    """Number of failed tries since the last answer."""
     busy_s: float = 0.0
-    """Seconds of sending so far."""
+    """Seconds in which the link was sending, up to the end of the last send."""
     busy_since_s: float = 0.0
-    """Start of the present sending."""
+    """Time when the link last began to send."""
     looked: tuple[float, float] = 0.0, 0.0
     """(Busy seconds, bytes sent) at the last `LinkMeter.look`."""
     since_s: float = 0.0
@@ -84,14 +86,14 @@ class _Link:
 
     @property
     def sent_rate(self) -> float:
-        """Bytes/s towards the peer; 0: not known."""
+        """Rate towards the peer in bytes/s; 0: not known."""
         if self.probes:
             return max(list(self.probes)[-2:]) if self.has_fallen else max(self.probes)
         return max((_rate(*sample) for sample in self.samples), default=0.0)
 
     @property
     def has_fallen(self) -> bool:
-        """True if the last two probes agree and are far below one before them: the link has become slow."""
+        """True if the last two probes agree and are far below the one before them: the link has become slow."""
         late = list(self.probes)[-2:]
         return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), 1.5 * min(late))
 
@@ -112,34 +114,34 @@ class _Link:
 
 
 class LinkMeter:
-    """Figures of all peers that we exchange data with. Holds no socket; its caller reports events as they happen."""
+    """Figures of our links to all peers. It holds no socket: its caller reports events as they happen."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
         self._news: dict[PeerID, None] = {}
-        """Links probed since they were last reported, in order."""
+        """Links with a new probe since they were last reported, in order."""
         self._failures: dict[PeerID, None] = {}
-        """Links on which a try has failed, or succeeded again, since they were last reported, in order."""
+        """Links on which a try has failed, or succeeded again, since they were last reported; in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
-        """Links in the next heartbeat: all that fit until the coordinator has heard of each."""
+        """Number of links in the next heartbeat: many until the coordinator has heard of each, then few."""
         self._num_busy = 0
         self._num_mixed = 0
-        """Times that a second link began to send beside a first."""
+        """Number of times that a link began to send while another was sending."""
         self._num_sending = 0
         self._since_s = 0.0
         self._sending_s = 0.0
         self._looked = -math.inf, 0.0
-        """Time of the last `look`, and `sending_s` then."""
+        """(Time of the last `look`, `sending_s` at that time)."""
 
     @property
     def sending_s(self) -> float:
-        """Seconds so far in which this peer was sending to any other."""
+        """Seconds so far in which this peer was sending to at least one other peer."""
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Return bytes of frames (sent, received) so far, by peer. A peer that was idle for long begins at 0 again."""
+        """Return peer -> bytes of frames (sent, received) so far. A long idle peer's may begin at 0 again."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
@@ -157,7 +159,7 @@ class LinkMeter:
         return link is not None and link.num_failed >= 2
 
     def has_met(self, peer: PeerID) -> bool:
-        """True if `peer` has ever answered us, as far as we remember."""
+        """True if `peer` has answered a call of ours, as far as we remember."""
         link = self._links.get(peer)
         return link is not None and bool(link.round_trips)
 
@@ -174,15 +176,15 @@ class LinkMeter:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Take a mark before a probe, for `probed`."""
+        """A mark of the present traffic: take it before a probe, and give it to `probed` as `since`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """Note a probe: its echo shows what really arrives. If another link was sending beside it, it counts only if it
-        was faster than earlier ones. Args: since: `mark` from before.
+        """Note the result of a probe, which measures the bytes that really arrive. If another link was sending at the
+        same time, the probe counts only if it was faster than earlier ones. Args: since: `mark` before the probe.
 
-        Returns: True if it counts and is far below earlier ones. Another probe then tells whether the link has become
-            slow or was busy."""
+        Returns: True if the probe counts and is far below earlier ones. Then another probe shows whether the link has
+            become slow or was busy."""
         link = self._link(report.peer)
         best = max(link.probes, default=0.0)
         if since != (self._num_mixed, 0) and report.bytes_per_s <= (best or math.inf):
@@ -192,11 +194,12 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """Count the traffic since the last look as a probe of each link that was busy for long, if our card could have
-        carried twice as much.
+        """Count the traffic since the last look as a probe of each link that was busy for long, if our network card
+        could have carried twice as much.
 
-        Args: beside: peers on our machine, which may send as much over our card. Traffic to them does not pass it.
-        Returns: bytes/s over all links if all in use have become slow, so that our line is the cause; else None.
+        Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not
+            pass the card.
+        Returns: bytes/s over all links if all links in use have become slow, so that our line is the cause; else None.
         """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]
@@ -234,7 +237,7 @@ class LinkMeter:
         return total_bytes / (sending_s - before_s) if is_our_line else None
 
     def tell_all(self) -> None:
-        """Report all links again: a new coordinator knows none of them."""
+        """Report all links again, since a new coordinator knows none of them."""
         self._turn = []
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
         self._failures |= {peer: None for peer, link in self._links.items() if link.num_failed}
@@ -254,7 +257,7 @@ class LinkMeter:
         self._num_sending += 1
 
     def send_ends(self, peer: PeerID, nbytes: int, *, left: bool) -> None:
-        """Args: left: True if the frame went out; if not, its time says nothing about the link."""
+        """Note the end of a send. Args: left: the frame was sent; if not, its time says nothing about the link."""
         link = self._links[peer]
         now_s = self._clock.now_s()
         link.num_sending -= 1
@@ -285,17 +288,17 @@ class LinkMeter:
         """Note that a frame with `nbytes` of payload has arrived."""
         link = self._link(peer)
         link.received_bytes += nbytes
-        if nbytes != BULK_CHUNK_BYTES:  # only after a full chunk did the sender have more to send
+        if nbytes != BULK_CHUNK_BYTES:  # only after a full chunk may the sender have more to send
             link.chunk_at_s = None
             return
         now_s = self._clock.now_s()
-        # Chunks further apart were not sent one right after the other.
+        # Chunks that arrive further apart were not sent one right after the other.
         if link.chunk_at_s is not None and now_s - link.chunk_at_s <= 2.0:
             link.chunks.append(_rate(nbytes, now_s - link.chunk_at_s))
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """Return the links for this heartbeat: failed tries and probes first, then the busiest links in turn."""
+        """Return the reports for a heartbeat: first failed tries and new probes, then the busiest links in turn."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()

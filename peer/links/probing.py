@@ -1,4 +1,4 @@
-"""Measures this peer's links to others, and its network card, as the coordinator asks."""
+"""Measures this peer's links to others, and its network card, when the coordinator asks for it."""
 
 import asyncio
 import heapq
@@ -14,11 +14,11 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import Clock
 
 _DOUBT_S = 30.0
-"""A probe far below earlier ones is repeated if the coordinator has found the run too slow for so long."""
+"""A probe far below earlier ones is repeated if the coordinator has found the run too slow within this many seconds."""
 
 
 class LinkProbing:
-    """The probes of one peer's links."""
+    """Probes the links of one peer."""
 
     def __init__(self, endpoint: Endpoint, clock: Clock, meter: LinkMeter, vectors: Vectors) -> None:
         self._clock, self._meter = clock, meter
@@ -30,11 +30,11 @@ class LinkProbing:
         """Peers on other machines that we have probed since the last joint probe of several links."""
         self._beside: tuple[PeerID, ...] = ()
         self.card_bytes_per_s = 0.0
-        """Highest rate sent over several links at once."""
+        """Highest rate measured over several links at once: that of our network card; 0: not measured."""
         self._is_card_known = False
-        """Measured since it was last in doubt."""
+        """The card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
-        """When the coordinator last said that the run is slower than its figures explain."""
+        """Time when the coordinator last said that the run is slower than its figures explain."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -44,15 +44,15 @@ class LinkProbing:
     def measure(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
         """Measure our links to `peers` soon. The peers `beside` us share our network card."""
         self._beside = beside
-        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # over oceans a probe takes a second
+        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # a probe may take a second
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._probe_links(), name="measure links")
 
     def look(self) -> None:
-        """Check our links by their traffic: the run is too slow, and a slow link may be too busy to probe."""
+        """Measure our links by their traffic: the run is too slow, and a slow link may be too busy to be probed."""
         seen_bytes_per_s = self._meter.look(self._beside)
         if seen_bytes_per_s is not None:
-            # To be measured again once the lines are quiet.
+            # The card has to be measured again once the lines are quiet.
             self.card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False
         self._doubted_s = self._clock.now_s()
 
@@ -86,8 +86,8 @@ class LinkProbing:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Skip doubtful peers that do not answer. All are tried at once: one by one would outlast the first plan's
-        wait."""
+        """Remove the peers that do not answer from those to probe. All doubtful peers are tried at once: one by one
+        they would take longer than the coordinator waits with the first plan."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}
@@ -102,7 +102,7 @@ class LinkProbing:
             self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
-        """Wait for a moment without traffic, a second at most."""
+        """Wait for a moment without traffic, a second at most. Returns: True if there was one."""
         for _ in range(20):
             if self._meter.is_quiet:
                 return True

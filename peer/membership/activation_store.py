@@ -18,24 +18,25 @@ class MicrobatchPayloads:
     """The payloads of one microbatch."""
 
     input: Payload | None = None
-    """The activation, from its arrival until the forward. A repeated one is not kept."""
+    """The activation, from its arrival until the forward. If it arrives again, the second one is not kept."""
     output: Payload | None = None
-    """The next payload to send; kept until it is answered."""
+    """The next payload to send. An activation stays until its gradient is back: it may be sent again."""
     gradient: Payload | None = None
+    """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
-    """How long the activation waited for its link."""
+    """Seconds that the activation waited for other frames on its link."""
     passage: Passage | None = None
-    """The current run through experts on other peers: the same for forward and backward."""
+    """The microbatch's run through experts on other peers, of which forward and backward are one."""
     is_wanted: bool = True
-    """False: the gradient is computed only for the other stages; our group has it already."""
+    """False: our group has the microbatch's gradient already, and the backward runs only for the stages before ours."""
 
 
 class ActivationStore:
-    """The cargo of one replica.
+    """The payloads of all microbatches that are at one replica.
 
     Args:
-        is_last: the replica is in the last stage, where a validation ends in a loss.
-        experts: dispatches tokens to other peers; None: the stage holds its experts.
+        is_last: the replica is in the last stage, where a validation microbatch ends in a loss.
+        experts: sends tokens to experts on other peers; None: the stage holds its own experts.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ActivationStore:
         return self._payloads.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """Return a microbatch's job for the device's thread and its FLOP. The job's input leaves the cargo."""
+        """Return (a function for the device's thread, its FLOP), and remove the job's input from the store."""
         runtime, payloads = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, payloads.gradient = payloads.gradient, None
@@ -75,7 +76,7 @@ class ActivationStore:
         return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
     def keep(self, job: Job, microbatch: Microbatch, value: Any) -> float | None:
-        """Keep the result of a job as the next payload to send. Returns: the loss, if the job computes one."""
+        """Keep a job's result as the next payload to send. Returns: the loss, if the job has computed one."""
         loss = None
         if job.kind == "loss":
             loss, value = value
@@ -85,7 +86,7 @@ class ActivationStore:
         return loss
 
     def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
-        """End the backward of `microbatch`. Returns: True if our group wants its gradient."""
+        """Record that the backward of `microbatch` has ended. Returns: True if our group wants its gradient."""
         payloads = self.of(microbatch)
         passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:
@@ -99,7 +100,7 @@ class ActivationStore:
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """Return the microbatch's run through the experts: a new one for a forward, the same for its backward."""
+        """Return the microbatch's run through others' experts: a forward begins one, its backward continues it."""
         payloads = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(payloads)

@@ -1,14 +1,15 @@
-"""How a peer leaves without taking learnt state with it.
+"""Lets a peer leave the run without losing trained state.
 
-If another member with the same layers stays, we drain: our work ends and is committed (`GroupMembership.drain`). If
-none does, we are the last holder, and our layers would be lost to the run until we come back. Then:
+If another member with the same layers stays, we drain: we finish our work and see it committed
+(`GroupMembership.drain`). If no such member stays, we are the last holder, and our layers would be lost to the run
+until we come back. Then we do three things:
 
-    halt   stage 0's leader begins no further step (`Halt`) and names the version at which every stage stops
-    save   at that version every member writes its layers to its disk (`Save`), and we ask others to keep copies of ours
-    stay   if a new plan gives our place to another peer, until it holds our layers
+    halt   ask stage 0's leader (`Halt`) to begin no further step; it names the version at which every stage stops
+    save   at that version, have every member write its layers to its disk (`Save`), and other peers copies of ours
+    stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
-So the disks have a whole snapshot of one version, from which the swarm goes on, whether all of it stops or only we do.
-Uncommitted work is done again. Each part has a time limit, and so has the whole.
+So the disks have a whole snapshot of one version, from which the run can go on, whether only we leave or all peers.
+Uncommitted microbatches are computed again. Each of the three has a time limit, and so has the departure.
 """
 
 import asyncio
@@ -30,20 +31,21 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""The part of our time that waiting for the halt may take; its second half gives up a step that has begun."""
+"""The part of our time that the halt may take. In the second half of it we ask to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
-"""Interval at which we ask again for a halt: stage 0 may have a new leader, which knows of none."""
+"""Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
-"""Seconds that the write to our own disk may take, whatever our time limit: it is what we stay for."""
+"""Seconds that the write to our own disk may take even beyond our time limit: it is the purpose of the departure."""
 _ANSWER_S: Final = 4.0
-"""Seconds that an answer to `Save` waits for the version; less than the timeout of a call."""
+"""Seconds for which the answer to a `Save` waits until the version is reached; less than a call's timeout."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""Heartbeats until a plan could name a successor: ours on its way to the coordinator, and the votes."""
+"""Heartbeat intervals until a plan can name a successor: one for our heartbeat to reach the coordinator, one for the
+votes on the plan."""
 _POLL_S: Final = 0.02
 
 
 class Departure:
-    """The departure of one peer."""
+    """The departure of one peer, and its answers to other peers that leave."""
 
     def __init__(self, services: Services) -> None:
         self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec
@@ -55,11 +57,11 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has them."""
+        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
-        """Leave all groups. Returns: True if all our work is committed or saved."""
+        """Leave all groups within `timeout_s`. Returns: True if all our work is committed or saved."""
         until_s = self._clock.now_s() + timeout_s
         left = await asyncio.gather(*(self._leave(membership, until_s) for membership in self._parts.all))
         return all(left)
@@ -80,7 +82,7 @@ class Departure:
                 membership.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
                 await self._halt(membership, until_s)
-                if self._is_last(membership):  # else another member that stays has come meanwhile
+                if self._is_last(membership):  # else a member that stays has joined meanwhile
                     tried, saved = True, await self._save(membership, until_s)
             elif not self._may_have_successor(membership, began_s):
                 return saved
@@ -89,17 +91,18 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
+        """True if our layers would be lost with us. If all holders of the layers leave, only the first by rank counts
+        as the last one."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
         if any(not self._neighbours.leaves(mate, membership) for mate in group.full_members):
-            return False  # this one stays; members that are in no plan drain, and are not asked
+            return False  # a member stays; members that no plan names drain already, and are not asked
         rank, _ = group.standing
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
+        """True if the plan names a member that has yet to fetch our layers, or if such a plan may still come."""
         plan = self._plans.newest
         if plan is None:
             return False
@@ -110,14 +113,14 @@ class Departure:
         return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
-        good-bye would mean to it that they are lost."""
+        """Wait until the coordinator has made a plan without us. If we left before it knows that a successor holds our
+        layers, it would take them for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
 
     async def _until(self, is_so: Callable[[], bool], until_s: float) -> bool:
-        """Wait until `is_so`, or until `until_s`. Returns: True if it is so."""
+        """Wait until `is_so()` is true, at most until `until_s`. Returns: True if it became true."""
         while not is_so():
             if self._clock.now_s() >= until_s:
                 return False
@@ -146,7 +149,9 @@ class Departure:
         logger.warning("leaving before the end of the step: version %d", membership.version)
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
-        """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
+        """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader at present.
+
+        Args: at_once: give up the step under way."""
         plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
             with Tolerating(logger.debug, "no halt"):
@@ -156,7 +161,7 @@ class Departure:
     # --- save ---
 
     async def _save(self, membership: Part, until_s: float) -> bool:
-        """Save our layers, which no other peer has, then copies. Returns: True if our disk has them."""
+        """Save our layers, which no other peer has, then have copies kept. Returns: True if our disk has them."""
         state = await self._made(membership, until_s)
         if state is None:
             self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"
@@ -187,7 +192,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Wait for the state after the step that is being made; None: that does not end in time."""
+        """Return the state; if a step is being made, the state after it. None: the step does not end in time."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 
@@ -196,7 +201,7 @@ class Departure:
         others = [peer for peer in plan.members if peer != self._endpoint.peer_id] if plan is not None else []
 
         async def ask_to_save(peer: PeerID) -> None:
-            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # it may have saved and gone
+            with Tolerating(logger.info, f"{peer[-8:]} does not save"):  # the peer may have saved its layers and left
                 saved = 0
                 while saved < version and (left_s := until_s - self._clock.now_s()) > 0.0:
                     timeout_s = min(left_s, _ANSWER_S + 1.0)
@@ -215,7 +220,7 @@ class Departure:
             membership for membership in self._parts.all if membership.is_ready and not membership.core.group.is_learner
         ]
         newest = max((membership.version for membership in memberships), default=message.version)
-        if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
+        if not 0 < message.version <= newest + 64:  # a version further ahead is an error of the sender
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
         self._count_save(source, message.version, plan)
         self._archive.want(message.version)
@@ -226,7 +231,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Raises: Refused: the sender does not leave, or has asked for too much."""
+        """Count a version that is saved for `source`. Raises: Refused: the sender does not leave, or has asked for too
+        many versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

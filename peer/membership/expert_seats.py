@@ -1,7 +1,8 @@
-"""The experts that one peer holds: its membership in the group of each one's holders, and which of them begin, renew,
-drain and end, by the plans.
+"""The experts that one peer holds. For each it is a member of the group of the expert's holders; these memberships
+begin, are renewed, drain and end by the plans.
 
-A drain blocks nothing, unlike a replica's: it takes a microbatch or two, and other tenures begin and go on meanwhile.
+Unlike a replica's drain, an expert's drain delays no other membership: it takes a microbatch or two, and meanwhile
+other memberships begin and go on.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
+    """Our membership in group `group_id` of `plan`. The group holds one expert (one per layer) of a stage; that may be
+    the stage of our replica or another one."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -40,7 +42,7 @@ class ExpertMembership(GroupMembership):
         super().__init__(services, renew, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
-        """True if the group still stands for the same expert and layers in `plan`."""
+        """True if the group has the same expert and layers in `plan` as before."""
         at = self.group_id - len(plan.stages)
         if not 0 <= at < len(plan.experts):
             return False
@@ -66,7 +68,7 @@ class ExpertMembership(GroupMembership):
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, retried: bool) -> None:
         self.handle(Contributed(microbatch, staleness_steps, retried, loss))
 
-    # --- what it works at ---
+    # --- computation ---
 
     @property
     def version(self) -> int:
@@ -111,12 +113,12 @@ class ExpertMembership(GroupMembership):
     def _is_needed(self) -> bool:
         group = self.core.group
         is_over = self.version >= self._s.spec.training.steps
-        # The plan's number of replicas must be there without us, or the next death could lose the expert.
+        # The promised number of holders must be ready without us, or the next death could lose the expert.
         promised = min(len(group.group_peers), self._s.spec.swarm.expert_replicas)
         return len(group.ready_members) < promised and not is_over
 
     def pause(self, *, at_once: bool) -> None:
-        """Args: at_once: refuse tokens, so that they go to other holders."""
+        """Pause the membership. Args: at_once: also refuse tokens, so that they go to other holders."""
         super().pause(at_once=at_once)
         self._pause_requests(at_once)
 
@@ -129,7 +131,7 @@ class ExpertMembership(GroupMembership):
         self._s.experts.wake()  # waiting requests are refused
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan without us while we drain: its leader must be able to close our last rounds."""
+        """Follow a plan that no longer names us while we drain: its leader must be able to close our last rounds."""
         if self.is_place_of(plan):
             self.follow(plan)
 
@@ -138,12 +140,12 @@ class ExpertMembership(GroupMembership):
         self.work.runtime.open_runs.drop(peer)
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        super().peer_reborn(peer, incarnation)  # its PresenceUpdate says the rest
+        super().peer_reborn(peer, incarnation)  # its presence update follows, and tells the group the rest
         self.work.runtime.open_runs.drop(peer, incarnation)
 
 
 class ExpertSeats:
-    """The expert tenures of one peer."""
+    """The expert memberships of one peer."""
 
     def __init__(self, services: Services) -> None:
         self._s = services
@@ -170,7 +172,7 @@ class ExpertSeats:
             self._transition.add_done_callback(self._s.failures.add_from)
 
     def renew(self, group: int) -> None:
-        """Fetch the state of our part in `group` again: it differs from the group's."""
+        """Begin our membership in `group` anew: our state differs from the group's."""
         self._renewing.add(group)
         self.follow_soon()
 
@@ -196,7 +198,7 @@ class ExpertSeats:
             renewing, self._renewing, self._again = self._renewing, set(), False
             for group in sorted(self._memberships):
                 if group not in self._memberships:
-                    continue  # it drained while another one was dropped
+                    continue  # this membership ended while another one was dropped
                 if group not in self._draining:
                     await self._follow_with(group, before, signed.plan, renew=group in renewing)
                 elif group in signed.plan.groups_of(self._me) and self._memberships[group].is_place_of(signed.plan):
@@ -212,7 +214,7 @@ class ExpertSeats:
     async def _follow_with(self, group: int, before: SignedPlan | None, plan: Plan, *, renew: bool) -> None:
         membership = self._memberships[group]
         if not membership.is_place_of(plan):
-            await self._drop(group)  # the group means another expert now
+            await self._drop(group)  # the group has another expert in this plan
         elif group not in plan.groups_of(self._me):
             counted_out = not plan.has(self._me) and not self._s.life.is_leaving
             if before is None or plan.previous != before.digest or counted_out:
@@ -241,7 +243,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Process again the Hellos that may have come before the plan."""
+        """Process again the presence updates that may have come before the plan."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:
@@ -252,11 +254,11 @@ class ExpertSeats:
         await membership.drain(DRAIN_S, unless=lambda: self._memberships.get(group) is not membership)
         if self._memberships.get(group) is membership and membership.is_draining:
             await self._drop(group)
-        self._again = True  # a plan may have given it back to us meanwhile
+        self._again = True  # a plan may have given the expert back to us meanwhile
         self.follow_soon()
 
     async def _drop(self, group: int) -> None:
-        """Drop a tenure with its state; others recompute what they still need of it."""
+        """End a membership and drop its state; other holders recompute the work that is lost with it."""
         membership = self._memberships.pop(group, None)
         if membership is None:
             return

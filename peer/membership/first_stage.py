@@ -1,4 +1,5 @@
-"""The driver of a replica of stage 0: also makes and answers the supply's calls (`microbatch_queue.py`)."""
+"""The driver of a replica of stage 0: makes and answers also the calls by which microbatches are claimed and granted
+(`microbatch_queue.py`)."""
 
 import asyncio
 import contextlib
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstReplica(Replica):
-    """Our replica of stage 0 under `plan`."""
+    """The driver of our replica of stage 0 under `plan`."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not services.arithmetic.has_text:
@@ -32,9 +33,9 @@ class FirstReplica(Replica):
         self._results = Outbox(self._endpoint)
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
-        """Peers that have told us that they do not leave."""
+        """Peers that have said in their last presence update that they do not leave."""
         self._refused: set[tuple[PeerID, str]] = set()
-        """(asker, reason) that the log has: a peer may ask all day."""
+        """(asker, reason) of refusals that are logged already: a peer may repeat its request all day."""
 
     def _install(self) -> None:
         endpoint = self._endpoint
@@ -58,7 +59,7 @@ class FirstReplica(Replica):
         await super().close()
         await self._results.close()
 
-    # --- calls of others ---
+    # --- calls of other peers ---
 
     async def _on_claim(self, source: PeerID, message: Claim) -> Grant:
         self._refuse_if_closed()
@@ -69,7 +70,7 @@ class FirstReplica(Replica):
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
         with self._saying(source, "the run to stand still"):
-            if source in self._staying and source in self.audience:  # else it has not told us since
+            if source in self._staying and source in self.audience:  # else it tells us no more
                 raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
                 Halted, lambda call: self.handle(events.HaltAsked(source, message.at_once, call))
@@ -82,7 +83,7 @@ class FirstReplica(Replica):
 
     @contextlib.contextmanager
     def _saying(self, source: PeerID, what: str) -> Iterator[None]:
-        """Log once, if we lead, that we refuse what `source` asks."""
+        """Log, if we lead, that we refuse a request of `source`; the same refusal is logged once."""
         try:
             yield
         except Refused as refused:

@@ -1,10 +1,10 @@
 """The driver of one member of a group, from the plan that places it until it drains (states: `replica/member.py`).
 
-A commit takes this way through the file: `Tell` (`Progress` to the group) -> `_on_round_start` -> `Reduce` -> `_reduce`
--> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). Subclasses produce the
-gradients and make the step: `replica_driver.py` for a stage, `expert_seats.py` for an expert.
+A commit goes through this file as follows: `Tell` (`Progress` to the group) -> `_on_round_start` -> `Reduce` ->
+`_reduce` -> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). Subclasses
+produce the gradients and make the step: `replica_driver.py` for a stage, `expert_seats.py` for an expert.
 
-The file is long because all that a member does with endpoint, compute and timer is here.
+The file is long because every use that a member makes of its endpoint, device and timer is here.
 """
 
 import asyncio
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Chunks added before the first of them is sent: a thread switch for each would cost as much as adding it."""
+"""Chunks added up before they are sent: a thread switch for each would cost as much as adding it."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
-    """Make the part of a member's core that commits."""
+    """Make the part of a member's core that decides on commits. Args: has_loss: the group is the last stage."""
     spec = services.spec
     return GroupCore(
         me=services.endpoint.peer_id,
@@ -77,12 +77,12 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
 
 
 Renew = Callable[[], None]
-"""Begins our membership anew, since its state differs from the group's."""
+"""Begins our membership anew; called when its state differs from the group's."""
 
 
 class GroupMembership(ABC):
-    """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
-    only caller of its core (`handle`). It carries out the core's commands."""
+    """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer. It alone
+    passes events to the core (`handle`), and carries out the core's commands."""
 
     def __init__(self, services: Services, renew: Renew, core: MemberCore, runtime: Shard, *, incarnation: int) -> None:
         endpoint = services.endpoint
@@ -125,7 +125,7 @@ class GroupMembership(ABC):
     # --- the one door ---
 
     def handle(self, event: events.Event) -> None:
-        """Raises: Refused, RemoteError: see `MemberCore.handle`."""
+        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: a bad event."""
         if self._closed:
             return
         try:
@@ -139,11 +139,12 @@ class GroupMembership(ABC):
     def _carry_out(self, event: events.Event) -> None:
         for command in self.core.handle(event, now_s=self._s.clock.now_s()):
             if (found := self._perform(command)) is not None:
-                # In its place among the commands: a round may not overtake the word of a gradient that is in its sum.
+                # At once, before the next command: a round must not begin before the group is told of each gradient in
+                # its sum.
                 self._carry_out(found)
 
     def _perform(self, command: commands.Command) -> events.Event | None:
-        """Carry out a command. Returns: what we find out by it at once, an event of its own."""
+        """Carry out a command. Returns: an event that follows from it at once, or None."""
         match command:
             case commands.Tell():
                 self._telling.tell(command)
@@ -163,7 +164,7 @@ class GroupMembership(ABC):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
             case commands.Count(counted):
                 held_out = self._held.contribute(counted.microbatch, held_out=counted.held_out)
-                if held_out is not None:  # else the device has stepped without it, and tells the core so soon
+                if held_out is not None:  # else the device has stepped without it, and the core will soon hear of that
                     return dataclasses.replace(counted, held_out=held_out)
             case commands.AnnouncePresence():
                 self._s.neighbours.announce()
@@ -172,7 +173,7 @@ class GroupMembership(ABC):
             case commands.Witness(report):
                 self._s.reports.witnessed(report)
             case commands.AskRepair(step, indices):
-                # Stage 0's leader grants again what our group misses.
+                # Stage 0's leader grants again the microbatches that our group lacks.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
             case commands.Resync(mate, version):
                 logger.error("our state at version %d is not the group's: fetching it", version)
@@ -203,12 +204,12 @@ class GroupMembership(ABC):
 
     @property
     def learner_layers(self) -> tuple[int, int] | None:
-        """(Layers with their state here, layers of the group) while we are a light member; else None."""
+        """(Number of layers with their state here, number of the group's layers) while we are a learner; else None."""
         return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property
     def is_open(self) -> bool:
-        """True while we take traffic."""
+        """True while we accept new microbatches."""
         return self.core.is_open and not self._closed
 
     @property
@@ -222,7 +223,7 @@ class GroupMembership(ABC):
 
     @property
     def state(self) -> StageState | None:
-        """The current state; None before the first arrives and while a step is being made."""
+        """The current state; None before the first one arrives and while a step is being made."""
         return self._held.state
 
     @property
@@ -237,26 +238,27 @@ class GroupMembership(ABC):
 
     @property
     def is_stepping(self) -> bool:
-        """True while the state is on its way to the next version."""
+        """True while an optimizer step is being made."""
         return self._held.is_stepping
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness, also those of a plan without us: they may wait for our last word."""
+        """The peers to tell about our readiness, also those of a plan that no longer names us: they may wait for our
+        last presence update."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
 
-    # --- what a subclass says ---
+    # --- what a subclass defines ---
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """True if no work is here at all."""
+        """True if no microbatch is here."""
 
     @abstractmethod
     def _install(self) -> None:
-        """Register the handlers of messages that are not the group's."""
+        """Register the handlers of messages other than those of the group."""
 
     @abstractmethod
     def _load(self, state: StageState) -> None:
@@ -264,7 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make the step from the complete reduced gradient of `step` after the running job, then call `stepped`."""
+        """Step with the reduced gradient of `step`, float32 [N], after the running job; then call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -279,7 +281,7 @@ class GroupMembership(ABC):
 
     @property
     def _is_needed(self) -> bool:
-        """True if our successor lacks something that we have."""
+        """True if the group cannot do without us yet."""
         return False
 
     # --- life ---
@@ -305,29 +307,29 @@ class GroupMembership(ABC):
     def follow(self, plan: Plan) -> None:
         """Follow a plan that leaves our group and its layers unchanged."""
         self.handle(events.PlanFollowed(plan, self._s.plans.former(self.group_id), self._upstream()))
-        if not self.is_stepping:  # else they look when the step has been made
+        if not self.is_stepping:  # else `stepped` calls it
             self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
-        """Pass on a peer's presence update."""
+        """Take a peer's presence update."""
         self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
-        """Count out a peer that a plan dropped without its having announced that it leaves."""
+        """Remove a peer that a plan has dropped although it had not announced that it leaves."""
         self.witnesses.mate_lost(peer)
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Note that a peer has begun anew. Group members may know it already from its Progress."""
+        """Note that a peer has begun anew. If it is in our group, its Progress may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
-        """Note that a peer does not answer. It or the network may be to blame, and it may come back."""
+        """Note that a peer does not answer. The peer or the network may be to blame, and the peer may come back."""
         self.handle(events.MemberSilent(peer))
 
     def pause(self, *, at_once: bool) -> None:
-        """Take nothing new and hand our work back, but stay in the group: our contributions are still reduced.
-        Args: at_once: also hand back what has had its forward; else those backwards are made as gradients come."""
+        """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
+        reduced. Args: at_once: also return microbatches after their forward; else their backwards are still made."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
@@ -335,8 +337,8 @@ class GroupMembership(ABC):
         self.handle(events.Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
-        """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
-        pointless. Returns: True if all of it was done."""
+        """Accept no new microbatches, finish those that are here, and wait until every contribution is committed. Give
+        up after `timeout_s`, or when `unless()` is true. Returns: True if all of it was done."""
         self.handle(events.DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
@@ -373,7 +375,7 @@ class GroupMembership(ABC):
         await self._outbox.close()
 
     async def keep(self) -> None:
-        """Keep the incomplete state of a closed member on disk for this machine's next process."""
+        """Store a learner's incomplete state on disk for this machine's next process. Call it after `close`."""
         if self._light is not None:
             await self._light.keep()
 
@@ -419,7 +421,7 @@ class GroupMembership(ABC):
         if self.is_ready and not self.is_draining:
             self._renew()
 
-    # --- a commit: say what is there, sum, reduce, step ---
+    # --- a commit: tell our progress, sum, reduce, step ---
 
     async def _on_progress(self, source: PeerID, message: Progress) -> Done:
         self.handle(events.ProgressArrived(source, message))
@@ -434,10 +436,10 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our sum, add the pieces that are here, take those that came early."""
+        """Run a round: send our sum, add the pieces that we have, and take those that came before the round began."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
-            return  # our step to the next version has begun: the members of this attempt will catch up with us
+            return  # our step has begun already: the members of this attempt will catch up with us
         due = reduction.begin(sum_N)
         del sum_N
         if self.reductions.is_void(reduction):
@@ -447,7 +449,7 @@ class GroupMembership(ABC):
         for at in range(0, len(due), _CHUNKS_AT_ONCE):
             await self._add_up(reduction, due[at : at + _CHUNKS_AT_ONCE])
         for source, meta, payload in early:
-            try:  # an early piece may be bad, which is not the fault of the leader that opens the round
+            try:  # a bad early piece is its sender's fault, not that of the leader that opens the round
                 await self._take(reduction, source, meta, payload)
             except RemoteError as error:
                 logger.warning("an early piece of round %d: %s", reduction.start.step, error)
@@ -482,7 +484,7 @@ class GroupMembership(ABC):
         self._accuse(peer, f"step {step}: {whose} {numbers}: {what_comes_of_it}")
 
     def _accuse(self, peer: PeerID, why: str) -> None:
-        """Report a peer whose words are of no use to the group. Log it once."""
+        """Report a peer whose messages are of no use to the group. The same peer is logged and reported once."""
         if peer in self._unsound:
             return
         self._unsound.add(peer)
@@ -499,7 +501,8 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep our round's gradient, and step. Args: pieces: none where a tied model's ends have added to it since."""
+        """Keep the reduced gradient of our round, and step. Args: pieces: the same as it was sent; empty for a tied
+        model, whose other end has been added since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -530,7 +533,7 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the gradient of the step to `state` for the peers that replay it."""
+        """Keep the reduced gradient of the step to `state` for peers that replay that step for the next layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -540,12 +543,13 @@ class GroupMembership(ABC):
             start += layer.param_N.numel()
         gradient_log.note(self._endpoint.era, state.version, parts)
 
-    # --- a commit that does not end ---
+    # --- a commit that stands still ---
 
     async def _press(self) -> None:
-        """Repeat what may be lost when the group stands still. In a round, send its pieces again: nobody knows what
-        arrived of a broken stream; members that have ended the round answer with their digest. Where no round has
-        begun, repeat what the leader may have forgotten about us while it could not reach us."""
+        """When the group stands still, repeat messages that may have been lost. If a round is under way, send its
+        pieces again, since no peer knows which of them a broken stream has lost; a member that has ended the round
+        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
+        it could not reach us."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)
@@ -560,7 +564,7 @@ class GroupMembership(ABC):
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
             logger.info("round %d does not end: pieces are missing from %s", version, owing)
-            for peer in sorted(reduction.refused_from):  # we refuse its means: it is no member for us any more
+            for peer in sorted(reduction.refused_from):  # we refuse its means, so the next round must do without it
                 self.handle(events.PeerDied(peer, is_barred=True))
             self.handle(events.StoodStill())
             for peer in reduction.others:
@@ -574,7 +578,7 @@ class GroupMembership(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
-        """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
+        """Fetch the reduced gradient of `step` from `mate`, unless it is on its way; a learner fetches weights."""
         if self._light is not None:
             self._light.behind()
             return self._lagging()
@@ -582,7 +586,7 @@ class GroupMembership(ABC):
         reduction = self.reductions.get(step)
         if reduction is not None:
             group = self.core.group
-            # Peers that follow us in the order of names come first, so that not all members ask the same one.
+            # Peers after us in the order of peer IDs come first, so that not all members ask the same one.
             owing = sorted(
                 reduction.missing_from().intersection(group.group_peers), key=lambda peer: (peer < group.me, peer)
             )
@@ -596,15 +600,15 @@ class GroupMembership(ABC):
     # --- inside ---
 
     def _make_learner(self) -> Learner | None:
-        """Return what makes us a light member while our state comes; None if this group has no light members."""
+        """Return the object that makes us a learner while our state comes; None: this group has no learners."""
         return None
 
     def _lagging(self) -> events.Lagging | None:
-        """Return an event if a light member has begun to lag, or has caught up."""
+        """Return an event if we are a learner and have begun to lag, or have caught up; else None."""
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
+        """Return the first reduced gradient (its step) that a replaying peer or a layer that we fetch still needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
@@ -613,7 +617,8 @@ class GroupMembership(ABC):
         return 2**62 if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
-        """Return what combines the gradients of a matrix that both ends of the pipeline hold; None: we hold none."""
+        """Return the object that adds up the gradients of a tied matrix, which both ends of the pipeline hold; None: we
+        hold no tied matrix."""
         spans = tied_spans(self._s.spec, self.keys)
         if not spans:
             return None

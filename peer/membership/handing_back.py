@@ -1,4 +1,5 @@
-"""Returning microbatches: a paused replica or a lagging learner sends back those that it does not compute."""
+"""Returns microbatches: a paused replica, or a learner (a member with weights alone) that lags, sends back the
+microbatches that it will not compute."""
 
 import asyncio
 import logging
@@ -27,8 +28,8 @@ class HandingBack:
     """Both sides of returning microbatches, at one replica.
 
     Args:
-        post: gives the replica's core an event; raises `Refused` if it declines.
-        check: (source, microbatch); raises RemoteError if this run has no such microbatch.
+        post: gives an event to the replica's core; raises Refused if the core declines it.
+        check: called with (source, microbatch); raises RemoteError if this run has no such microbatch.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class HandingBack:
         self._endpoint.on(messages.Reject, self._on_hand_back)
 
     def close(self) -> None:
-        """Accept no more microbatches: a peer that returns one gets an error instead of an acknowledgement."""
+        """Accept no more returned microbatches: their senders get an error instead of an acknowledgement."""
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: RejectMicrobatch) -> None:
-        """Return a microbatch in one message with all others for the same peer in this turn of the loop."""
+        """Return a microbatch. All those for one peer in this turn of the event loop go in one message."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
             self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
@@ -69,7 +70,7 @@ class HandingBack:
         if target is None:
             await self._tell_leader(message)
             return
-        for _ in range(20):  # then the sender notices our absence itself, or is gone
+        for _ in range(20):  # after these tries the sender has noticed our absence itself, or is gone
             try:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:
@@ -83,8 +84,8 @@ class HandingBack:
             await asyncio.sleep(_RETRY_S)
 
     async def _tell_leader(self, message: messages.Reject) -> None:
-        """Return granted microbatches to the leader, and retry without end: nobody else computes them. If we lead, wait
-        until the pause is over or another member leads."""
+        """Return granted microbatches to the leader, and retry without end: no other member knows that it should
+        compute them. If we lead, wait until our pause is over or another member leads."""
         while True:
             leader = self._core.group.leader
             if leader is not None and (leader != self._endpoint.peer_id or not self._core.is_paused):

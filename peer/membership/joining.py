@@ -1,6 +1,6 @@
-"""How a replica gets its stage's state: from the run's seed or initial weights, from snapshots, or from its group.
+"""Gets a replica its stage's state: from the run's seed or initial weights, from snapshots, or from its group.
 
-While the group's state comes slowly, the replica may be a light member (`learner.py`).
+While the group's state comes slowly, the replica may be a learner, a member with weights alone (`learner.py`).
 """
 
 import asyncio
@@ -33,11 +33,11 @@ _RETRY_S = 1.0
 
 
 class Joining:
-    """Gets the state of one replica, of a stage or an expert.
+    """Gets the state of one member of a group, of a stage or an expert.
 
     Args:
-        core: its `plan` is the newest that the replica follows.
-        take_over: make a state ours; the pipeline and the group know it when this returns.
+        core: the member's core, which has the newest plan that the member follows.
+        take_over: makes the member continue from a state; when it returns, the pipeline and the group know the state.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Joining:
         self._stepped.set()
 
     async def run(self, plan: Plan, learner: Learner | None = None) -> None:
-        """Return once we hold the group's state, or what the era of `plan` begins with. Retry until then.
-        Args: light: a light phase that we may pass through if the state comes slowly."""
+        """Return when we hold the group's state, or the state that the era of `plan` begins with. Retry until then.
+        Args: learner: lets us train as a learner while the state comes slowly; None: this group has no learners."""
         self._light = learner
         try:
             await self._acquire(plan)
@@ -94,7 +94,7 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_initial_weights(self) -> None:
-        """Fetch the weights that the run's spec names. Only the host has them; the offers show which peer that is."""
+        """Fetch the weights that the run's spec names. We ask all members, but only the host offers them."""
         runtime = self._runtime
         wanted, digests = layers_of(runtime.keys), initial_digests(runtime.spec)
         while True:
@@ -108,9 +108,9 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
-        the rest from peers that carry them or have them on disk, ourselves first. Once the era is under way peers may
-        drop what they carry, so then join the group instead."""
+        """Begin the era at its version. Use the layers that we have kept of the last layout, and those fetched ahead if
+        their digests are right; fetch the others from peers that have kept them or have them on disk, ourselves first.
+        If the era is under way, join the group instead: peers may have dropped the layers that they kept."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -118,7 +118,7 @@ class Joining:
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
-        wait_s = 0.1  # the holders of our layers may hear of the layout later than we
+        wait_s = 0.1  # the holders of our layers may hear of the layout later than we do
         while True:
             with Tolerating(logger.warning, f"cannot begin at version {version} yet"):
                 fetched = await self._with_group_peers(missing, plan, known) if missing else {}
@@ -132,8 +132,8 @@ class Joining:
             wait_s = min(2.0 * wait_s, _RETRY_S)
 
     async def _follow_who_began(self) -> None:
-        """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
-        Whatever we do not get now comes by our group's rounds."""
+        """Replay the steps of members that began the era before us, since a step that only one member has is lost if
+        the member dies. Steps that we do not get now come later by our group's rounds."""
         with Tolerating(logger.info, "cannot replay yet the steps of members that began before us"):
             while self._group.holders and not await self._is_current():
                 pass
@@ -141,7 +141,8 @@ class Joining:
     async def _with_group_peers(
         self, missing: tuple[str, ...], plan: Plan, known: Mapping[str, LayerState]
     ) -> Mapping[str, LayerState]:
-        """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
+        """Fetch the layers with which an era begins, and share them with the members of our group that lack them too.
+        Raises: the errors of `StateFetcher.fetch`."""
         version, era, holders = plan.restore_version, plan.restore_era, self._to_ask()
         relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
         self._layers.server.pass_on(relay)
@@ -158,17 +159,17 @@ class Joining:
         return state.layers
 
     def _to_ask(self) -> list[PeerID]:
-        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan, which may have a
-        host or a keeper that was away when the era began."""
+        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan. That plan may
+        have a host, or a keeper of a copy, that was away when the era began."""
         me = self._endpoint.peer_id
         return [me, *(peer for peer in self._core.plan.members if peer != me)]
 
     async def _from_group_peers(self) -> None:
-        """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
+        """Fetch the newest state that most of its holders have signed, then replay the commits after it."""
         group, keys = self._group, self._runtime.keys
         while True:
             with Tolerating(logger.info, "no state yet"):
-                learner = self._light if self._runtime.state is None else None  # else we lack steps alone
+                learner = self._light if self._runtime.state is None else None  # else we lack only steps
                 if learner is not None and await learner.begin():
                     await self._take_over(await learner.run())
                     return
@@ -184,7 +185,7 @@ class Joining:
             await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
 
     async def _is_current(self) -> bool:
-        """Replay one commit of the group; True if there is none left."""
+        """Replay one commit of the group. Returns: True if there was none left to replay."""
         self._stepped.clear()
         if not await self._replay_next():
             return True
@@ -192,9 +193,9 @@ class Joining:
         return False
 
     async def _replay_next(self) -> bool:
-        """Get the gradient of the next commit from a holder. Members that join together ask different holders: one
-        alone could not send a step's gradient to many before the next step ends. Returns: False: the holder has not
-        committed it. Raises: Unreachable: every holder is; Refused."""
+        """Get the gradient of the next commit from a holder. Members that join at the same time ask different holders:
+        a single holder could not send a step's gradient to many members before the next step ends. Returns: False: the
+        holder has not committed that step. Raises: Unreachable: no holder can be reached; Refused."""
         holders = self._group.holders
         joining = sorted({self._group.me, *self._group.group_peers}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0

@@ -1,18 +1,19 @@
-"""Makes a newcomer with a slow line a *light* member (a learner) of its group, until its state is whole.
+"""Makes a newcomer with a slow line a *learner* (in the code also a *light* member) of its group, until its state is
+whole.
 
-A newcomer's first microbatch needs weights and no moments, and bf16 is enough to compute with: a sixth of the state. A
-light member fetches those, takes traffic, and contributes its gradients to rounds, in which it reduces no part of the
+To compute a microbatch, a newcomer needs weights but no moments, and bf16 is enough: a sixth of the state. A learner
+fetches these weights, takes microbatches, and contributes its gradients to rounds, in which it reduces no part of the
 sum. It does not make the group's steps: after each commit it fetches the next weights from members that have stepped.
 
-Meanwhile the state comes, layer by layer. It has the lowest priority on its holders' lines and pauses while weights
-come. A layer that is here steps with the group: its part of the reduced gradient comes by the round that the member
-takes part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights then follow from its
-state and are no longer fetched; and no holder keeps a version of the whole state for a fetch that may take an hour.
-Once all layers are here and match what most holders have signed, the member is a full member from the next commit on.
-If weights and rounds fill its line it stays light; its log says how much is here.
+Meanwhile it fetches the state, layer by layer. This download pauses while weights come. A fetched layer steps with the
+group: its part of the reduced gradient comes by the round, in which the learner takes part anyway. So each layer is
+fetched once, however many steps the group commits meanwhile; its weights follow from its state and need not be fetched
+any more; and no holder has to keep a version of the whole state for a fetch that may take an hour. Once all layers are
+here, and match the digests that most holders have signed, the learner is a full member from the next commit on. If
+weights and rounds fill its line, it stays a learner; its log says how many layers it has.
 
-A light member computes only with weights on whose digest most holders agree. A liar among the others can make it learn
-nothing wrong, and the state that it ends with has their signatures.
+A learner computes only with weights whose digest most holders name, and takes over only a state that most holders have
+signed. So a minority of lying holders cannot make it train with wrong weights.
 """
 
 import asyncio
@@ -41,30 +42,30 @@ from shoal.protocol.messages import StateOffer, StateRequest
 logger = logging.getLogger(__name__)
 
 _SEEN_S = 2.0
-"""Minimum time for measuring how quickly weights come."""
+"""Minimum seconds for measuring the rate at which weights come."""
 _SMALL_BYTES = 16 << 20
-"""A smaller state is fetched at once: on most lines that takes no longer than measuring its weights' rate."""
+"""A smaller state is fetched without a learner phase: on most lines that takes no longer than measuring the rate."""
 _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
-"""Holders may still be stepping, or signing their state, which takes a round trip."""
+"""Seconds between requests to holders, which may be stepping or signing their state."""
 _STILL_S = 60.0
-"""A round without a new piece for this long will not end here. On slow lines pieces wait for minutes behind
-activations, but they come from several members."""
+"""A round of which no new piece has come for this long is given up. On slow lines a member's pieces wait for minutes
+behind activations, but pieces come from several members."""
 _PATIENCE_S = 300.0
-"""Seconds that a range may take. On its holder's line it waits behind our part of a reduction, for minutes."""
+"""Seconds that a range may take. On its holder's line it may wait for minutes behind the pieces of a round."""
 _LOOK_S = 0.1
 
 _NEVER = 2**62
 
 
 class Learner:
-    """The light phase of one tenure.
+    """The learner phase of one membership.
 
     Args:
-        reductions: our rounds, and the reduced gradients that are kept.
-        catching_up: fetches others.
-        take: compute with these weights from now on; the pipeline and the group know it when this returns.
-        join: take part in the group, and take traffic.
+        reductions: our rounds, and the reduced gradients that we keep.
+        catching_up: fetches reduced gradients that we do not have.
+        take: makes the member compute with these weights; when it returns, the pipeline and the group know them.
+        join: makes the member take part in rounds and accept microbatches.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class Learner:
         self._era = -1
         self._weights: RoundedWeights | None = None
         self._gathered: dict[str, LayerAt] = {}
-        """Held on the host."""
+        """Layer -> its fetched state and version, on the host."""
         self._fetching: StateFetcher | None = None
         self._unfinished: dict[str, Unfinished] = {}
-        """The part of that layer that a failed fetch has brought."""
+        """Layer -> the part of it that a failed fetch has brought; at most one layer."""
         self._progress: FetchProgress | None = None
         self._may_gather = asyncio.Event()
         self._may_gather.set()
@@ -102,25 +103,25 @@ class Learner:
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version that the coming layer of the state may have."""
+        """Lowest version that the layer that is being fetched may have: its later gradients are needed."""
 
     # --- what others see ---
 
     @property
     def num_layers(self) -> tuple[int, int]:
-        """(Layers with their state here, all layers)."""
+        """(Number of layers with their state here, number of all layers)."""
         return len(self._gathered), len(self._sizes)
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Progress of the first weights, then of the state. None: neither is being fetched."""
+        """Progress of fetching the first weights, and then the state. None: neither is being fetched."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
             here_bytes = state_bytes(self._runtime.spec, self._gathered)
             self._progress.done = here_bytes // 4 + coming
         return self._progress
 
-    # --- what the tenure hears ---
+    # --- events ---
 
     def behind(self) -> None:
         """Note that a group member is past our version."""
@@ -136,14 +137,14 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step of which some layer, here or coming, may still lack the reduced gradient."""
+        """Return the first step whose reduced gradient a layer that is here or being fetched may still need."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
-    # --- the life of a light member ---
+    # --- the life of a learner ---
 
     async def begin(self) -> bool:
-        """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
-        Raises: Unreachable, Refused, RemoteError: the weights do not come."""
+        """Fetch the first weights, and become a learner. Returns: False: the state is small or comes quickly, so a
+        learner phase is not worth it. Raises: Unreachable, Refused, RemoteError: the weights cannot be fetched."""
         group, keys = self._group, self._runtime.keys
         if state_bytes(self._runtime.spec, keys) < _SMALL_BYTES:
             return False
@@ -166,7 +167,7 @@ class Learner:
         return True
 
     async def _is_quick(self, fetching: "asyncio.Task[StageState]", progress: FetchProgress) -> bool:
-        """True if the state would come soon at the rate at which the weights come."""
+        """True if the state would come within `LIGHT_STATE_S` at the rate at which the weights come."""
         loop, since_s = asyncio.get_running_loop(), None
         while not fetching.done():
             await asyncio.wait([fetching], timeout=_LOOK_S)
@@ -177,15 +178,15 @@ class Learner:
                 state_s = weights_s * state_bytes(self._runtime.spec, self._runtime.keys) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
                 return state_s < LIGHT_STATE_S
-        return False  # awaiting the failed fetch raises its error
+        return False  # if the fetch has failed, the caller gets its error by awaiting it
 
     async def run(self) -> StageState:
-        """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
+        """Train as a learner until the state is whole. Returns: the state at the group's version."""
         self._era = self._endpoint.era
         for key, at in (await self._archive.take_partial(self._era, self._runtime.keys)).items():
             logger.info("layer %s of version %d is here from an earlier process", key, at.version)
             self._gathered[key] = at
-            self._news.set()  # it lacks the steps since
+            self._news.set()  # the layer lacks the steps since that version
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
         try:
             while (state := await self._whole()) is None:
@@ -206,7 +207,7 @@ class Learner:
         await self._news.wait()
         self._news.clear()
         version = self._group.version
-        await self._step_to(version, self._runtime.keys)  # layers that have come since
+        await self._step_to(version, self._runtime.keys)  # layers that have been fetched meanwhile
         if all(self._has(key, version) for key in self._runtime.keys):
             if version in self._reductions.means or self._is_behind:
                 await self._step()
@@ -216,7 +217,8 @@ class Learner:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
+        """Reach the newest version that most holders have: fetch the weights of missing layers, and step the layers
+        that are here. Retry until this succeeds."""
         self._may_gather.clear()
         try:
             while True:
@@ -242,12 +244,12 @@ class Learner:
             logger.info("no weights yet: %s", error)
             return False
         for step in range(group.version, fetched.version):
-            await self._mean_by_round(step)  # a coming layer may need it, and afterwards we would have left the round
+            await self._mean_by_round(step)  # the next layer may need it, and a later version would end our round
         params = {key: layer.param_N for key, layer in fetched.layers.items()}
         stepped = [key for key in runtime.keys if key not in params]
         await self._step_to(fetched.version, stepped)
         if not all(self._has(key, fetched.version) for key in stepped):
-            return False  # a layer that was here has been dropped
+            return False  # a fetched layer has been dropped
         await self._go_to(fetched.version, params)
         return True
 
@@ -260,7 +262,7 @@ class Learner:
             self._news.set()  # dropped layers are fetched again
 
     async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Compute with the weights of `version`. Args: params: of layers without their state here."""
+        """Compute with the weights of `version`. Args: params: weights of the layers without a state here."""
         gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
 
         def make() -> dict[str, Tensor]:
@@ -289,7 +291,7 @@ class Learner:
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Step the layers `due` in one job: with a job each, every layer would wait for a microbatch's job."""
+        """Step the layers `due` in one job. With one job for each layer, each would wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)
@@ -312,7 +314,8 @@ class Learner:
                 await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
-        """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
+        """Return a step's reduced gradient for the layers `due`. None: it is not available, or fetching it would take
+        more bytes than fetching their states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
         if mean_N is not None or whole_bytes > state_bytes(self._runtime.spec, due):
@@ -325,7 +328,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the result of our round of a step. None: there is no such round, or it stands still."""
+        """Wait for the result of our round of a step. Returns: None: we have no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:
@@ -342,7 +345,7 @@ class Learner:
 
     async def _gather(self) -> None:
         """Fetch the state layer by layer. Begin only after we took part in a round: the first step after we joined may
-        be made without us, and an earlier layer would lack it."""
+        be made without us, and a layer fetched before it would lack that step."""
         keys = self._runtime.keys
         await self._takes_part.wait()
         while True:
@@ -357,7 +360,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
+        """Fetch the state of a layer. If an earlier fetch has failed, first try to complete its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
@@ -365,7 +368,8 @@ class Learner:
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
-        """Args: begun: the part that has come before. Raises: see `StateFetcher.fetch`."""
+        """Fetch the state of a layer. Args: begun: the part that has come already; None: nothing has. Raises: the
+        errors of `StateFetcher.fetch`."""
         group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather)
         is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
         self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
@@ -385,7 +389,8 @@ class Learner:
             self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
 
     async def _whole(self) -> StageState | None:
-        """Return the state if all of it is here at the group's version with signed digests. Drop layers that differ."""
+        """Return the state if all layers are here at the group's version and match the digests that most holders have
+        signed. Drop layers that differ."""
         version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
         if not all(self._has(key, version) for key in keys):
             return None
@@ -407,7 +412,8 @@ class Learner:
         return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
-        """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
+        """Return layer -> the digest at `version` that most holders have signed. None: the holders are at another
+        version, or have not signed it yet."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
             with Tolerating(logger.info, "nothing to compare the state with yet"):
@@ -420,5 +426,5 @@ class Learner:
         return key in self._gathered and self._gathered[key].version == version
 
     def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
-        """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
+        """Make a fetcher whose layers lie on the host: they step there; weights go to the device when they are used."""
         return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)

@@ -1,12 +1,12 @@
-"""Pauses a peer while its owner uses the device: it stops computing, and others do not wait for its work.
+"""Pauses a peer while its owner uses the device: it stops computing, and other peers do not wait for its work.
 
-    pause     at once         closed: neighbours and group send nothing new; what has not begun goes back
-    + 0.5 s   no backward     what has no gradient yet goes back too; contributions are still reduced
-    + 10 s    leaving         heartbeats and Hellos say so: the next plan is made without us, and the replica drains
-    resume    as before, or as a newcomer if a plan has been made without us: the swarm may be many steps on
+    at once   closed       neighbours send nothing new; microbatches whose forward has not begun go back
+    + 0.5 s   no backward  all other microbatches go back too; earlier contributions are still reduced
+    + 10 s    leaving      heartbeats and presence updates say so; the next plan omits us, and the replica drains
+    resume                 the peer goes on as before; if a plan was made without it, it joins again as a newcomer
 
-It stays a member of the swarm throughout: it votes, answers, hands its state on and keeps its snapshots. The last
-holder of a stage's state stays in the plan until another peer has it.
+The peer stays a member of the run throughout: it votes, answers, hands on its state and keeps its snapshots. If it is
+the last holder of a stage's state, it stays in the plan until another peer has that state.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shoal.protocol.ports import Clock
 BACKWARDS_S: Final = 0.5
 """Seconds for which returning gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
 HOLDS_PLACE_S: Final = 10.0
-"""A shorter pause costs no plan and no transfer of state."""
+"""Seconds for which a paused peer keeps its place: a shorter pause causes no new plan and no transfer of state."""
 
 
 class Pausing:

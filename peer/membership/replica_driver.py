@@ -1,12 +1,12 @@
-"""The driver of one replica of a stage: it takes microbatches in, has the device compute, and sends the results on.
+"""The driver of one replica of a stage: it receives microbatches, has the device compute, and sends the results on.
 
 A microbatch goes through this file as follows; each arrow is a decision of the core (`schedule.py`):
 
     forward   _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`; at the last stage
     backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
 
-`peer/membership/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. With experts
-elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
+`peer/membership/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. If experts are on
+other peers, `_run` sends tokens to them at each layer (`peer/experts/dispatch.py`).
 """
 
 import asyncio
@@ -52,11 +52,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
-"""A broken stream often comes back, and the peer that waits for this gradient holds a place in its window for it."""
+"""Seconds between the tries to send a gradient. A broken stream often comes back, and the peer that waits for the
+gradient holds a place in its window for it."""
 
 
 class Replica(GroupMembership):
-    """Our replica of stage `stage` under `plan`. `first_stage.py` adds what stage 0 does."""
+    """The driver of our replica of stage `stage` under `plan`. `first_stage.py` has the additions for stage 0."""
 
     core: ReplicaCore
 
@@ -110,8 +111,8 @@ class Replica(GroupMembership):
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
         if not self.is_ready:
-            # We have drained and the group no longer counts us: our gradient would be in no sum. The sender gives it to
-            # another replica as soon as it hears so.
+            # We have drained and the group no longer counts us: our gradient would be in no sum. The sender gives the
+            # microbatch to another replica as soon as it hears of our drain.
             logger.debug("an activation of %s after we have drained", source[-8:])
             return
         self._check(source, microbatch)
@@ -151,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are elsewhere. While it waits for them, the device does other jobs."""
+        """Run a job whose experts are on other peers. While the job waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -168,7 +169,7 @@ class Replica(GroupMembership):
         self.handle(events.JobDone(job, self.activations.keep(job, microbatch, parts.value)))
 
     async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
-        """Run a job; if memory is short, free caches and run it once more."""
+        """Run a job; if it runs out of memory, free caches and run it once more."""
         try:
             return await self._on_device(job, work, flop)
         except Exception as error:
@@ -184,7 +185,8 @@ class Replica(GroupMembership):
         return await self._on_device(job, again, flop)
 
     async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
-        """Make the step; retry until there is memory: no other peer can make it, and a failed try changes nothing."""
+        """Make the optimizer step; retry until there is memory for it. No other peer can make this step for us, and a
+        failed try loses nothing."""
         while True:
             try:
                 return await self._with_room(job, work, self.runtime.step_flop)
@@ -195,7 +197,7 @@ class Replica(GroupMembership):
             await asyncio.sleep(1.0)
 
     def _run_short(self) -> None:
-        """Pause for lack of memory: our microbatches go to others, and the next plan gives us less."""
+        """Pause for lack of memory: our microbatches go to other peers, and the next plan gives us fewer layers."""
         self.pause(at_once=True)
         self._s.shortages.add(self)
 
@@ -208,7 +210,7 @@ class Replica(GroupMembership):
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, retried: bool) -> None:
         payloads = self.activations.get(microbatch)
         if payloads is None or (payload := payloads.output) is None:
-            return  # forgotten before the task began
+            return  # the microbatch was forgotten before this task began
         step, index = microbatch.step, microbatch.index
         meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, retried=retried)
         once_more = msgspec.structs.replace(meta, retried=True)
@@ -233,7 +235,7 @@ class Replica(GroupMembership):
         if not microbatch.validates:
             self._wire.check_gradient(payload, source)
         if not self.core.pipeline.awaits(microbatch, source):
-            return  # It went to another replica, or is back already: keep what that replica sent.
+            return  # The microbatch went to another replica, or its gradient is here already: ignore this one.
         payloads = self.activations.of(microbatch)
         if not microbatch.validates:
             payloads.gradient = payload
@@ -241,7 +243,7 @@ class Replica(GroupMembership):
         self.handle(events.GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _gradient(self, command: commands.SendGradient) -> tuple[PeerID, Gradient, Payload]:
-        """Return a gradient with its header; a validation microbatch has only a loss."""
+        """Return (target, header, payload) of a gradient; for a validation microbatch the payload is empty."""
         microbatch, target = command.microbatch, command.target
         meta = Gradient(
             stage=self.stage - 1,
@@ -266,10 +268,10 @@ class Replica(GroupMembership):
                 await asyncio.sleep(wait_s)
             else:
                 return
-        # The receiver is gone, and so is every user of this gradient; or it will ask again.
+        # The receiver is gone, and no other peer needs this gradient; or it will ask for the gradient again.
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
-        """Raises: RemoteError: this run has no such microbatch."""
+        """Check that this run has the microbatch. Raises: RemoteError: it has not."""
         training = self._s.spec.training
         if not (
             0 <= microbatch.step <= training.steps
@@ -292,11 +294,11 @@ class Replica(GroupMembership):
         self.runtime.load(state)
         self.handle(events.VersionSet(state.version))
         if self.core.is_lagging:
-            self.handle(events.Lagging(False))  # a full member catches up like all others
+            self.handle(events.Lagging(False))  # a full member that is behind catches up by replaying steps
 
     def _make_learner(self) -> Learner | None:
-        """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
-        matrices; and for adapters and placed experts, which have little state beside the weights."""
+        """Return None in a synchronous run, in which every step would wait for the learner's weights; with tied
+        matrices; and with adapters or placed experts, which have little state beside the weights."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -314,7 +316,7 @@ class Replica(GroupMembership):
         self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute from now on with these weights alone, of a step that others have made."""
+        """Compute from now on with these weights, without a state, of a step that other members have made."""
         self.runtime.load_weights(weights)
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)
@@ -323,7 +325,7 @@ class Replica(GroupMembership):
             self.handle(lagging)
 
     def _lagging(self) -> events.Lagging | None:
-        # While our weights are too old we take no microbatches: the group's step would wait for our next weights.
+        # While our weights are too old, we take no microbatches: the group's step would wait until we get newer ones.
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
         return events.Lagging(lags) if lags != self.core.is_lagging else None
 
@@ -339,12 +341,13 @@ class Replica(GroupMembership):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards, without placed experts (last stage: of loss jobs); 0 before the first."""
+        """Median seconds of recent forwards (at the last stage: of loss jobs) without waiting for placed experts; 0
+        before the first."""
         return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """Expert loads as a heartbeat reports them; empty if experts are not placed."""
+        """Tokens of each expert, summed over our layers, for heartbeats; empty if experts are not placed."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
@@ -383,8 +386,8 @@ class Replica(GroupMembership):
         self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan without us as long as we drain: its leader must be able to close our last rounds, and the next
-        stage's holders must take what we still send."""
+        """Follow a plan that no longer names us while we drain: its leader must be able to close our last rounds, and
+        the next stage's holders must accept the activations that we still send."""
         if self.stage < len(plan.stages):
             self.follow(plan)
 
@@ -393,7 +396,7 @@ class Replica(GroupMembership):
         super().peer_state(peer, presence)
 
     def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None:
-        """Note what a peer, or this one, holds of our layers' experts."""
+        """Note which of our layers' experts `peer` holds; it may be this peer."""
         if self.experts:
             self.experts.heard(peer, presence)
 
@@ -408,7 +411,7 @@ class Replica(GroupMembership):
         super().peer_died(peer)
 
     async def close(self) -> None:
-        """Drop everything in flight. Wait for the running job: a device cannot be interrupted."""
+        """Drop all microbatches that are here. Wait for the running job, since a device cannot be interrupted."""
         self.retire()
         self._endpoint.off(self._on_activation, self._on_gradient)
         self._handing_back.close()

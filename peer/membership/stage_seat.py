@@ -1,4 +1,4 @@
-"""The replica of a stage that this peer holds: when it begins, is renewed, drains and ends, by the plans."""
+"""The peer's place in a stage: begins, renews, drains and ends its replica by the plans."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """The place of one peer in a stage. Args: experts: end with an era, as the replica does."""
+    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era like the replica."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services
@@ -33,8 +33,8 @@ class StageSeat:
         self._replica = self._s.parts.stage = replica
 
     def obey(self, before: Plan, plan: Plan) -> None:
-        """Have a draining replica follow `plan` at once: its drain may wait for members that only this plan names, and
-        `_follow` waits for the drain."""
+        """Have a draining replica follow `plan` at once. `_follow` is still waiting for the drain, and the drain may
+        wait for members that only this plan names."""
         if self.replica and self.replica.is_draining:
             self.replica.depart(plan)
             self._recall(before, plan)
@@ -46,17 +46,17 @@ class StageSeat:
             self._transition.add_done_callback(self._s.failures.add_from)
 
     def renew(self) -> None:
-        """Begin anew as a newcomer does: the state differs from the group's."""
+        """Begin the replica anew, as a newcomer: its state differs from the group's."""
         self._renewing = True
         self.follow_soon()
 
     async def settle(self) -> None:
-        """Wait until the last plan has been followed."""
+        """Wait until the newest plan has been followed."""
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Follow no further plan."""
+        """Stop following plans."""
         if self._transition:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)
@@ -84,8 +84,8 @@ class StageSeat:
                 neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Replay Hellos that came before the plan. Args: before: the plan that our replica followed; None: it is
-        new."""
+        """Give our replica the presence updates that came before the plan. Args: before: the plan that the replica
+        followed until now; None: the replica is new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, presence in self._s.neighbours.words():
             is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
@@ -102,7 +102,7 @@ class StageSeat:
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
                 await replica.drain(DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
-            # Else the group has gone on without us, or we missed a plan and cannot know whether it has.
+            # Else the group has gone on without us, or may have, since we missed a plan: draining is of no use.
             await self._drop()
         elif replica is not None and (
             renewing or (before is not None and plan.since_of(self._me) > before.plan.sequence)
@@ -128,9 +128,9 @@ class StageSeat:
         return any(self._s.ports.meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
 
     async def _drop(self) -> None:
-        """Close the replica and drop all it holds; others recompute what they need of it."""
+        """Close the replica and drop its state; other peers recompute the work that is lost with it."""
         replica, self.replica = self.replica, None
         if replica is not None:
-            self._s.neighbours.say(replica.audience)  # nobody needs to wait for us any more
+            self._s.neighbours.say(replica.audience)  # no peer needs to wait for us any more
             await replica.close()
             self._s.layers.server.forget(replica.runtime.keys)

@@ -1,4 +1,4 @@
-"""Whether this peer works, pauses or leaves, and how often it has begun anew."""
+"""The state of this peer's life: it works, pauses or leaves. Counts how many replicas it has begun."""
 
 from shoal.protocol.endpoint import Endpoint
 
@@ -9,28 +9,29 @@ class Life:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self.is_draining = False
-        """It finishes its work, and leaves."""
+        """The peer finishes its work, and leaves the run."""
         self.is_closed = False
-        """It ends now."""
+        """The peer's process ends now."""
         self.is_paused = False
-        """Its owner uses the device."""
+        """The peer's owner uses the device."""
         self.is_away = False
-        """The pause is so long that others get its places."""
+        """The pause has lasted so long that plans give the peer's places to others."""
         self._num_begun = 0
 
     @property
     def is_leaving(self) -> bool:
-        """True if it takes no new place."""
+        """True if the peer takes no new place."""
         return self.is_draining or self.is_away
 
     @property
     def is_ending(self) -> bool:
-        """True if it leaves the run, or ends."""
+        """True if the peer leaves the run, or its process ends."""
         return self.is_draining or self.is_closed
 
     @property
     def incarnation(self) -> int:
-        """Number of our present replica. Each replica begins without state, as each process does."""
+        """Number of our present replica, by which others tell it from earlier ones. Each replica begins without state,
+        as each process does."""
         return self._endpoint.incarnation + self._num_begun
 
     def begin_anew(self) -> int:

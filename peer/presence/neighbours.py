@@ -1,9 +1,8 @@
-"""The presence of peers (`PresenceUpdate`): what they say of themselves, in which order, and which of them are
-unreachable.
+"""The presence of the peers that work with this one (`PresenceUpdate`), and which of them are unreachable.
 
-Plans say where each peer should be; Hellos say where it is. They may overtake each other (a call and the answer to
-another call), so each has a number, and an older one changes nothing. A new incarnation has nothing of what the earlier
-one held.
+A plan says where each peer should be; the peer's presence update says where it is. Two updates may overtake each other
+(one in a call, one in the answer to another call), so each has a number, and an older one is ignored. A new incarnation
+of a peer (after a restart or a renewal) has none of the state that the earlier one held.
 """
 
 import logging
@@ -28,10 +27,10 @@ _KEY = "hello"
 
 
 class Neighbours:
-    """The presence updates of one peer, to and from its neighbours. Peers that no recent plan has are ignored, so that
-    strangers fill no table.
+    """Sends and receives one peer's presence updates. Peers that no recent plan names are ignored, so that strangers
+    cannot fill the tables.
 
-    Args: silence_s: seconds for which a failure to reach a peer counts.
+    Args: silence_s: seconds after a failure to reach a peer in which the peer is reported as silent.
     """
 
     def __init__(
@@ -44,41 +43,41 @@ class Neighbours:
         self._presences: dict[PeerID, PresenceUpdate] = {}
         self._silent: dict[PeerID, float] = {}
         self._posted: dict[PeerID, PresenceUpdate] = {}
-        self._told: dict[PeerID, PresenceUpdate] = {}  # peer -> the last word that it answered
+        self._told: dict[PeerID, PresenceUpdate] = {}  # peer -> our last presence that it has answered
         self._outbox = Outbox(endpoint, expect=PresenceUpdate, on_reply=self._on_reply, on_trouble=self.unreachable)
         endpoint.on(PresenceUpdate, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence: it has changed, or these peers may not know it."""
+        """Send our presence to peers that may not know it."""
         for peer in audience:
             word = self._next()
             self._posted[peer] = _where(word)
             self._outbox.post(peer, _KEY, word)
 
     def say_news(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to peers that have not answered to the present one. In a swarm of a thousand places change
-        every few seconds, and a hundred neighbours need not hear each time that ours has not."""
+        """Send our presence to peers that have not answered our present one. With a thousand peers a new plan comes
+        every few seconds, and a hundred neighbours need not hear each time that our place is unchanged."""
         now = _where(self._own.presence())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
     def announce(self) -> None:
-        """Tell everybody who works with us that our presence has changed."""
+        """Tell all peers that work with us that our presence has changed."""
         self.say(self._parts.audience)
         if self._parts.stage is not None:
             self._parts.stage.experts_at(self._endpoint.peer_id, self._own.presence())
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
-        """True if `peer` is at `stage` and drains, by its last word."""
+        """True if the last update of `peer` says that it is at `stage` and drains."""
         presence = self._presences.get(peer)
         return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
 
     def stays(self, peer: PeerID) -> bool:
-        """True if `peer` does not leave, by its last word. It tells its neighbours when that changes."""
+        """True if the last update of `peer` says that it does not leave; it sends another one before it leaves."""
         presence = self._presences.get(peer)
         return presence is not None and not presence.draining
 
     def leaves(self, peer: PeerID, part: Part) -> bool:
-        """True if `peer` leaves the group of `part`, by its last word; a peer that leaves the run leaves all groups."""
+        """True if the last update of `peer` says that it leaves the group of `part`, or leaves the run."""
         if part is self._parts.stage:
             return self.drains(peer, part.group_id)
         presence = self._presences.get(peer)
@@ -88,11 +87,11 @@ class Neighbours:
         )
 
     def words(self) -> list[tuple[PeerID, PresenceUpdate]]:
-        """Return the last word of each peer, in the order of names."""
+        """Return the last presence update of each peer, in the order of peer IDs."""
         return sorted(self._presences.items())
 
     def forget(self, peer: PeerID) -> None:
-        """Forget a peer: no plan names it any more, or its words are of an earlier era."""
+        """Forget a peer that no plan names any more, or that has spoken only in an earlier era."""
         self._presences.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
@@ -110,7 +109,7 @@ class Neighbours:
                 self.forget(peer)
 
     def count_out(self, before: Plan, plan: Plan) -> None:
-        """Forget the members that were dropped since `before`, be it by a plan that we never saw."""
+        """Forget the members that plans have dropped since `before`, even a plan that we have never seen."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
             # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)
@@ -118,7 +117,7 @@ class Neighbours:
             if not drains:
                 self._parts.died(peer)
             else:
-                self.say([peer])  # it still answers what it owes, unless it is dropped because it died
+                self.say([peer])  # a draining peer still answers; if it does not, it has died
 
     @property
     def _everybody(self) -> set[PeerID]:
@@ -126,7 +125,7 @@ class Neighbours:
 
     @property
     def silent(self) -> tuple[PeerID, ...]:
-        """Peers that we lately tried to reach in vain."""
+        """Peers that we failed to reach within the last `silence_s` seconds."""
         since_s = self._clock.now_s() - self._silence_s
         self._silent = {peer: at_s for peer, at_s in self._silent.items() if at_s >= since_s}
         return tuple(sorted(self._silent))
@@ -154,7 +153,7 @@ class Neighbours:
 
     async def _on_hello(self, source: PeerID, message: PresenceUpdate) -> PresenceUpdate:
         if not self._plans.knows(source):
-            # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
+            # A newer plan may name the sender. When it reaches us, we send our presence to all new neighbours.
             raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
         self._heard(source, message)
         return self._next()
@@ -169,18 +168,18 @@ class Neighbours:
         self._silent.pop(source, None)
         before = self._presences.get(source)
         if before is not None and (presence.incarnation, presence.count) <= (before.incarnation, before.count):
-            return  # overtaken by a later word
+            return  # overtaken by a later update
         self._presences[source] = presence
         if before is not None and presence.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
             self._told.pop(source, None)
             self._outbox.forget(source)  # a call to the earlier incarnation may be under way
-            self.say([source])  # the new one may have missed the word that was lost with it
+            self.say([source])  # the new incarnation has not received what we told the earlier one
             self._parts.reborn(source, presence.incarnation)
         self._parts.heard(source, presence)
 
 
 def _where(presence: PresenceUpdate) -> PresenceUpdate:
-    """Return the part of a PresenceUpdate that others act on."""
+    """Return a presence update without the fields on which its receivers do not act."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
     return msgspec.structs.replace(presence, count=0, plan_sequence=0, version=0, experts=experts)

@@ -1,4 +1,4 @@
-"""What this peer says of itself: its presence to neighbours, its advert to the coordinator."""
+"""Makes this peer's messages about itself: the presence update for its neighbours, the advert for the coordinator."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,18 @@ from shoal.protocol.messages import Advert, PresenceUpdate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """Facts about a peer that it claims and that are not measured."""
+    """Facts about a peer that are claimed, not measured."""
 
     name: str = ""
     machine: str = ""
-    """Equal for peers that share a network card (`Advert.machine`)."""
+    """Name of the machine: equal for peers that share a network card (`Advert.machine`)."""
     memory_bytes: int | None = None
-    """Memory to claim; None: what is free. Virtual worlds set it: free memory of their machine differs between runs."""
+    """Bytes of memory to claim; None: the free memory. Simulations set it, because the free memory of the machine that
+    simulates differs from run to run."""
 
 
 class OwnWord:
-    """The words of one peer about itself. Args: has_text: it has the run's text, so that it may be at stage 0."""
+    """Makes one peer's messages about itself. Args: has_text: the peer has the run's text, which stage 0 needs."""
 
     def __init__(
         self,
@@ -39,12 +40,12 @@ class OwnWord:
         self._endpoint, self._plans, self._life, self._parts, self._links = endpoint, plans, life, parts, links
         self._claims, self._has_text = claims, has_text
         self.device: DeviceProbe | None = None
-        """Our device; None before it is measured."""
+        """The measured device; None before it is measured."""
         self.claimed_bytes: int | None = None
-        """Memory to claim after a job found too little of it; None: as measured."""
+        """Bytes of memory to claim after a job ran out of memory; None: the measured bytes."""
 
     def presence(self) -> PresenceUpdate:
-        """Return our present Hello, without its number."""
+        """Return our present presence update, without its number."""
         plan, stage = self._plans.newest, self._parts.stage
         return PresenceUpdate(
             incarnation=self._life.incarnation,

@@ -1,4 +1,4 @@
-"""The register of this peer's parts in groups: its replica of a stage, and the experts that it holds."""
+"""The register of this peer's parts, its memberships in groups: a replica of a stage, and the experts that it holds."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -14,7 +14,7 @@ from shoal.protocol.plan import Plan
 
 
 class Part(Protocol):
-    """One of the peer's parts in groups; `GroupMembership` documents it."""
+    """One membership of the peer in a group; `GroupMembership` documents it."""
 
     group_id: int
     witnesses: Witnesses
@@ -96,7 +96,7 @@ class ExpertHolding(Part, Protocol):
 
 
 class Parts:
-    """The parts of one peer. `StageSeat` and `ExpertSeats`, which begin and end them, enter them here."""
+    """The parts of one peer. `StageSeat` and `ExpertSeats` begin and end the parts, and enter them here."""
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
@@ -111,18 +111,18 @@ class Parts:
 
     @property
     def places(self) -> tuple[ExpertPlace, ...]:
-        """The experts that we hold, as others hear of them."""
+        """The experts that we hold, as our presence updates name them."""
         return tuple(part.place for _, part in sorted(self.experts.items()))
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness."""
+        """The peers to tell about the readiness of any of our parts."""
         return list(dict.fromkeys(peer for part in self.all for peer in part.audience))
 
     # --- the state that we train ---
 
     def state_of(self, keys: Collection[str]) -> StageState | None:
-        """Return the trained state that includes these layers; None while there is none here."""
+        """Return the trained state that includes these layers; None: this peer has none, or is making a step."""
         states = (part.state for part in self.all if part.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
@@ -131,15 +131,15 @@ class Parts:
         return any(part.is_stepping and set(keys) <= set(part.keys) for part in self.all)
 
     async def witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-        """Return what `source` may fetch as a newcomer of a group that holds these layers; None: it is no newcomer.
-        Args: version: -1: the newest. Raises: Refused: nothing yet."""
+        """Return the state, with its holders' signatures, that `source` may fetch as a newcomer of a group that holds
+        these layers; None: it is no newcomer. Args: version: -1: the newest. Raises: Refused: there is none yet."""
         for part in self.all:
             state = part.state
             if part.is_ready and state is not None and set(keys) <= state.layers.keys():
                 return await part.witnesses.offer(source, state, version)
         return None
 
-    # --- what our parts hear of others ---
+    # --- what our parts are told of other peers ---
 
     def heard(self, source: PeerID, presence: PresenceUpdate) -> None:
         for part in self.all:

@@ -1,4 +1,4 @@
-"""What connects one peer with its world."""
+"""The ports of one peer: network, device, clock and disk."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from shoal.protocol.ports import Clock, Compute, Disk, RunBlocking, inline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """The ports of one peer: libp2p and a device, or a simulation."""
+    """The ports of one peer: of libp2p and a real device, or of a simulation."""
 
     endpoint: Endpoint
     compute: Compute
     clock: Clock
     meter: LinkMeter
-    """Measures the links by the endpoint's calls and frames, if these pass through a `MeteredTransport`."""
+    """Measures the links by the calls and frames of `endpoint`, if its transport is a `MeteredTransport`."""
     disk: Disk | None = None
-    """Holds snapshots in the run's folder; None keeps none."""
+    """Keeps the run's snapshots; None: none are kept."""
     run_blocking: RunBlocking = inline
-    """Runs a function that blocks on the disk: `asyncio.to_thread` in life, inline in virtual time."""
+    """Runs a function that blocks on the disk: `asyncio.to_thread` in a real peer, inline in virtual time."""

@@ -1,4 +1,4 @@
-"""A peer's reports of commits, validations and unsound members: for the coordinator, and for an observer here."""
+"""Reports of commits, validations and faulty members, for the coordinator and an observer in this process."""
 
 import logging
 from collections import deque
@@ -23,14 +23,15 @@ class Watcher:
     """Callbacks for an observer of a peer's work."""
 
     on_commit: Callable[[CommitReport], None] | None = None
-    """Receives every commit of the peer's groups, even if another member reports it to the coordinator."""
+    """Gets every commit of the peer's groups, even one that another member reports to the coordinator."""
     on_validation: Callable[[ValidationReport], None] | None = None
     on_state: Callable[[int, StageState], None] | None = None
-    """Receives (group, state) after each step or load of one of the peer's states."""
+    """Gets (group, state) each time that the peer has made a step or loaded a state."""
     on_end: Callable[[], None] | None = None
-    """Called when a group of ours reaches the end of the layout: the run stands still until the coordinator knows."""
+    """Called when a heartbeat should go out at once: a group of ours has reached the layout's last version, for which
+    the run stands still, or we have signed a state."""
     say: Callable[[str], None] = logger.info
-    """Tells the person at this machine a sentence."""
+    """Shows a sentence to the person at this machine."""
 
 
 class Reports:
@@ -44,7 +45,7 @@ class Reports:
         self._unsound: set[PeerID] = set()
 
     def take_commits(self) -> tuple[CommitReport, ...]:
-        """Hand over as many as a heartbeat carries, oldest first; the caller must deliver them."""
+        """Take out as many commit reports as a heartbeat carries, oldest first. The caller must deliver them."""
         taken, self._commits = (
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
@@ -54,7 +55,7 @@ class Reports:
 
     @property
     def unsound(self) -> tuple[PeerID, ...]:
-        """Members by the plan that are of no use to a group of ours."""
+        """Members of the plan that `accuse` has noted."""
         plan = self._plans.newest
         return tuple(sorted(filter(plan.has, self._unsound)))[:UNSOUND_MAX] if plan is not None else ()
 
@@ -75,7 +76,7 @@ class Reports:
             self.hurry()
 
     def hurry(self) -> None:
-        """Ask for a heartbeat soon: the coordinator waits for what we have to say."""
+        """Have a heartbeat sent at once: the coordinator waits for our next report."""
         if self._watcher.on_end:
             self._watcher.on_end()
 
@@ -86,7 +87,7 @@ class Reports:
             self._watcher.on_validation(report)
 
     def accuse(self, peer: PeerID) -> None:
-        """Note a peer that has sent numbers into a round that no gradient has, or that restarts without end."""
+        """Note a faulty peer: it sent numbers into a round that no gradient has, or it restarts without end."""
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:
@@ -95,5 +96,5 @@ class Reports:
             self._watcher.on_state(group, state)
 
     def say(self, sentence: str) -> None:
-        """Tell the person at this machine a sentence."""
+        """Show a sentence to the person at this machine."""
         self._watcher.say(sentence)

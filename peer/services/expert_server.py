@@ -1,8 +1,9 @@
-"""Receives the tokens for experts: one server a peer, for all experts that it holds.
+"""Serves the requests of other peers for the experts that this peer holds; there is one server per peer.
 
-A request waits until every expert that it names is near enough to its step (t - version <= s_max); then it is computed
-as one job and answered once. No sender is trusted: it must be in a recent plan, has limited room, and sizes follow from
-the spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
+A request brings tokens for some experts. It waits until each of these experts is near enough to the request's step
+(t - version <= s_max); then it is computed as one job and answered once. No sender is trusted: it must be named by a
+recent plan, may have a limited number of requests here, and must send the sizes that follow from the spec. A request
+that cannot be served here, or not soon, is refused, so that its sender tries another holder.
 
 N tokens   D width
 """
@@ -34,7 +35,7 @@ from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 logger = logging.getLogger(__name__)
 
 STRANGER: Final = PeerID("")
-"""All strangers together share one room, since a new name costs nothing."""
+"""The name under which all strangers are counted together, since a new name costs a stranger nothing."""
 
 
 class Room:
@@ -46,7 +47,7 @@ class Room:
         self._taken: Counter[PeerID] = Counter()
 
     def take(self, peer: PeerID) -> bool:
-        """Take a place for the peer. False: there is none."""
+        """Take a place for the peer. Returns: False: there is none."""
         if self._taken[peer] >= self._each or self._taken.total() >= self._total:
             return False
         self._taken[peer] += 1
@@ -59,7 +60,9 @@ class Room:
 
 
 class ExpertWork:
-    """Expert `expert` of stage `stage` at its holder. `version` changes only on the loop's thread."""
+    """One expert of a stage, as its holder computes it. Args: upwards: our membership in the expert's group.
+
+    `version` changes only on the event loop's thread."""
 
     def __init__(self, runtime: ExpertShard, stage: int, *, upwards: ExpertHolding) -> None:
         self.runtime = runtime
@@ -74,7 +77,7 @@ class ExpertWork:
         self.version = state.version
 
     def flop(self, num_tokens: int, *, backward: bool) -> float:
-        """Return the FLOP of a job; a backward repeats the forward."""
+        """Return the FLOP of a job on `num_tokens` tokens; a backward repeats the forward."""
         forward = expert_flop(self.runtime.spec.model, num_tokens)
         return (1.0 + BACKWARD_PER_FORWARD) * forward if backward else forward
 
@@ -82,7 +85,7 @@ class ExpertWork:
         return self.runtime.open_runs.layers_done(run) == num_layers
 
     def close_run(self, run: Run, *, retried: bool) -> None:
-        """End a run: it counts if the group lacks it."""
+        """End a microbatch's run through the expert. Its gradient counts if the group lacks it."""
         staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
         if staleness_steps is not None:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, retried=retried)
@@ -104,7 +107,7 @@ def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
 
 
 class ExpertServer:
-    """The requests for all experts of one peer."""
+    """Serves the requests for all experts of one peer."""
 
     def __init__(
         self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, plans: Plans, spec: RunSpec, tasks: Tasks
@@ -147,7 +150,7 @@ class ExpertServer:
         self._wire.check_tokens(meta, payload, source)
         key = (source, meta.incarnation, meta.serial)
         if key in self._pending:
-            return  # sent again
+            return  # the request came a second time
         if not self._plans.knows(source):
             self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
         elif not self._room.take(source):
@@ -165,7 +168,7 @@ class ExpertServer:
         finally:
             del self._pending[key]
         await self._answer(request.source, request.meta, payload, refused)
-        self._room.leave(request.source)  # only now: a sender that does not read its answers gets no more room
+        self._room.leave(request.source)  # only now: a sender that does not read its answers gets no more places
 
     def _refuse(self, source: PeerID, meta: ExpertTokens, why: str, *, room_of: PeerID) -> None:
         if self._refusals.take(room_of):  # else the sender asks again
@@ -176,7 +179,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait for the versions, then compute. Raises: Refused: an expert is not here (any more)."""
+        """Wait until all experts have their version, then compute. Raises: Refused: an expert is not here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
@@ -189,7 +192,7 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """True if the request waits for a version. Raises: Refused: an expert is not here, or far from that version."""
+        """True if an expert has yet to reach its version. Raises: Refused: an expert is not here, or far behind it."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
         self._check_near(works, meta.step)
@@ -197,16 +200,20 @@ class ExpertServer:
         return any(meta.step - work.version > ahead for work in works)
 
     def _check_near(self, works: list[ExpertWork], step: int) -> None:
-        """Raises: Refused: an expert is further behind `step` than an honest sender can be ahead.
+        """Check that no expert is too old for `step`.
 
-        A stage at version v has sent step v - 1 through its experts, which were at least at v - 1 - s_max then, and it
-        begins nothing after v + s_max. So the expert was suspended or missed the end of rounds; other holders did not.
+        A stage at version v has sent step v - 1 through its experts, which were at v - 1 - s_max or later then, and it
+        begins no step after v + s_max. So an expert that is further behind was suspended, or has missed the end of
+        rounds, while other holders have not.
+
+        Raises: Refused: an expert is further behind `step` than an honest sender can be ahead of it.
         """
         if any(step - work.version > 2 * self._s_max + 1 for work in works):
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
-        """Return the experts' works (for `layer`, if given). Raises: Refused: one is not here, or not ready."""
+        """Return the `ExpertWork` of each expert. Raises: Refused: one is not here or not ready; with `layer`, also if
+        one is paused or not of that layer."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.upwards.is_ready]
         if len(held) < len(experts):
@@ -218,7 +225,8 @@ class ExpertServer:
         return held
 
     def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
-        """Compute on the device's thread."""
+        """Compute a request with each of its experts; called on the device's thread. Args: wanted: for each expert,
+        True if its group lacks the gradient."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)
         tokens = self._wire.part(request.payload, slice(0, size))

@@ -1,4 +1,5 @@
-"""What this peer has of the run's layers beside what it trains: on disk, kept, fetched ahead, as copies for others."""
+"""All layers of one peer besides those that it trains: on disk, kept from the last layout, fetched for the next one,
+and copies for other peers."""
 
 from shoal.peer.base.failures import Failures
 from shoal.peer.base.plans import Plans
@@ -24,7 +25,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class Layers:
-    """The layers of one peer, and the server that gives them to others."""
+    """The layers of one peer, and the server that sends them to other peers."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Layers:
         self._plans, self._parts, self._reports = plans, parts, reports
         self._tasks, self._base_tasks = tasks, Tasks(failures.add)
         self.saved_s = ports.clock.now_s()
-        """When our stage last wrote a snapshot, or we took our place there."""
+        """Time when a snapshot of our stage was last due, or when we took our place in the stage, if that is later."""
         self._base_for: tuple[Stage, ...] = ()
         self.archive = Archive(disk, run=endpoint.run, spec=spec, clock=ports.clock, run_blocking=ports.run_blocking)
         self.attesting = Attesting(
@@ -81,7 +82,8 @@ class Layers:
         )
 
     def begin_with(self, weights: InitialWeights | None) -> None:
-        """Set this machine's copy of the initial weights (of the base model, with adapters); None: it has none."""
+        """Set the source of the run's initial weights on this machine (with adapters: of the base model's weights).
+        None: this machine has no copy of them."""
         if self.base is not None:
             self.base.model_folder = weights
         else:
@@ -89,13 +91,14 @@ class Layers:
 
     @property
     def unsaved_s(self) -> float:
-        """Seconds since our stage's state was last written here; 0: it is not written here."""
+        """Seconds since a snapshot of our stage was last due here; 0: our stage's state is not written here."""
         stage = self._parts.stage
         keeps = self.archive.keeps and stage is not None and stage.is_ready and not stage.is_learner
         return self._clock.now_s() - self.saved_s if keeps else 0.0
 
     def follow(self, plan: Plan, *, is_first: bool) -> None:
-        """Follow a plan: prepare the next layout, and keep what it certifies. Args: is_first: we have had none yet."""
+        """Follow a plan: prepare its next layout, and keep the snapshots that it certifies. Args: is_first: it is this
+        process's first plan."""
         self.archive.follow(plan)
         self.attesting.follow(plan)
         if is_first:
@@ -149,5 +152,5 @@ class Layers:
             self._tasks.spawn(self.archive.thin(safe), f"remove snapshots before {safe}")
 
     async def close(self) -> None:
-        """Give up what is being fetched for the next layout."""
+        """Stop fetching the base for the next layout."""
         await self._base_tasks.cancel()

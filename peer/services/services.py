@@ -1,4 +1,4 @@
-"""The services that a replica gets from its peer: ports, the run, and shared parts."""
+"""The services that a membership in a group gets from its peer: ports, the run, and shared objects."""
 
 from dataclasses import dataclass
 
@@ -22,13 +22,13 @@ from shoal.protocol.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHere:
-    """The run, as this peer computes it."""
+    """The run, and this peer's way of computing it."""
 
     spec: RunSpec
     arithmetic: Arithmetic
-    """What it computes with; without the run's text it is never at stage 0."""
+    """The peer's computations on tensors; without the run's text the peer is never at stage 0."""
     traffic: Traffic
-    """How it feeds the next stage."""
+    """The policy for sending microbatches to the next stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

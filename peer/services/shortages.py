@@ -1,4 +1,4 @@
-"""What this peer does when its device has no memory for a job."""
+"""Reacts when this peer's device has no memory for a job: frees caches, and claims less memory."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class Shortages:
-    """The shortages of memory of one peer."""
+    """The shortages of memory of one peer. Args: spare: has caches that can be freed."""
 
     def __init__(
         self,
@@ -28,20 +28,20 @@ class Shortages:
         self._spec, self._life, self._parts, self._own = spec, life, parts, own
         self._neighbours, self._reports, self._spare = neighbours, reports, spare
         self.num = 0
-        """Shortages so far."""
+        """Number of shortages so far."""
         self._short: dict[Part, asyncio.TimerHandle] = {}
         """A part that paused for lack of memory -> the timer of its next try."""
 
     def free(self) -> None:
-        """Free what can be spared: a job has found no memory."""
+        """Free the caches that training does not need."""
         self._spare.free()
 
     def add(self, part: Part) -> None:
-        """Claim less memory: there was none for the part's work, even with all caches freed. The part has paused and
-        handed back what it can; the next plan gives us less.
+        """Claim less memory, so that the next plan gives us fewer layers: there was too little for the work of `part`,
+        even with all caches freed. The part has paused and returned the microbatches that it can.
 
-        The new claim is 3/4 of the old one, and at most 5/4 of this stage's state and base. That is too little for this
-        stage: plans count at least 16 bytes a parameter, of which the state is 12, and the base."""
+        The new claim is 3/4 of the old one, and at most 5/4 of the part's state and base. That is too little for the
+        same stage: plans count at least 16 bytes a parameter (of which the state is 12), and the base."""
         state_bytes = part.state_bytes
         if self._spec.adapter is not None and part is self._parts.stage:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in part.keys) // 2
@@ -54,7 +54,7 @@ class Shortages:
             f"out of memory: this peer's work goes to others, and it claims {after / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
-        # By then the next plan has replaced the part, if another peer can.
+        # By then the next plan has given the part's place to another peer, if one has room.
         self._short[part] = asyncio.get_running_loop().call_later(20.0, self._try_again, part)
         self._neighbours.announce()
 
@@ -63,7 +63,7 @@ class Shortages:
             timer.cancel()
 
     def _try_again(self, part: Part) -> None:
-        """Resume: no plan has taken the stage from us, so there may be no other peer for it."""
+        """Resume the part: no plan has given its place to another peer, so there may be none with room."""
         del self._short[part]
         if part in self._parts.all and not self._life.is_paused:
             part.resume()
