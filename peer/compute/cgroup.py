@@ -23,12 +23,12 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Bytes of memory that our process could have if no other process needed any. Args: root: as above, for tests."""
+    """Bytes that our process could have if no other process needed any. Args: root: the folder of /proc and /sys."""
     return int(min([psutil.virtual_memory().total, *(group.limit_bytes for group in _memory_groups(root))]))
 
 
 def processors(root: Path = _ROOT) -> float:
-    """Processors that our process may keep busy, above 0, maybe a fraction. Args: root: the folder of /proc and /sys."""
+    """Processors that our process may keep busy, above 0, maybe a fraction. Args: root: folder of /proc and /sys."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(affinity), *(quota for folder in _groups(root) if (quota := _quota(folder)) is not None)])
 

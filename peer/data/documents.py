@@ -80,8 +80,8 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Return a key for a source and its present content, without reading it: names, sizes and times of its files. A data
-    set of the hub is taken to be unchanged; the digest of its text shows a change. Raises: DataError."""
+    """Return a key for a source and its present content, without reading it: names, sizes and times of its files. A
+    data set of the hub is taken to be unchanged; the digest of its text shows a change. Raises: DataError."""
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)

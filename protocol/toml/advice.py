@@ -18,7 +18,7 @@ from shoal.protocol.toml.defaults import (
 )
 
 BATCH_RANGE: Final = 16.0
-"""A step may have this many times more, or fewer, tokens than the rule gives before a warning."""
+"""A step gets a warning if its tokens are more than BATCH_RANGE times those of the rule, or less than 1/BATCH_RANGE."""
 PASSES_MAX: Final = 16.0
 """The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
 PASSES_GOOD: Final = 4.0

@@ -89,8 +89,8 @@ def size_of(model: Model) -> Size:
 
 
 def heads_of(dim: int) -> int:
-    """Return the number of query heads. Their size is even, divides `dim`, and is as near to 64 as possible (to 128 in a
-    wide model)."""
+    """Return the number of query heads. Their size is even, divides `dim`, and is as near to 64 as possible (in a wide
+    model to 128)."""
     wanted = 128 if dim >= 2048 else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
