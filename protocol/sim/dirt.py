@@ -28,7 +28,7 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
     burst_s: _NotNegative = 0.0
     """Seconds that a rested device works at full speed before it is throttled. With a CPU quota, whose period is 0.1 s,
-    these are 0.1 * `throttled`; with heat, minutes. After `burst_s * (1 / throttled - 1)` seconds a device is rested."""
+    these are 0.1 * `throttled`; with heat, minutes. A rest of `burst_s * (1 / throttled - 1)` restores them all."""
     probe_waits: bool = True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""

@@ -8,11 +8,11 @@ is free, the receiver has credit, and the sender's uplink selects this stream. T
     arrives    leaves + latency                               if the receiver's downlink is free all the while
                max(first byte, downlink free) + n / downlink  if that is later; first byte = start + latency
 
-If no other stream uses the two cards, a frame arrives at max(now, free) + n / rate + latency. An uplink selects the most
-urgent waiting frame of all streams, as `live/throttle.py` does. At least a sixth of its bytes go to the stream that has
-waited longest, and frames of one priority share it by start-time fair queueing in bytes. A downlink serves frames in
-the order of their first bytes. A frame that is being sent is not preempted; if the path's rate changes, its rest is
-sent at the new rate (`flights.py`). Credit returns one latency after the receiver's handler ends.
+If no other stream uses the two cards, a frame arrives at max(now, free) + n / rate + latency. An uplink selects the
+most urgent waiting frame of all streams, as `live/throttle.py` does. At least a sixth of its bytes go to the stream
+that has waited longest, and frames of one priority share it by start-time fair queueing in bytes. A downlink serves
+frames in the order of their first bytes. A frame that is being sent is not preempted; if the path's rate changes, its
+rest is sent at the new rate (`flights.py`). Credit returns one latency after the receiver's handler ends.
 
 Loss and spikes delay a frame: a reliable stream retransmits and keeps its order. A damaged frame, or a damaged credit,
 breaks its stream when the decoder finds the damage: earlier frames are still handled, later ones are not.

@@ -93,8 +93,8 @@ class NetworkCard:
 class Stream:
     """Frames from `source` to `destination`, by priority.
 
-    `epoch` grows when the stream breaks at the sender: then later events of frames of earlier epochs have no effect. The
-    receiver refuses frames of epochs up to `refused_epoch`, so that no frame after a missing one is handled.
+    `epoch` grows when the stream breaks at the sender: later events of frames of earlier epochs then have no effect.
+    The receiver refuses frames of epochs up to `refused_epoch`, so that no frame after a missing one is handled.
     """
 
     def __init__(self, source: NetworkCard, destination: NetworkCard, make_rng: Callable[[], random.Random]) -> None:
@@ -107,8 +107,8 @@ class Stream:
         self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
-        """`first_byte_s` and `arrives_s`: when the first and the last byte of the latest frame reach the receiver. Later
-        frames come no earlier, since jitter does not reorder frames."""
+        """When the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver. No later
+        frame comes earlier: jitter does not reorder frames."""
         self.control_free_s = 0.0
         self.connection = 0
         """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""

@@ -167,7 +167,7 @@ class SimTransport:
     # Calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Call a peer. Returns: its reply. Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
+        """Return a peer's reply. Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         if not self.card.is_up:

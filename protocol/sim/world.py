@@ -63,7 +63,7 @@ class SimPeer:
         return owned_context(self.number)
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> "asyncio.Task[T]":
-        """Run `work`, and all that it starts, as this peer. If the peer crashes, the task never ends: do not await it."""
+        """Run `work`, and all that it starts, as this peer. After a crash the task never ends: do not await it."""
         return asyncio.get_running_loop().create_task(
             work, name=f"{self.name}: {name or 'work'}", context=self.context()
         )
@@ -236,7 +236,7 @@ class World:
         self._machines[peer.name].disk = peer.disk.crash()
 
     def pause(self, peer: SimPeer) -> None:
-        """Stop the peer as SIGSTOP does: its connections stay, frames and calls pile up, and timers fire at `resume`."""
+        """Stop the peer as SIGSTOP does: connections stay, frames and calls pile up, and timers fire at `resume`."""
         self._trace.add(self.now_s(), Kind.PAUSED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
 
@@ -292,10 +292,9 @@ class World:
         self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
 
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
-        """Kill the peer's network daemon, if it runs. The peer's process lives and restarts the daemon (later if the peer
-        is paused).
+        """Kill the peer's network daemon, if it runs. The peer's process lives and restarts it (later if paused).
 
-        All connections of the peer break. Until the restart its own operations wait, and nothing answers at its address.
+        All connections of the peer break. Until the restart its operations wait, and nothing answers at its address.
         """
         if not peer.is_alive or not peer.transport.card.is_up:
             return
@@ -321,8 +320,7 @@ class World:
         self._trace_machine(Kind.DISK_FAILING, peer, times)
 
     def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
-        """Let the next `after` disk operations succeed, and crash the peer in the middle of the one that follows, unless
-        `mend_disk` is called before."""
+        """Let `after` disk operations succeed, and crash the peer during the next one, unless `mend_disk` comes first."""
         self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
         self._trace_machine(Kind.POWER_FAILING, peer, after)
 
