@@ -1,6 +1,6 @@
 """The formats and their sizes in bytes. Pure.
 
-A tensor is cut into tiles of `TILE` consecutive numbers; zeros fill up the last tile. The payload of T tiles with b bits
+A tensor is cut into tiles of `TILE` consecutive numbers; zeros fill up the last tile. A payload of T tiles with b bits
 a number has T scales in bfloat16, little-endian, and then 8 b bytes of codes for each tile. A code is a whole number
 from 0 to 2 L, which stands for one from -L to L, where L = 2^(b-1) - 1. Its bits are cut into parts of 4, 2 and 1 bits,
 low bits first (8 bits are one part). The parts of w bits of the codes e, e + 8 w, e + 16 w ... form byte e, the first

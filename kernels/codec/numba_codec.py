@@ -72,8 +72,8 @@ def prove() -> None:
 def _turn(y_E):
     """Multiply a tile, float32 [64], by the Hadamard matrix, in place.
 
-    H of size 64 is the Kronecker product of two H of size 8. So the tile is treated as 8 x 8 numbers: each row, and then
-    each column, is multiplied by H of size 8.
+    H of size 64 is the Kronecker product of two H of size 8. So the tile is treated as 8 x 8 numbers: each row, and
+    then each column, is multiplied by H of size 8.
     """
     for row in range(8):
         _turn_eight(y_E, 8 * row, 1)
@@ -83,8 +83,7 @@ def _turn(y_E):
 
 @_inner
 def _turn_eight(y_E, at, far):
-    """Multiply the eight numbers at `at`, `at + far` ... by H of size 8, in place, by three rounds of sums and
-    differences."""
+    """Multiply the eight numbers at `at`, `at + far` ... by H of size 8, in place, with sums and differences."""
     a0, a1, a2, a3 = y_E[at], y_E[at + far], y_E[at + 2 * far], y_E[at + 3 * far]
     a4, a5, a6, a7 = y_E[at + 4 * far], y_E[at + 5 * far], y_E[at + 6 * far], y_E[at + 7 * far]
     b0, b1, b2, b3, b4, b5, b6, b7 = a0 + a1, a0 - a1, a2 + a3, a2 - a3, a4 + a5, a4 - a5, a6 + a7, a6 - a7

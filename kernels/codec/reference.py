@@ -1,6 +1,6 @@
 """Tensors in few bits, in plain torch: the CPU path, and bit for bit the result of the fast twins.
 
-Take a tile x with the largest magnitude a, and the Hadamard matrix H (64 x 64, of ones and minus ones), which rotates x:
+Let a be the largest magnitude in a tile x, and H the Hadamard matrix (64 x 64, of ones and minus ones) that rotates x:
 
     z = floor(x 2^17 / a + 1/2)              whole numbers
     y = H z                                  whole numbers too, below 2^24: exact in float32 in any order of its sums
@@ -31,7 +31,7 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import shifted, signed
 
 FINE: Final = 2.0**17
-"""A tile is scaled to this largest magnitude before the Hadamard transform, whose sums then stay within 64 x 2^17 = 2^23."""
+"""The largest magnitude of a tile before the Hadamard transform, whose sums then stay within 64 x 2^17 = 2^23."""
 SMALLEST: Final = 2.0**-100
 """A tile whose largest magnitude is smaller becomes zero: its factors would leave the range of float32."""
 _CHUNK_TILES: Final = 1024

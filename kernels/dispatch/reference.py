@@ -57,8 +57,7 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *,
 
 
 def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradient of each expert's matrix in `grouped_matmul`: E tensors [R, C], zero for an expert without
-    rows."""
+    """Return the gradient of each matrix in `grouped_matmul`: E tensors [R, C], zero for an expert without rows."""
     offsets = offset_E.tolist()
     # Each expert has its own tensor: it is added to a gradient and freed while it is in the processor's cache.
     return tuple(grad_PR[first:last].T @ x_PC[first:last] for first, last in pairwise(offsets))

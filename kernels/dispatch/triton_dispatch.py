@@ -119,8 +119,7 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of [P, T] x [T, W], with the matrix of the tile's expert. EXPERTS: the number of experts, rounded
-    up to a power of 2."""
+    """Compute one tile of [P, T] x [T, W] with its expert's matrix. EXPERTS: a power of 2, at least `num_experts`."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP
@@ -302,8 +301,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (the first matrix, the distance to the next in elements). Matrices at uneven distances are first copied
-    into one tensor."""
+    """Return (the first matrix, the elements from one to the next). Copy unevenly spaced matrices into one tensor."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

@@ -21,8 +21,8 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """One optimizer: the functions `{name}_step`, `{name}_predict` ... of the module `rules`, or their Triton twins. The
-    `settings` of its methods are the fields of `Hyperparameters`."""
+    """One optimizer: the functions `{name}_step`, `{name}_predict` ... of the module `rules`, or their Triton twins.
+    The `settings` of its methods are the fields of `Hyperparameters`."""
 
     name: str
     rules: ModuleType
@@ -35,8 +35,7 @@ class Optimizer:
         return made
 
     def weights(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> Tensor:
-        """Return the new weights of `step`, up to rounding, for use on this peer only. A CPU makes them without new
-        moments."""
+        """Return only the new weights of a step, up to rounding, for this peer. A CPU makes no new moments for them."""
         own = getattr(self.rules, f"{self.name}_weights", None)
         if own is None or not param_N.is_cpu:
             return self.step(param_N, grad_N, moment1_N, moment2_N, **settings)[0]

@@ -136,7 +136,7 @@ def multiplies_int8(device: torch.device) -> bool:
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Return whether int8 products are exact for the largest numbers, whose sums saturate first, and for random ones."""
+    """Return whether int8 products are exact, for the largest numbers, whose sums saturate first, and random ones."""
     chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
     largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
     low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, whose products are 2^14
@@ -164,7 +164,7 @@ def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -
 
 
 def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (high, low) slices of whole numbers 256 high + low, int8, padded with zeros to multiples of `_MULTIPLE`."""
+    """Return int8 slices (high, low) of whole numbers 256 high + low, padded with zeros to multiples of `_MULTIPLE`."""
     R, K = whole_RK.shape
     whole_RK = pad(whole_RK.to(torch.int16), (0, -K % _MULTIPLE, 0, -R % _MULTIPLE))
     high_RK = (whole_RK + _SLICE // 2) >> 8

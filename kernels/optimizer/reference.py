@@ -45,10 +45,8 @@ def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tens
 
 
 def adamw_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
-    """Make one step of AdamW, equal to `torch.optim.AdamW`. All tensors are float32 [N].
-
-    Returns: the new (param_N, moment1_N, moment2_N).
-    """
+    """Make one step of AdamW, equal to `torch.optim.AdamW`. All tensors are float32 [N]. Returns: the new (param_N,
+    moment1_N, moment2_N)."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
     change_N = _root(moment2_N, hyper, hyper.step + 1)
     torch.div(moment1_N, change_N, out=change_N).mul_(-hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1)))
@@ -137,7 +135,7 @@ def adamw_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
 
 
 def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the length of each of the next steps, in the units of `adamw_gains`.
+    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon).
 
     With a constant gradient g the first moment after n steps is (1 - beta1^n) g. With this moment, the two terms of
     `nadam_step` at version n add up to a multiple of g, and g itself is moment1 / (1 - beta1^step).
@@ -173,8 +171,8 @@ def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
 
     Returns: (float32 [N], `grad_N` itself if unchanged; its 2-norm before clipping, a float32 number).
     """
-    # The order of a sum depends on threads and devices. But in float64 its error is 1e-15 of the norm, which the rounding
-    # to float32 hides, except for one norm in 10^7: then replicas diverge, and one of them fetches the other's state.
+    # The order of a sum depends on threads and devices. In float64 its error is 1e-15 of the norm, which rounding to
+    # float32 hides, except for one norm in 10^7: then replicas diverge, and one of them fetches the other's state.
     squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, 1 << 20))  # 8 MiB at a time
     norm = float(torch.tensor(math.sqrt(sum(float(square) for square in squares)), dtype=torch.float32))
     scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -220,8 +218,7 @@ def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) ->
 def _moved(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]
 ) -> Tensor:
-    """Return a copy of the weights moved along moment1 / root; decayed and undecayed weights move by different
-    distances."""
+    """Return a copy of the weights moved along moment1 / root; decayed and undecayed ones have different distances."""
     scale_N = _root(moment2_N, hyper, hyper.step)
     param_N, decayed, plain = _drifted(param_N, hyper, gains)
     for part, way in ((slice(None, hyper.num_decayed), decayed), (slice(hyper.num_decayed, None), plain)):

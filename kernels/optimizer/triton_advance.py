@@ -34,9 +34,8 @@ def advance_kernel(
 ):  # fmt: skip
     """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
 
-    STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a decayed
-    weight that remains.   way_decayed, way_plain: the distances by which a prediction moves weights with and without
-    decay.
+    STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a
+    decayed weight that remains.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel

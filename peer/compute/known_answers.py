@@ -35,9 +35,7 @@ _CPU: Final = torch.device("cpu")
 
 def steps_on(optimizer: str, device: torch.device) -> torch.device:
     """Return the device for a peer's optimizer steps: `device` if its steps have the right bits, else the CPU.
-
-    Raises: ShoalError: the steps on the CPU have wrong bits, too.
-    """
+    Raises: ShoalError: the steps on the CPU have wrong bits, too."""
     for where in dict.fromkeys((device, _CPU)):
         if answer(optimizer, where) == KNOWN[optimizer]:
             return where

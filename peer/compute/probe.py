@@ -28,12 +28,10 @@ FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
-"""Limit for one link while several are measured together; if the fastest link would carry more, all send for less
-time."""
+"""The most bytes on one link while several are measured together; a faster link makes all send for less time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of frames that get no answer. With a number that we count up, the receiver could take the frame for the answer
-to a probe of its own."""
+"""Nonces of frames that get no answer. A receiver could take a nonce from 0 on for an answer to its own probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +47,7 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time a few forwards of one decoder layer on `compute`.
-
-    Args: memory_bytes: the memory to report; None: the device's free memory.
-    """
+    """Time a few forwards of one decoder layer. Args: memory_bytes: to report; None: the device's free memory."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
@@ -115,8 +110,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes` in a row; the mark must have been sent. Returns: seconds from the mark to the
-        last frame."""
+        """Send `times` frames of `nbytes` in a row, after the mark. Returns: seconds from the mark to the last frame."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -131,7 +125,7 @@ class LinkProbe:
             raise Unreachable(peer, "a probe was not echoed") from error
         finally:
             del self._echoes[peer, nonce]
-        # Use the other peer's figure only if it is possible.
+        # Use the other peer's figure only if it is possible: on its busy line the mark may have come late.
         whole_s = self._clock.now_s() - begun_s
         return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
@@ -228,8 +222,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the card's rate in bytes/s: the highest of (bytes arrived up to a time) / (that time). The rate at the end
-    could be too low, since slow lines may end long after the card is idle."""
+    """Return the card's rate: the highest of (bytes arrived up to a time) / (that time). At the end this can be too
+    low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

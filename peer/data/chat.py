@@ -194,8 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (the text, the places of its answers, True if the template wrote the text). The template's text already has
-        the tokens that begin and end a document.
+    Returns: (the text, the places of its answers, True if a template wrote it with the tokens around a document).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion

@@ -107,8 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (the source of the sample at `position`, the number of samples of that source before `position`, a suffix
-    for the key of that source's order)."""
+    """Return (the source of sample `position`, the number of its samples before, a suffix for the key of its order)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)

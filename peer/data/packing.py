@@ -167,8 +167,7 @@ def _known(folder: Path) -> Packed | None:
 
 
 def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
-    """Pack the source into `folder`. If several processes do so at once, the first to finish wins; their results are
-    equal."""
+    """Pack the source into `folder`. If several processes do so at once, the first to finish wins; all are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
         _write(Path(unfinished), source, on_progress)
@@ -258,8 +257,7 @@ def _tokenise(
 
 
 def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
-    """Yield each document with its tokens and, for a chat, a 1 for each token that is learnt, as it overlaps an
-    answer."""
+    """Yield each document with its tokens and, for a chat, a 1 for each token that overlaps an answer (is learnt)."""
     texts = [document.text for document in batch]
     if source.template is None:
         nothing = np.zeros(0, np.uint8)

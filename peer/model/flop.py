@@ -23,8 +23,7 @@ class JobFlop:
     forward: float
     backward: float
     loss: float
-    """Forward and backward of the last stage, which are one job. With `keep = "layers"` that job repeats the forward of
-    each layer but the head."""
+    """The last stage's forward and backward, one job. With `keep = "layers"` it repeats each forward but the head's."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
@@ -36,8 +35,8 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 
 
 def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of one part of a microbatch's jobs at a stage with its experts on other peers: the call to the
-    experts of each decoder layer in `keys` cuts the jobs there."""
+    """Return the FLOP of one part of a microbatch's jobs at a stage with its experts on other peers. A call to the
+    experts cuts the jobs at each decoder layer of `keys`."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
     return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))

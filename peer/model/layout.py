@@ -48,8 +48,7 @@ class LayerLayout:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(first element, rows, columns) of each matrix; none for embedding and head, in which each row is a vector of
-        its own."""
+        """(first element, rows, columns) of each matrix. Embedding and head have none: their rows are separate vectors."""
         if self.key in (EMBED, HEAD):
             return ()
         return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
@@ -112,14 +111,12 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of the trained parameters of a layer or unit: its adapters in a run with `[adapter]`, otherwise
-    all its parameters."""
+    """Return the layout of the trained parameters of a layer or unit: with `[adapter]` its adapters, otherwise all."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit -> its slice of the layer's trained parameters. The tied matrix counts as a unit of the head, so that
-    it is clipped on its own."""
+    """Return unit -> its slice of the layer's trained parameters. A tied matrix is a unit of the head, clipped alone."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -150,8 +147,7 @@ def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters of the model. A tied matrix counts once, though both ends of the pipeline hold
-    it."""
+    """Return the number of parameters of the model. A tied matrix counts once, though two stages may hold it."""
     held = sum(layer_layout(model, key).numel for key in all_layer_keys(model))
     return held - (layer_layout(model, EMBED).numel if model.tied else 0)
 
@@ -170,8 +166,8 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return the initial adapters: A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero, so that
-    the adapted model equals its base."""
+    """Return the initial adapters: A uniform within 1 / sqrt(columns) of zero (as in PEFT), all else zero. So the model
+    equals its base at first."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)

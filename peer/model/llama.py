@@ -1,8 +1,7 @@
 """The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama, varied by
 `protocol/decoder.py`.
 
-There are no torch modules: the caller passes a layer's tensors, in the version that it wants: current, stale or
-predicted.
+There are no torch modules: the caller passes the tensors of a layer in any version: current, stale or predicted.
 
 B samples   T tokens   S keys: the T tokens and those before   D width   H query heads   G key and value heads
 K head size   F hidden width   V vocabulary   W numbers that a layer adds to a token: D, or those of a subspace
@@ -43,8 +42,7 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
         return _scaled_embedding(model, params.rows("model.embed_tokens.weight", tokens_BT))
     weight_VW = params["model.embed_tokens.weight"]
     if weight_VW.is_cpu and weight_VW.dtype == torch.bfloat16:
-        # On a CPU torch would sum the gradients of a token's occurrences in bfloat16, in which further addends are
-        # lost after a few hundred.
+        # On a CPU torch would sum a token's gradients in bfloat16, and lose all but the first few hundred.
         x_BTW = functional.embedding(tokens_BT, weight_VW.float()).to(weight_VW.dtype)
     else:
         x_BTW = functional.embedding(tokens_BT, weight_VW)
@@ -156,8 +154,7 @@ def run_layers(
     Args:
         x: int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D].
         remember: caches by layer, for sampling.
-        documents: if given, a token attends only to its own document; `rotary` must be the tables that `Documents.of`
-            returned together with it.
+        documents: if given, a token attends only to its own document; `rotary` then comes from `Documents.of`, too.
     Returns: logits [B, T, V] if keys[-1] is "head", otherwise [B, T, D].
     """
     for key in keys:

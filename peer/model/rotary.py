@@ -18,8 +18,7 @@ more dimensions in front, B and 1."""
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
     """Return (cos, sin) of every position's angles, each [context, K], or [context, 2, K] if window layers (index 1)
-    have other angles. The second half of K has the same angles as the first; the sines of the first half are
-    negated."""
+    have other angles. Both halves of K have the same angles; the sines of the first half are negated."""
     decoder = model.decoder
     tables = [_tables(model, model.rope_theta, decoder.rope)]
     if decoder.window_rope_theta is None:
@@ -37,11 +36,8 @@ def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
 
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
-    """Rotate each pair (k, k + K/2) by its position's angle. The result has the bits of Hugging Face's `rotate_half`;
-    the minus sign of that function is in our table of sines.
-
-    Args: windowed: use the angles of window layers.
-    """
+    """Rotate each pair (k, k + K/2) by its position's angle (`windowed`: that of window layers). The result has the
+    bits of Hugging Face's `rotate_half`, whose minus sign is in our table of sines."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)
@@ -96,6 +92,5 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Return the (fractional) index of the pair that makes `turns` turns over the original context (YaRN, arXiv
-    2309.00071, section 3.2)."""
+    """Return the fractional index of the pair that turns `turns` times over the original context (2309.00071, 3.2)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

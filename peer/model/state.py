@@ -61,8 +61,7 @@ class LayerState:
         return hasher.hexdigest()
 
     def secure_digest(self) -> str:
-        """Return the BLAKE3 hash of the three tensors' bytes, 128 bits: nobody can construct another state with the
-        same hash."""
+        """Return BLAKE3 of the three tensors' bytes, 128 bits: nobody can construct another state with this hash."""
         hasher = blake3()
         for tensor in self.tensors:
             if tensor.numel():
@@ -203,8 +202,7 @@ def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
 
 
 def moment2_numel(spec: RunSpec, key: str) -> int:
-    """Return the number of elements of a layer's `moment2_N`: one for each parameter, fewer with Muon, none with
-    SGD."""
+    """Return the number of elements of a layer's `moment2_N`: one per parameter, fewer with Muon, none with SGD."""
     layout = state_layout(spec, key)
     return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)
 

@@ -77,8 +77,7 @@ class SimCompute:
         """The timer at which the progress of the running job is computed again, on a device with `pace`."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work` as a job, after those in the queue. Raises: any error of `work`. LocalError: the device is
-        closed."""
+        """Run `work` after the queued jobs. Raises: any error of `work`. LocalError: the device is closed."""
         if self._is_closed:
             raise LocalError("this device is closed")
         if not flop >= 0.0:

@@ -105,8 +105,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of its frames; one latency later the sender learns of
-        the end."""
+        """End the stream at the receiver, which handles no more frames of it. The sender learns this a latency later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
@@ -288,8 +287,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its own senders get Unreachable with the reason `why`; None: they are
-        frozen and get nothing."""
+        """Handle the end of the card's process. Its own senders get Unreachable (`why`); None: they are frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

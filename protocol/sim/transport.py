@@ -132,8 +132,7 @@ class SimTransport:
             self._links.opened(self.card)
 
     async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
-        """Wait until our network daemon runs. Returns: the seconds waited. Raises: Unreachable: they exceed
-        `timeout_s`."""
+        """Wait until our network daemon runs. Returns: the seconds. Raises: Unreachable: they exceed `timeout_s`."""
         began_s = self._agenda.now_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -245,8 +244,7 @@ class SimTransport:
         reply: asyncio.Future[bytes],
     ) -> None:
         if how == "damaged":
-            # A real connection is encrypted, so it finds the damage and breaks. A damaged reply given to the caller
-            # would put the blame on an honest peer.
+            # A real connection is encrypted, so it finds the damage and breaks; an honest peer must not be blamed.
             answer = Unreachable(answerer.peer_id, "its reply was damaged on the way")
         nbytes = len(answer) if isinstance(answer, bytes) else 0
         self._record(Kind.REPLY_ARRIVED, answerer.card, self.card, nbytes, digest)

@@ -320,7 +320,7 @@ class World:
         self._trace_machine(Kind.DISK_FAILING, peer, times)
 
     def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
-        """Let `after` disk operations succeed, and crash the peer during the next one, unless `mend_disk` comes first."""
+        """Let `after` disk operations succeed, and crash the peer in the next one, unless `mend_disk` comes first."""
         self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
         self._trace_machine(Kind.POWER_FAILING, peer, after)
 
