@@ -48,7 +48,8 @@ class LayerLayout:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(first element, rows, columns) of each matrix. Embedding and head have none: their rows are separate vectors."""
+        """(first element, rows, columns) of each hidden matrix. Embedding and head have none: each of their rows is a
+        vector of its own."""
         if self.key in (EMBED, HEAD):
             return ()
         return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
@@ -116,7 +117,7 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit -> its slice of the layer's trained parameters. A tied matrix is a unit of the head, clipped alone."""
+    """Return unit -> its slice of a layer's trained parameters. A tied matrix is a unit of the head, clipped alone."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}

@@ -105,7 +105,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more frames of it. The sender learns this a latency later."""
+        """End the stream at the receiver, which handles no more of its frames. The sender learns it a latency later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
