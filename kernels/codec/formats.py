@@ -24,7 +24,7 @@ class Format:
 
     @property
     def levels(self) -> int:
-        """L: codes stand for whole numbers from -L to L."""
+        """L of the module's docstring: a code stands for a whole number from -L to L."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -39,7 +39,7 @@ class Format:
         return TILE * self.bits // 8
 
     def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of a tensor with `numel` elements."""
+        """Return the size of the payload of a tensor with `numel` elements."""
         return num_tiles(numel) * (SCALE_BYTES + self.tile_bytes)
 
 

@@ -66,7 +66,7 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
     Args:
         payload_B: uint8 [B], `form.payload_bytes(numel)` of them. Any bytes are valid.
-        numel: N.
+        numel: the number N of elements of the tensor.
     Returns: float32 [N].
     """
     tiles = num_tiles(numel)

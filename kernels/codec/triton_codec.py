@@ -45,7 +45,7 @@ def _hadamard(SIZE: tl.constexpr):
 
 @triton.jit
 def _chance(number, first, second):
-    """Return 32 bits of a hash, as uint32."""
+    """Return the hash of `number` with the key (first, second), as uint32."""
     h = number.to(tl.uint32) + first.to(tl.uint32)
     h = (h ^ (h >> 17)) * 0xED5AD4BB + second.to(tl.uint32)
     h = (h ^ (h >> 11)) * 0xAC4C1B51

@@ -28,8 +28,8 @@ def permute(x_ND: Tensor, groups: Groups) -> Tensor:
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
     """Return the weighted sum over each token's rows: [P, D] -> [N, D].
 
-    Args: weight_NK: float32 [N, K]; float64 if `y_PD` is.
-    Raises: ValueError: weights of another dtype.
+    Args: weight_NK: float32 [N, K], or float64 if `y_PD` is float64.
+    Raises: ValueError: the weights have another dtype.
     """
     wanted = torch.float64 if y_PD.dtype == torch.float64 else torch.float32
     if weight_NK.dtype != wanted:

@@ -28,7 +28,7 @@ def permute_backward(grad_PD: Tensor, groups: Groups) -> Tensor:
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
     """Return the weighted sum over each token's rows: [P, D] -> [N, D] of the same dtype.
 
-    Args: weight_NK: float32 [N, K]; float64 if `y_PD` is.
+    Args: weight_NK: float32 [N, K], or float64 if `y_PD` is float64.
     """
     return torch.bmm(weight_NK.unsqueeze(1), _wide(_rows(y_PD, groups))).squeeze(1).to(y_PD.dtype)
 

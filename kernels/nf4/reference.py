@@ -48,7 +48,7 @@ _CHUNK_TILES: Final = 1 << 14
 
 
 def payload_bytes(numel: int) -> int:
-    """Return the bytes of a tensor with `numel` elements."""
+    """Return the size of the payload of a tensor with `numel` elements."""
     return num_tiles(numel) * (SCALE_BYTES + TILE_BYTES)
 
 
@@ -96,7 +96,7 @@ def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) ->
 
 
 def _parts(payload_B: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return views: (scales as int16 [T], codes [T, B])."""
+    """Return views of a payload: (its scales as int16 [T], its codes [T, B])."""
     scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
     return scale_T, payload_B[tiles * SCALE_BYTES :].view(tiles, TILE_BYTES)
 

@@ -74,7 +74,7 @@ def exact_square(a_RK: Fixed) -> Tensor:
 
 
 def product_of_doubles(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """Multiply whole numbers in float64: float64 [R, C]."""
+    """Multiply matrices of whole numbers in float64: float64 [R, C]."""
     # The sign of a zero sum depends on the order of the sum; adding 0.0 turns -0 into 0.
     return (a_RK @ b_KC).add_(0.0)
 
@@ -85,7 +85,7 @@ def square_of_doubles(a_RK: Tensor) -> Tensor:
 
 
 def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """Multiply whole numbers in int8: float64 [R, C].
+    """Multiply matrices of whole numbers in int8: float64 [R, C].
 
     Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then
     a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which takes four int8 products.

@@ -37,7 +37,7 @@ def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tens
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
-        moment2_N: unused; float32 [0] goes in and comes out. `beta2` and `epsilon` are unused, too.
+        moment2_N: float32 [0], returned unchanged. `beta2` and `epsilon` are unused, too.
     Returns: the new (param_N, moment1_N, moment2_N).
     """
     moment1_N = (moment1_N * hyper.beta1).add_(grad_N)
@@ -210,7 +210,7 @@ def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Te
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (a copy after the weight decay alone, the two distances of `ways`)."""
+    """Return (the weights after their decay alone, the distances that decayed and undecayed weights move)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 

@@ -23,7 +23,7 @@ class Hyperparameters:
     epsilon: float
     weight_decay: float
     num_decayed: int
-    """Elements [0, num_decayed) get weight decay."""
+    """Elements [0, num_decayed) get weight decay; the others do not."""
     step: int
     """The version of `param_N`, >= 0: step t of the swarm is made with `step=t` (torch.optim would count t + 1)."""
     matrices: Matrices = ()

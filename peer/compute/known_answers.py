@@ -59,7 +59,7 @@ def answer(optimizer: str, device: torch.device) -> str:
 
 
 def _numbers(numel: int, seed: int, *, smallest: int) -> Tensor:
-    """float32 [numel], with magnitudes from 1 down to 2^-smallest."""
+    """Return float32 [numel], pseudo-random, with magnitudes from 1 down to 2^-smallest."""
     index_N = torch.arange(numel, dtype=torch.int64)
     whole_N = (index_N * 2654435761 + seed * 40503 * 65537) % 2**24 - 2**23
     return torch.ldexp(whole_N.to(torch.float32), -23 - index_N % smallest)

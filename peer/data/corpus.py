@@ -47,7 +47,7 @@ class Corpus:
     start_D: NDArray[np.int64] | None = None
     """The first token of each document, int64, if attention stays inside documents; else None."""
     packs: tuple[Packs, Packs] | None = None
-    """Samples of conversations for training and validation; None: a text, which is cut into blocks."""
+    """The samples of a chat, for training and for validation; None: the source is a text, which is cut into blocks."""
     account: Account = field(default_factory=Account)
     others: tuple["Corpus", ...] = ()
     weights: tuple[float, ...] = (1.0,)
@@ -86,7 +86,7 @@ class Corpus:
         return self.text_N[self.num_training :]
 
     def check_fits(self, model: ModelSpec) -> None:
-        """Raises: DataError: the model's vocabulary is too small for this text."""
+        """Check the size of the vocabulary. Raises: DataError: the model's is too small for this text."""
         if self.vocab_size > model.vocab_size:
             raise DataError(
                 f"the text has tokens up to {self.vocab_size - 1}: model.vocab_size must be at least "

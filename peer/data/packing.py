@@ -229,7 +229,7 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
 def _tokenise(
     source: _Source, training: _Side, validation: _Side, account: Account, on_progress: OnProgress | None
 ) -> int:
-    """Tokenise all documents. Returns: their number."""
+    """Tokenise all documents and write them to both sides. Returns: the number of documents."""
     spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
         np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)

@@ -60,7 +60,7 @@ def read_text(path: Path) -> tuple[bytes, list[int]]:
 
 
 def check_is_prose(text: bytes) -> None:
-    """Raises: Unusable: the file has rows, though its name does not say so."""
+    """Check that a text has no rows of JSON. Raises: Unusable: it has, though the file's name does not say so."""
     line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
     try:
         has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))

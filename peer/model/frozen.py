@@ -46,7 +46,7 @@ def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
 
 
 def seed_base(spec: RunSpec, key: str) -> Tensor:
-    """Return `stored_base` of the weights made from the run's seed."""
+    """Return a layer of the base made from the run's seed, in the stored form that `stored_base` returns."""
     return stored_base(spec, key, init_layer(spec.model, key, spec.seed))
 
 
@@ -154,11 +154,11 @@ class FrozenLayer:
     vectors: Mapping[str, Tensor]
     """Norms and biases, in `dtype`."""
     dtype: torch.dtype
-    """The dtype of jobs."""
+    """The dtype in which jobs compute."""
 
     @classmethod
     def of(cls, spec: RunSpec, key: str, stored: Tensor, *, device: torch.device, dtype: torch.dtype) -> "FrozenLayer":
-        """Load a layer. Args: stored: the result of `stored_base`."""
+        """Load a layer. Args: stored: the layer's stored bytes as float32, the result of `stored_base`."""
         stored_Y = stored.to(device).view(torch.uint8)
         matrices: dict[str, FrozenMatrix] = {}
         vectors: dict[str, Tensor] = {}

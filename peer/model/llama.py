@@ -71,7 +71,7 @@ def decoder_layer(
 ) -> Tensor:
     """Run attention and feed-forward (or experts) with residuals: [B, T, D] -> [B, T, D].
 
-    T is at most the context; with `remember` it is 1 after the first call.
+    T is at most the context; with a cache (`remember`) T is 1 after the first call.
     """
     x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember, documents=documents)
     if model.num_experts:

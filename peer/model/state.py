@@ -129,7 +129,7 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
 def step_layer_clipped(
     spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
 ) -> LayerState | None:
-    """Do what `step_layer` does, with a gradient that is clipped already."""
+    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`, or None."""
     if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
@@ -188,7 +188,7 @@ def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerSta
 
 
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
-    """Return the keyword arguments of every optimizer of `shoal.kernels.optimizer` at `version`."""
+    """Return the settings of the step from `version`: keyword arguments for each of `shoal.kernels.optimizer`."""
     return {
         "learning_rate": rate_of(spec, version),
         "beta1": spec.optimizer.beta1,

@@ -54,7 +54,7 @@ _WORD: Final = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """One run's U, and the key of its fixed vectors, on a device."""
+    """The matrix U of one run, and the hash key of its fixed vectors, on a device."""
 
     basis_DK: Tensor
     """float32."""
@@ -67,7 +67,7 @@ class Subspace:
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Return c, float32 [B, T, k]."""
+        """Return the coordinates c of x, float32 [B, T, k]."""
         return self._scaled((x_BTD.float() - self._fixed(tokens_BT)) @ self.basis_DK)
 
     def restored(self, c_BTK: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Time of a simulated world: the peers' clock, and the world's own timers."""
+"""The time of a simulated world: the clock of each peer, and the world's own timers."""
 
 import asyncio
 import contextvars

@@ -91,7 +91,7 @@ class SimDirectory:
         self._latency_s = latency_s
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts."""
+        """Publish a record. Returns: True if the nodes kept it. Raises: ValueError: no node accepts such a record."""
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:

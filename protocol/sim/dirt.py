@@ -149,7 +149,7 @@ class DevicePace:
 class _Piece(NamedTuple):
     until_s: float
     factor: float
-    """The factor on the rate."""
+    """The factor on the line's nominal rate until `until_s`."""
     delay_s: float
 
 

@@ -84,7 +84,7 @@ class Links:
             self._offer(stream)
 
     def handled(self, stream: Stream, frame: SimFrame) -> None:
-        """Return the credit of a handled frame."""
+        """Send the credit of a handled frame back to its sender."""
         self._record(Kind.FRAME_HANDLED, stream, frame)
         if frame.is_repeated:
             return

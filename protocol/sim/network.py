@@ -1,6 +1,6 @@
 """A simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
 
-Places are numbered; a world assigns the first free one to each new peer.
+A place is a position in the network, given by its number; a world assigns the first free place to each new peer.
 """
 
 import math

@@ -74,7 +74,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disturbed(Between):
-    """A disturbance in force."""
+    """A disturbance that is in force between these places."""
 
     disturbance: Disturbance
 

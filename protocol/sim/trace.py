@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `source` and `destination` are the peers' numbers in joining order; -1: none."""
+    """One event. `source` and `destination` are numbers of peers in joining order; -1: no peer."""
 
     at_s: float
     kind: Kind

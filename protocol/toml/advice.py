@@ -1,6 +1,6 @@
-"""Find settings in a run spec that are likely to make its run diverge or waste time, before the run begins. Pure.
+"""Finds settings in a run spec that are likely to make its run diverge or waste time, before the run begins. Pure.
 
-Each setting is compared with the choice of `defaults.py`.
+Each setting is compared with the value that the rules of `defaults.py` would choose.
 """
 
 from collections.abc import Iterator

@@ -32,10 +32,10 @@ from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CRE
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 AUTO: Final = "auto"
-"""The value that means the same as leaving the field out."""
+"""The value of a field that means the same as leaving the field out."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
-"""2203.15556 (Chinchilla), table 3, rounded."""
+"""Compute-optimal training tokens for each parameter: Chinchilla (2203.15556), table 3, rounded."""
 MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
 """The rate for tuning all weights, as a share of the rate from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
@@ -59,7 +59,7 @@ class FilledField:
     """One field that a rule filled in."""
 
     field: str
-    """The path, such as `optimizer.learning_rate`."""
+    """The path of the field in the run spec, such as `optimizer.learning_rate`."""
     value: int | float
     why: str
 
