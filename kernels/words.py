@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def signed(word: int) -> int:
-    """Return the int32 whose bits are the low 32 bits of `word`."""
+    """Return the low 32 bits of `word` as an int32 with the same bits."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 

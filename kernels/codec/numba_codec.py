@@ -132,7 +132,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
             if is_by_chance:
                 _draw(u_E, np.uint32(t * _HALF), first, second)
             if is_rotated:
-                by = (_ONE / a) * _FINE  # two steps, as torch divides a number by a tensor
+                by = (_ONE / a) * _FINE  # two roundings, as in torch's number / tensor
                 for e in range(TILE):
                     y_E[e] = np.floor(x_E[e] * by + _NEAREST)
                 _turn(y_E)

@@ -47,8 +47,8 @@ class Fixed:
 
 
 def operand_bits(terms: int) -> int:
-    """Return the bits of operands whose products are summed over `terms` terms: 2 bits + log2 terms <= 53, and the
-    bits fit into two slices."""
+    """Return the bits that operands may have if `terms` of their products are summed: 2 bits + log2 terms <= 53, and at
+    most what two slices hold."""
     return min(MOST_BITS, (53 - (terms - 1).bit_length()) // 2)
 
 
@@ -136,10 +136,10 @@ def multiplies_int8(device: torch.device) -> bool:
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Return whether int8 products are exact, for the largest numbers, whose sums saturate first, and random ones."""
+    """Return whether int8 products are exact for random numbers and for the largest, which saturate sums first."""
     chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
     largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
-    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, whose products are 2^14
+    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128 with products of 2^14
     others_RK = torch.randint(-(2**MOST_BITS), 2**MOST_BITS, shape_RK, generator=chance).to(torch.float64)
     for a_RK in (largest_RK, low_RK, low_RK + _SLICE - 1, others_RK):
         for b_KR in (a_RK.T, -a_RK.T, others_RK.T):

@@ -52,7 +52,7 @@ def muon_predict(
     """Predict `param_N`, float32 [N], after `staleness_steps` > 0 more steps of `muon_step`: each hidden matrix moves
     along the orthogonal matrix of its first moment.
 
-    If the gradient stays the same, the first moment is a multiple of it, whose length does not matter: the prediction
+    If the gradient stays the same, the first moment is a multiple of it, and only its direction matters: the prediction
     is then exact from the first step on, as AdamW's is.
     """
     H = hidden_numel(hyper.matrices)

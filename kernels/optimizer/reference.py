@@ -11,8 +11,8 @@ results and at most one temporary.
 after a step. So a step uses only operations that IEEE 754 rounds in one way: +, -, * and /, with one rounding each, and
 the square root of `roots.py`, since torch's may be rounded wrongly. A step uses no lerp, addcmul, addcdiv or alpha=,
 which are fused only on a CPU with fused multiply-add; no division by a scalar, which CUDA turns into a multiplication;
-and no float32 reduction, whose order depends on the number of threads. Predictions stay on one peer, so they may differ
-and use the fused operations.
+and no float32 reduction, because its order depends on the number of threads. Predictions stay on one peer, so they may
+differ and use the fused operations.
 
 Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
 momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839), w' = w -

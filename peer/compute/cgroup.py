@@ -81,7 +81,7 @@ class _Mount:
     root: str
     """The group that is mounted at `folder`."""
     controllers: frozenset[str]
-    """The controllers of the hierarchy. Version 2 has one hierarchy, whose controller is named ""."""
+    """The controllers of the hierarchy. Version 2 has a single hierarchy, here with one controller named ""."""
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:

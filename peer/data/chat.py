@@ -101,7 +101,7 @@ class ChatTemplate:
         self._written: list[str] = []
         try:
             self._template = _environment(self._mark).from_string(source)
-        except Exception as error:  # jinja2's own errors, or what it raises on absurd programs
+        except Exception as error:  # jinja2's own errors, and any others on absurd programs
             raise DataError(f"{name} is not a chat template: {first_line(error)}") from error
         self._marks = "endgeneration" in source
 

@@ -264,7 +264,7 @@ def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document,
         for document, tokens in zip(batch, source.tokenizer.encode(texts), strict=True):
             yield document, tokens, nothing
         return
-    # A template writes special tokens as text. So may a speaker: such text becomes a special token, too.
+    # A template writes special tokens as text. If a speaker writes the same text, it becomes a special token, too.
     for document, (tokens, place_N2) in zip(batch, source.tokenizer.encode_placed(texts, special=True), strict=True):
         counted_N = np.zeros(len(tokens), np.uint8)
         for begin, end in document.answers:

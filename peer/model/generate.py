@@ -89,7 +89,7 @@ def _stream(
     remember = {key: KeysValues(model.context) for key in keys}
     known = 0  # tokens in the cache
     while True:
-        # Not a decorator: a generator would leave the mode on in its caller.
+        # Not a decorator of this generator: between two tokens the mode would stay on in the caller.
         with torch.inference_mode():
             if len(tokens) <= model.context:
                 new_BT = torch.tensor([tokens[known:]], device=device)

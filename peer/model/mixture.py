@@ -36,7 +36,7 @@ class ExpertLoads:
     def add(self, layer_index: int, counts_E: Tensor) -> None:
         """Add int64 [E] on any device, without waiting for that device."""
         before = self._totals.get(layer_index)
-        # A new tensor each time: a concurrent reader sees a consistent one.
+        # Make a new tensor each time: a concurrent reader then never sees a half-updated one.
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:

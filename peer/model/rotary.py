@@ -37,7 +37,7 @@ def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
     """Rotate each pair (k, k + K/2) by its position's angle (`windowed`: that of window layers). The result has the
-    bits of Hugging Face's `rotate_half`, whose minus sign is in our table of sines."""
+    bits of Hugging Face's `rotate_half`; the minus sign of that function is in our table of sines."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)

@@ -85,7 +85,7 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
                 decay_steps=decay_steps,
                 climbs_from=climbs_from,
                 top=top,
-                top_at=begins + max(0, math.ceil(missing - 1 - 1e-9)),  # rounding adds no step
+                top_at=begins + max(0, math.ceil(missing - 1 - 1e-9)),  # 1e-9: rounding must not add a step
             )
         )
     return found

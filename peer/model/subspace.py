@@ -5,7 +5,7 @@
 
 U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: not trained, sent or stored. Apart
 from fixed[v], every addend of x is U times k numbers: the embedding e[v], and the results of the output and down
-projections, whose matrices have k rows instead of D. So v and c determine x up to rounding. Likewise, earlier stages
+projections (their matrices have k rows instead of D). So v and c determine x up to rounding. Likewise, earlier stages
 need only U^T dL/dx, k numbers, of the gradient of x.
 
 Source: Ramasinghe et al., "Protocol Models: Scaling Decentralized Training with Communication-Efficient Model
@@ -160,7 +160,7 @@ def _signs(tokens_BT: Tensor, key_2: Tensor, dim: int, dtype: torch.dtype) -> Te
     word_W = torch.arange(-(-dim // _WORD), dtype=torch.int32, device=tokens_BT.device)
     h_BT1 = (tokens_BT.to(torch.int32) + first).unsqueeze(-1)
     h_BT1 = (h_BT1 ^ shifted(h_BT1, 17)) * signed(0xED5AD4BB)
-    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # odd multiplier: words far apart
+    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # an odd multiplier spreads the words
     h_BTW = (h_BTW ^ shifted(h_BTW, 11)) * signed(0xAC4C1B51)
     h_BTW = (h_BTW ^ shifted(h_BTW, 15)) * signed(0x31848BAB)
     h_BTW = h_BTW ^ shifted(h_BTW, 14)

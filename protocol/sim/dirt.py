@@ -27,8 +27,8 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
     burst_s: _NotNegative = 0.0
-    """Seconds that a rested device works at full speed before it is throttled. With a CPU quota, whose period is 0.1 s,
-    these are 0.1 * `throttled`; with heat, minutes. A rest of `burst_s * (1 / throttled - 1)` restores them all."""
+    """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
+    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores all of them."""
     probe_waits: bool = True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""

@@ -305,7 +305,7 @@ class SimDisk:
         return node
 
     def _folder_of(self, path: PurePosixPath) -> _Folder:
-        _parts(path)  # refuses the path `..`, whose parent would be the root
+        _parts(path)  # refuses the path `..`, as its parent would be the root
         return self._folder(path.parent)
 
     # What a crash leaves -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Deadlock(LocalError):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """An event loop on one thread whose clock begins at `start_s` virtual seconds; it has no input or output."""
+    """An event loop on one thread, without input and output. Its clock begins at `start_s` virtual seconds."""
 
     # Attributes of Python 3.11's `BaseEventLoop` that its stubs omit.
     _ready: deque[asyncio.Handle]
@@ -283,7 +283,7 @@ def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     loop.thaw_all()
     # Several rounds, since a `finally` may start new work.
     for _ in range(_CANCEL_ROUNDS_MAX):
-        loop.drop_timers()  # a driver's timer would start new work for ever
+        loop.drop_timers()  # a peer's timer would start new work for ever
         leftovers = loop.tasks()
         if not leftovers and not loop.has_callbacks:
             return

@@ -103,7 +103,7 @@ def kv_heads_of(num_heads: int) -> int:
 
 def ffn_dim_of(dim: int) -> int:
     """Return the hidden width of SwiGLU at which its three matrices have 8 D² elements, as a plain MLP's two have."""
-    multiple = 32 if dim < 1024 else 256  # rounding to 256 would make a width of 128 half as large again
+    multiple = 32 if dim < 1024 else 256  # rounding to 256 would turn the 341 of a width of 128 into 512
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
