@@ -35,7 +35,7 @@ _M1, _M2, _M3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848B
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode a tensor; arguments and result are those of `reference.encode`."""
+    """Encode float32 [N] to a payload, uint8 [B]: the twin of `reference.encode`."""
     flat_N, tiles = x_N.detach().reshape(-1), num_tiles(x_N.numel())
     payload_B = np.empty(form.payload_bytes(x_N.numel()), dtype=np.uint8)
     scale_T = payload_B[: tiles * SCALE_BYTES].view(np.uint16)
@@ -46,7 +46,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode a payload; arguments and result are those of `reference.decode`."""
+    """Decode a payload, uint8 [B], to float32 [N]: the twin of `reference.decode`."""
     tiles = num_tiles(numel)
     payload: NDArray[np.uint8] = payload_B.numpy()
     scale_TB = payload[: tiles * SCALE_BYTES]

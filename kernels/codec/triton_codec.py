@@ -169,7 +169,7 @@ def _load(code_B, at_byte, is_there, WIDTH: tl.constexpr, SIZE: tl.constexpr):
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode a tensor; arguments and result are those of `reference.encode`."""
+    """Encode float32 [N] to a payload, uint8 [B]: the twin of `reference.encode`."""
     numel, tiles = x_N.numel(), num_tiles(x_N.numel())
     payload_B = torch.empty(form.payload_bytes(numel), dtype=torch.uint8, device=x_N.device)
     if tiles:
@@ -184,7 +184,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode a payload; arguments and result are those of `reference.decode`."""
+    """Decode a payload, uint8 [B], to float32 [N]: the twin of `reference.decode`."""
     tiles = num_tiles(numel)
     x_N = torch.empty(numel, device=payload_B.device)
     if tiles:

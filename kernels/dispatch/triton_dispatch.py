@@ -219,7 +219,7 @@ def combine_backward(grad_ND: Tensor, y_PD: Tensor, weight_NK: Tensor, groups: G
 
 
 def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """Multiply each expert's rows by its matrix; arguments and result are those of `reference.grouped_matmul`."""
+    """Multiply each expert's rows by its matrix: the twin of `reference.grouped_matmul`, [P, C] -> [P, R]."""
     num_experts, (R, C) = len(weights), weights[0].shape
     width, terms = (C, R) if transposed else (R, C)
     y_PW, tile = x_PC.new_empty(len(x_PC), width), TILES[x_PC.dtype]

@@ -50,7 +50,7 @@ def decode_kernel(
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode a payload; arguments and result are those of `reference.decode`."""
+    """Decode a payload, uint8 [B], to [N] of `dtype`: the twin of `reference.decode`."""
     tiles, is_narrow = num_tiles(numel), dtype == torch.bfloat16
     x_N = torch.empty(numel, dtype=torch.bfloat16 if is_narrow else torch.float32, device=payload_B.device)
     if tiles:

@@ -47,7 +47,7 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time a few forwards of one decoder layer. Args: memory_bytes: to report; None: the device's free memory."""
+    """Time five forwards of one decoder layer. Args: memory_bytes: memory to report; None: the device's free memory."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
@@ -78,7 +78,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """Until this time, requests for a probe beside another peer are refused."""
+        """Until this time, requests to send together with another peer get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
@@ -130,7 +130,7 @@ class LinkProbe:
         return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
-        """Send to several peers at once; each gets the bytes that its link carries in one time, at most `_TOGETHER_S`.
+        """Send to several peers at once: to each as many bytes as its link carries in `_TOGETHER_S`, or less.
 
         Args:
             links: the results of `measure` for these peers.

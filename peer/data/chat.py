@@ -3,9 +3,9 @@
 The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
 runs in Jinja's sandbox, sees no clock, and writes what transformers would write: the same text on every machine.
 
-**Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise we
-render the conversation before the answer, with the template's prompt for an answer, and the conversation with it: the
-answer is the text that the second has in addition, including the token that ends a turn. If a template renders an
+**Which text is an answer.** If the template marks its answers with `{% generation %}`, the marks decide. Otherwise the
+conversation is rendered twice: before the answer (with the template's prompt for an answer), and including the answer.
+The text that the second rendering adds is the answer; it includes the token that ends a turn. If a template renders an
 earlier answer differently once more messages follow (without its thoughts, say), only the last answer is learnt. An
 answer with a `weight` of 0 is not learnt.
 

@@ -31,8 +31,8 @@ _Chosen = tuple[Samples, int]
 def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
     """Return microbatch (step, index): int64 tokens [B, T], and labels.
 
-    Number the samples of all passes, each in its own order, from 0 on: microbatch (t, i) of M microbatches a step has
-    the samples [(t M + i) B, (t M + i + 1) B).
+    The samples of all passes, in the order of each pass, are numbered from 0 on. With M microbatches a step, microbatch
+    (t, i) has the samples [(t M + i) B, (t M + i + 1) B).
     Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
     """
     M = spec.training.microbatches_per_step

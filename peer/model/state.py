@@ -129,7 +129,8 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
 def step_layer_clipped(
     spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
 ) -> LayerState | None:
-    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`, or None."""
+    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`; None: the
+    gradient is None, and the layer stays unchanged."""
     if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(

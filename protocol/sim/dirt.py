@@ -33,7 +33,7 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""
     wander_sd: _NotNegative = 0.0
-    """Standard deviation of the logarithm of the line's rate, which stays within three of them; the mean rate stays."""
+    """Standard deviation of the logarithm of the line's rate, which is limited to three of them; the mean stays."""
     wander_s: _Positive = 60.0
     """Time in which the autocorrelation of that logarithm falls to 1/e."""
     others_share: _Share = 0.0

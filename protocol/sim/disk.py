@@ -141,7 +141,7 @@ class SimDisk:
         only: Collection[Operation] = EVERYTHING,
         code: int = errno.EIO,
     ) -> None:
-        """Let the next `after` operations of these kinds succeed; `times` (maybe `math.inf`) after them raise OSError.
+        """Let the next `after` operations of these kinds succeed. The following `times` (maybe infinite) raise OSError.
 
         A draw decides whether a failed operation has had its whole effect, none, or (a write, a removal) a part of it.
         """
