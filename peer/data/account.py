@@ -1,4 +1,4 @@
-"""A record of the rows and files of a source that were skipped: the reasons, how many, and where the first ones are."""
+"""A record of a source's skipped rows and files: the reasons, how many, and where the first ones are. Pure."""
 
 from typing import Literal
 
