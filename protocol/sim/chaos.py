@@ -57,7 +57,7 @@ class Fault:
     whom: tuple[str, ...]
     """The affected peers; for a fault between peers, those of one side."""
     others: tuple[str, ...] = ()
-    """For a fault between peers, those of the other side."""
+    """The affected peers of the other side of a fault between peers."""
     amount: float = 0.0
 
     @property
