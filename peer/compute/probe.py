@@ -31,7 +31,7 @@ _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """The most bytes on one link while several are measured together; a faster link makes all send for less time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of frames that get no answer. A receiver could take a nonce from 0 on for an answer to its own probe."""
+"""Nonces of frames without an answer: negative, so that no receiver takes them for answers to its own probes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class Labels:
     counted: int | None = None
     """The number of targets that are not IGNORED; None: no target is IGNORED."""
     weight: float = 1.0
-    """The factor of the mean loss over these targets, rounded to float32."""
+    """The factor on the mean loss over these targets, rounded to float32."""
     tokens_BT: Tensor | None = None
     """int64: the input tokens, if every stage needs them (in a subspace model); else None."""
 

@@ -96,7 +96,7 @@ def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
     """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    ones. If all documents are for validation, which a run would then split at a token, yield the first of them.
+    ones. If all documents are for validation, yield the first of them: a run would then train on a part of the text.
 
     Raises: DataError: the source does not exist, or has no text.
     """

@@ -46,9 +46,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX
 
 BASIS: Final = "subspace.basis"
-"""The name of U [D, k] among a layer's tensors."""
+"""The name of the matrix U [D, k] in a layer's dict of tensors."""
 KEY: Final = "subspace.key"
-"""The name of the hash key of fixed[v], int32 [2], among the embedding's tensors."""
+"""The name of the hash key from which fixed[v] is made, int32 [2], in the embedding's dict of tensors."""
 _WORD: Final = 32
 
 

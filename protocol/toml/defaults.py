@@ -155,8 +155,8 @@ def microbatches_of(
     """Cut a step of about `tokens` into microbatches that keep all stages busy.
 
     Args:
-        model: a microbatch's activations, one a token (with experts one for each that it passes), must fit into a
-            stream's credit.
+        model: a microbatch's activations must fit into a stream's credit (the bytes that it may send ahead). They are
+            one vector for each token, or with experts one for each expert that a token passes.
         stages: the number of stages of the run; None: not fixed.
         number: the number of microbatches a step, if the run file gives it.
         samples: the number of samples a microbatch, if the run file gives it.
