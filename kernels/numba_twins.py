@@ -1,4 +1,4 @@
-"""Load the numba twins of a folder's kernels in the background."""
+"""Loads the numba twins (compiled equivalents) of a folder's kernels in the background."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class NumbaTwin:
-    """Loads one module of compiled kernels in a thread, since importing numba takes a second and compiling several.
+    """Loads one module of numba kernels in a thread: importing numba takes a second, and compiling several seconds.
 
     Args: module: the module's name. Its function `prove` compiles all of its kernels and raises `RuntimeError` if a
         result differs from the reference's.
@@ -18,19 +18,19 @@ class NumbaTwin:
     def __init__(self, module: str) -> None:
         self._name = module
         self.module: ModuleType | None = None
-        """None if it is not loaded yet or unusable on this machine."""
+        """The loaded module; None: it is not loaded yet, or is unusable on this machine."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start to load the module, unless that has begun."""
+        """Start to load the module, unless loading has begun already."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._load, name=f"load {self._name}", daemon=True)
                 self._thread.start()
 
     def wait(self) -> ModuleType | None:
-        """Load the module now. Returns: `module`."""
+        """Load the module and wait until that has ended. Returns: the module; None: it is unusable on this machine."""
         self.start()
         assert self._thread is not None
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Find the Triton twins of a folder's kernels, where they can run."""
+"""Imports the Triton twins (equivalents on CUDA) of a folder's kernels, where they can run."""
 
 from functools import cache
 from importlib import import_module
@@ -10,7 +10,7 @@ import torch
 
 @cache
 def triton_twins(module: str) -> ModuleType | None:
-    """Import `module`, for the first tensor that needs it, and return it; None without CUDA or Triton."""
+    """Import and return `module`; None without CUDA or Triton. Callers do so when a tensor first needs the twin."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return None
     return import_module(module)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def signed(word: int) -> int:
-    """Return the int32 with the low 32 bits of `word`."""
+    """Return the low 32 bits of `word` as an int32 with the same bits."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
 def shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift each word to the right and fill up with zeros. Args: x: int32, of any shape; bits: from 1 to 31."""
+    """Shift each word to the right, with zeros from the left. Args: x: int32, of any shape; bits: from 1 to 31."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

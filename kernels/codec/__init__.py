@@ -4,8 +4,8 @@
     payload_B = encode(x_N, form, key=(3, 5))     # uint8, form.payload_bytes(x_N.numel()) of them
     x_N = decode(payload_B, x_N.numel(), form)
 
-The device of a tensor decides which twin computes. On a CPU the first large tensor starts to load the compiled twin in
-the background; it computes once it is loaded.
+The device of a tensor decides which twin computes. On a CPU the first large tensor makes a thread load the compiled
+twin; until that is loaded, the reference computes.
 """
 
 from functools import partial
@@ -23,23 +23,23 @@ __all__ = ["FORMATS", "TILE", "Format", "decode", "decode_tiles", "encode"]
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode as `reference.encode`, by the twin for the device of `x_N`."""
+    """Encode a float32 tensor (see `reference.encode`) with the twin for the device of `x_N`."""
     payload_B: Tensor = _twin(x_N).encode(x_N.contiguous(), form, key=key)
     return payload_B
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode as `reference.decode`, by the twin for the device of `payload_B`."""
+    """Decode a payload to float32 [N] (see `reference.decode`) with the twin for the device of `payload_B`."""
     x_N: Tensor = _twin(payload_B).decode(payload_B, numel, form)
     return x_N
 
 
 def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Tensor) -> Tensor:
-    """Decode some tiles of a tensor, one behind the other.
+    """Decode some tiles of a tensor into one tensor.
 
     Args:
-        numel: of the whole tensor.
-        which: the tiles' numbers, int64 [T] or a slice.
+        numel: the number of elements of the whole tensor.
+        which: the indices of the tiles, int64 [T] or a slice.
     Returns: float32 [64 T]. In the last tile of the tensor the values beyond its end are meaningless.
     """
     tiles = num_tiles(numel)
@@ -51,7 +51,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
 _LARGE = 1 << 18
-"""The reference takes some milliseconds for a tensor of this size; with smaller ones only, numba is never loaded."""
+"""The number of elements from which numba is loaded; the reference takes some milliseconds for that many."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:

@@ -1,9 +1,10 @@
 """The formats and their sizes in bytes. Pure.
 
-A tensor is cut into tiles of `TILE` numbers in a row; zeros fill up the last one. A payload holds, for T tiles of b
-bits a number: T scales in bfloat16, little-endian; then 8 b bytes of codes for each tile. The codes of a tile are whole
-numbers from 0 to 2 L, L = 2^(b-1) - 1, for -L to L. They are cut into parts of 4, 2 and 1 bits, low bits first (8 bits
-are one part). A part of w bits packs the codes e, e + 8 w, e + 16 w ... into byte e, the first one lowest.
+A tensor is cut into tiles of `TILE` consecutive numbers; zeros fill up the last tile. A payload of T tiles with b bits
+a number has T scales in bfloat16, little-endian, and then 8 b bytes of codes for each tile. A code is a whole number
+from 0 to 2 L, which stands for one from -L to L, where L = 2^(b-1) - 1. Its bits are cut into parts of 4, 2 and 1 bits,
+low bits first (8 bits are one part). The parts of w bits of the codes e, e + 8 w, e + 16 w ... form byte e, the first
+of them in the lowest bits.
 """
 
 from collections.abc import Mapping
@@ -16,19 +17,19 @@ SCALE_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How many bits a number takes, and how it is rounded."""
+    """The number of bits of a code, and whether tiles are rotated (multiplied by a Hadamard matrix) before rounding."""
 
     bits: int
     is_rotated: bool
 
     @property
     def levels(self) -> int:
-        """L: codes stand for whole numbers from -L to L."""
+        """L of the module's docstring: a code stands for a whole number from -L to L."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(bits of the part, bits of the code below it) of each part."""
+        """(bits of the part, bits of the code below the part) of each part."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 
@@ -38,7 +39,7 @@ class Format:
         return TILE * self.bits // 8
 
     def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of a tensor with `numel` elements."""
+        """Return the size of the payload of a tensor with `numel` elements."""
         return num_tiles(numel) * (SCALE_BYTES + self.tile_bytes)
 
 
@@ -49,7 +50,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""Name in a run file -> format: 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
+"""Name in a run file -> format. With the scales they take 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
 
 
 def num_tiles(numel: int) -> int:

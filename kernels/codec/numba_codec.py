@@ -1,10 +1,10 @@
 """The codec on a CPU: one pass over each tile, compiled by numba. It gives the same bytes as `reference.py`, which
 explains the arithmetic.
 
-A tile stays in a core's registers and first cache from the first operation to the last, where plain torch makes some
-twenty passes over memory. There is no fastmath: every operation is rounded as IEEE 754 says, and none is fused with the
-next. Non-negative floats have the order of their bits, so the largest magnitude is searched among integers, which the
-compiler may compare in any order.
+A tile stays in a core's registers and first-level cache from the first operation to the last, while plain torch makes
+some twenty passes over memory. Numba's fastmath is off: every operation is rounded as IEEE 754 says, and none is fused
+with the next. Non-negative floats are ordered as their bits are, so the largest magnitude is the maximum of integers,
+which the compiler may compare in any order.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ _M1, _M2, _M3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848B
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode as `reference.encode` does."""
+    """Encode float32 [N] to a payload, uint8 [B]: the twin of `reference.encode`."""
     flat_N, tiles = x_N.detach().reshape(-1), num_tiles(x_N.numel())
     payload_B = np.empty(form.payload_bytes(x_N.numel()), dtype=np.uint8)
     scale_T = payload_B[: tiles * SCALE_BYTES].view(np.uint16)
@@ -46,7 +46,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode as `reference.decode` does."""
+    """Decode a payload, uint8 [B], to float32 [N]: the twin of `reference.decode`."""
     tiles = num_tiles(numel)
     payload: NDArray[np.uint8] = payload_B.numpy()
     scale_TB = payload[: tiles * SCALE_BYTES]
@@ -57,7 +57,7 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
 
 def prove() -> None:
-    """Compile all kernels. Raises: RuntimeError: they do not give the reference's bytes on this machine."""
+    """Compile all kernels. Raises: RuntimeError: on this machine they give other bytes than the reference."""
     x_N = torch.arange(-2 * TILE, 2 * TILE + 1, dtype=torch.float32).square_()
     for name, form in FORMATS.items():
         for key in (None, (1, 2)):
@@ -72,8 +72,8 @@ def prove() -> None:
 def _turn(y_E):
     """Multiply a tile, float32 [64], by the Hadamard matrix, in place.
 
-    H of 64 is the Kronecker product of two H of 8: the tile is taken as 8 x 8 numbers, and each row, then each column,
-    is multiplied by H of 8.
+    H of size 64 is the Kronecker product of two H of size 8. So the tile is treated as 8 x 8 numbers: each row, and
+    then each column, is multiplied by H of size 8.
     """
     for row in range(8):
         _turn_eight(y_E, 8 * row, 1)
@@ -83,7 +83,7 @@ def _turn(y_E):
 
 @_inner
 def _turn_eight(y_E, at, far):
-    """Multiply the eight numbers at `at`, `at + far` ... by H of 8, in place: three rounds of sums and differences."""
+    """Multiply the eight numbers at `at`, `at + far` ... by H of size 8, in place, with sums and differences."""
     a0, a1, a2, a3 = y_E[at], y_E[at + far], y_E[at + 2 * far], y_E[at + 3 * far]
     a4, a5, a6, a7 = y_E[at + 4 * far], y_E[at + 5 * far], y_E[at + 6 * far], y_E[at + 7 * far]
     b0, b1, b2, b3, b4, b5, b6, b7 = a0 + a1, a0 - a1, a2 + a3, a2 - a3, a4 + a5, a4 - a5, a6 + a7, a6 - a7
@@ -132,7 +132,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
             if is_by_chance:
                 _draw(u_E, np.uint32(t * _HALF), first, second)
             if is_rotated:
-                by = (_ONE / a) * _FINE  # two steps, as torch divides a number by a tensor
+                by = (_ONE / a) * _FINE  # two roundings, as in torch's number / tensor
                 for e in range(TILE):
                     y_E[e] = np.floor(x_E[e] * by + _NEAREST)
                 _turn(y_E)
@@ -157,7 +157,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
 
 @_inner
 def _draw(u_E, start, first, second):
-    """Fill u_E with numbers from (0, 1), as `reference._chance` does. Args: start: number of the first hash."""
+    """Fill u_E with the numbers in (0, 1) of `reference._chance`. Args: start: the number of the first hash."""
     for e in range(_HALF):
         h = np.uint32(start + np.uint32(e) + first)
         h = np.uint32(np.uint32(h ^ (h >> _S17)) * _M1 + second)
@@ -230,7 +230,7 @@ def _decode(scale_TB, code_TB, x_TE, bits, is_rotated):
     """Decode a tensor tile by tile.
 
     Args:
-        scale_TB: uint8 [2 T], and not uint16 [T]: a payload may begin at an odd address.
+        scale_TB: uint8 [2 T], not uint16 [T], because a payload may begin at an odd address.
         code_TB: uint8 [T, B].
         x_TE: float32 [T, 64], receives the numbers.
     """

@@ -1,15 +1,15 @@
 """Tensors in few bits, in plain torch: the CPU path, and bit for bit the result of the fast twins.
 
-For a tile x with the largest magnitude a, rotated by the Hadamard matrix H (64 x 64, of ones and minus ones):
+Let a be the largest magnitude in a tile x, and H the Hadamard matrix (64 x 64, of ones and minus ones) that rotates x:
 
     z = floor(x 2^17 / a + 1/2)              whole numbers
     y = H z                                  whole numbers too, below 2^24: exact in float32 in any order of its sums
     f = max|y| a / (L 2^23)                  rounded up to bfloat16, so that no code is out of range
     q = floor(y a / (f 2^23) + u)            from -L to L;   x ~ (H q) f, since H H = 64
 
-Without rotation y = x, f = max|x| / L and q = floor(x / f + u). u = 1/2 rounds to the nearest number; u drawn evenly
-from (0, 1) rounds up or down so that the mean is right (stochastic rounding). u is a hash of the tensor's key and the
-element's position, so a peer that computes a tensor again gets the same bytes.
+Without rotation y = x, f = max|x| / L and q = floor(x / f + u). With u = 1/2, q is the nearest number. With u drawn
+evenly from (0, 1), q is rounded up or down so that its mean is exact (stochastic rounding); this u is a hash of the
+tensor's key and the element's position, so a peer that encodes a tensor again gets the same bytes.
 
 IEEE 754 defines every operation here to the last bit, and none is fused with the next, so payloads are equal on all
 devices.
@@ -31,11 +31,11 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import shifted, signed
 
 FINE: Final = 2.0**17
-"""A tile's largest magnitude before the Hadamard transform: 64 times that is 2^23."""
+"""The largest magnitude of a tile before the Hadamard transform: its sums then stay within 64 x 2^17 = 2^23."""
 SMALLEST: Final = 2.0**-100
-"""A tile with a smaller largest magnitude becomes zero: it would leave the range of float32."""
+"""A tile with a smaller largest magnitude becomes zero: its factors would leave the range of float32."""
 _CHUNK_TILES: Final = 1024
-"""Tiles at a time, 256 KiB in float32, so that temporaries stay in a core's own cache."""
+"""Tiles that are computed at a time: 256 KiB in float32, so that temporaries stay in a core's own cache."""
 _MASK: Final = 0xFFFF
 
 
@@ -66,7 +66,7 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
     Args:
         payload_B: uint8 [B], `form.payload_bytes(numel)` of them. Any bytes are valid.
-        numel: N.
+        numel: the number N of elements of the tensor.
     Returns: float32 [N].
     """
     tiles = num_tiles(numel)
@@ -83,7 +83,7 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
 
 def as_tiles(x_N: Tensor) -> Tensor:
-    """View numbers as [T, E], with zeros behind the last one."""
+    """Return the numbers as [T, E], with zeros after the last number."""
     if x_N.numel() % TILE:
         x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % TILE))
     return x_N.view(-1, TILE)
@@ -92,7 +92,7 @@ def as_tiles(x_N: Tensor) -> Tensor:
 def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round each tile.
 
-    Args: chance_TE: u of the module's docstring, float32 [T, E]; None: 1/2.
+    Args: chance_TE: u in the formulas above, float32 [T, E]; None: 1/2.
     Returns: (f, float32 [T], exact in bfloat16; q, float32 [T, E], whole numbers from -L to L).
     """
     largest_T = x_TE.abs().amax(dim=1)
@@ -148,8 +148,8 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def _chance(key: tuple[int, int], start: int, stop: int, device: torch.device) -> Tensor:
-    """Return numbers from (0, 1) for the elements of these tiles, float32 [T, E], with 16 random bits each. Hash 32 t +
-    e gives those of elements e < 32 and e + 32 of tile t.
+    """Return random numbers in (0, 1) for the elements of these tiles, float32 [T, E], with 16 random bits each. Hash
+    number 32 t + e gives the bits of the elements e and e + 32 (e < 32) of tile t.
 
     Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its
         first round and the other half before its second.

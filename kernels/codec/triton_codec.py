@@ -1,9 +1,9 @@
 """Tensors in few bits, in Triton: the twin of `reference.py`, bit for bit.
 
-A program has `TILES` tiles. Sums before and after the Hadamard transform are of whole numbers below 2^24, so any order
-gives the same result; divisions are exact, and nothing is fused (`enable_fp_fusion`).
+Each Triton program encodes or decodes `TILES` tiles. The Hadamard transforms sum whole numbers below 2^24, so any order
+gives the same result; divisions are correctly rounded, and nothing is fused (`enable_fp_fusion`).
 
-`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
+If `TRITON_INTERPRET=1` is set when this file is first imported, the kernels run on a CPU; for tests only.
 
 Letters as in `reference.py`.
 """
@@ -24,7 +24,7 @@ _WARPS: Final = 4
 
 @triton.jit
 def _max(x, y):
-    """Return the larger of two numbers, for reductions. (Triton's `max` needs an import for the interpreter.)"""
+    """Return the larger of two numbers, for reductions. (In the interpreter, Triton's `max` needs another import.)"""
     return tl.where(x > y, x, y)
 
 
@@ -45,7 +45,7 @@ def _hadamard(SIZE: tl.constexpr):
 
 @triton.jit
 def _chance(number, first, second):
-    """Return 32 bits of a hash, as uint32."""
+    """Return the hash of `number` with the key (first, second), as uint32."""
     h = number.to(tl.uint32) + first.to(tl.uint32)
     h = (h ^ (h >> 17)) * 0xED5AD4BB + second.to(tl.uint32)
     h = (h ^ (h >> 11)) * 0xAC4C1B51
@@ -117,7 +117,7 @@ def encode_kernel(
 
 @triton.jit
 def _store(part, code_B, at_byte, tile, tiles, WIDTH: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr):
-    """Pack parts of WIDTH bits, [TILES, SIZE], and write them."""
+    """Pack parts of codes, WIDTH bits each, [TILES, SIZE], and write them."""
     NUM_BYTES: tl.constexpr = SIZE * WIDTH // 8
     shift = WIDTH * tl.arange(0, 8 // WIDTH)
     packed = tl.reduce(tl.reshape(part, (TILES, 8 // WIDTH, NUM_BYTES)) << shift[None, :, None], 1, _add)
@@ -160,7 +160,7 @@ def decode_kernel(
 
 @triton.jit
 def _load(code_B, at_byte, is_there, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Read parts of WIDTH bits: int32 [TILES, SIZE]."""
+    """Read parts of codes, WIDTH bits each: int32 [TILES, SIZE]."""
     NUM_BYTES: tl.constexpr = SIZE * WIDTH // 8
     element = tl.arange(0, SIZE)
     at = at_byte[:, None] + (element % NUM_BYTES)[None, :]
@@ -169,7 +169,7 @@ def _load(code_B, at_byte, is_there, WIDTH: tl.constexpr, SIZE: tl.constexpr):
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode as `reference.encode` does."""
+    """Encode float32 [N] to a payload, uint8 [B]: the twin of `reference.encode`."""
     numel, tiles = x_N.numel(), num_tiles(x_N.numel())
     payload_B = torch.empty(form.payload_bytes(numel), dtype=torch.uint8, device=x_N.device)
     if tiles:
@@ -184,7 +184,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode as `reference.decode` does."""
+    """Decode a payload, uint8 [B], to float32 [N]: the twin of `reference.decode`."""
     tiles = num_tiles(numel)
     x_N = torch.empty(numel, device=payload_B.device)
     if tiles:

@@ -1,6 +1,6 @@
 """`permute`, `combine` and `grouped_matmul` with their backwards, for a model on any device.
 
-Letters as in `reference.py`.
+The shape letters are those of `reference.py`.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from shoal.kernels.dispatch.groups import Groups
 from shoal.kernels.triton_twins import triton_twins
 
 _NARROW_ENOUGH = (torch.float32, torch.bfloat16)
-"""The dtypes of the Triton twins."""
+"""The dtypes that the Triton twins support."""
 
 
 def permute(x_ND: Tensor, groups: Groups) -> Tensor:
-    """Copy each token once for each of its choices, sorted by expert: [N, D] -> [P, D]."""
+    """Copy each token once for each expert that it has chosen, into rows sorted by expert: [N, D] -> [P, D]."""
     return _called(_Permute, x_ND, groups)
 
 
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
     """Return the weighted sum over each token's rows: [P, D] -> [N, D].
 
-    Args: weight_NK: float32 [N, K]; float64 if `y_PD` is.
-    Raises: ValueError: weights of another dtype.
+    Args: weight_NK: float32 [N, K], or float64 if `y_PD` is float64.
+    Raises: ValueError: the weights have another dtype.
     """
     wanted = torch.float64 if y_PD.dtype == torch.float64 else torch.float32
     if weight_NK.dtype != wanted:
@@ -38,13 +38,13 @@ def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
-    """Apply `functional.linear` to each expert's rows with its matrix: [P, C] -> [P, R].
+    """Multiply each expert's rows by the transpose of its matrix: [P, C] -> [P, R].
 
     Args:
-        weights: E matrices [R, C], each a tensor of its own, so that each can be an autograd leaf. Matrices evenly
-            spaced in one flat buffer are read in place; a GPU must first copy others together.
-        offset_E: int64 [E + 1] of `Groups`.
-    Raises: ValueError: not as many matrices as groups.
+        weights: E matrices [R, C], each a tensor of its own, so that each can be an autograd leaf. If they are evenly
+            spaced in one flat buffer, they are read in place; otherwise a GPU first copies them into one.
+        offset_E: int64 [E + 1], the first row of each expert, then P (`Groups.offset_E`).
+    Raises: ValueError: the number of matrices is not E.
     """
     if len(weights) != len(offset_E) - 1:
         raise ValueError(f"{len(weights)} matrices for {len(offset_E) - 1} groups of rows")
@@ -53,8 +53,8 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) ->
 
 @torch.no_grad()
 def grouped_matmul_transposed(x_PR: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix [R, C]: [P, R] -> [P, C], without a gradient. This is the input
-    gradient of `grouped_matmul`, for a caller that does not keep the matrices until the backward."""
+    """Multiply each expert's rows by its matrix [R, C]: [P, R] -> [P, C]. This is the gradient of the input of
+    `grouped_matmul`, for callers that do not keep the matrices until the backward; it has no gradient of its own."""
     x_PR = x_PR.contiguous()
     result: Tensor = _twins(x_PR).grouped_matmul(x_PR, weights, offset_E, transposed=True)
     return result

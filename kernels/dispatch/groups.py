@@ -1,7 +1,7 @@
-"""Tokens sorted by the expert that they are sent to.
+"""Tokens sorted by the experts to which they are sent.
 
-A token is sent to K experts, so N tokens make P = N K rows. Rows of one expert lie together, in the order of the
-tokens. Nothing is padded or dropped: an expert has as many rows as tokens chose it, from none to all.
+Each token is sent to K experts, so N tokens make P = N K rows. The rows of one expert are consecutive, in the order of
+the tokens. Nothing is padded or dropped: an expert has one row for each token that chose it, from no token to all.
 
 N tokens   K choices a token   P rows   E experts
 """
@@ -14,22 +14,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The rows of each token and expert. All tensors are int64 and on the device of the choices."""
+    """The rows of each token and each expert. All tensors are int64 and on the device of the choices."""
 
     row_NK: Tensor
-    """[N, K], the row of each choice."""
+    """[N, K]: the row of token n's choice k."""
     choice_P: Tensor
-    """[P], n K + k of each row: the inverse of `row_NK`."""
+    """[P]: n K + k for the row of token n's choice k; the inverse of `row_NK`."""
     token_P: Tensor
-    """[P], n of each row."""
+    """[P]: the token n of each row."""
     offset_E: Tensor
-    """[E + 1]: rows [offset_E[e], offset_E[e + 1]) are expert e's; the last is P."""
+    """[E + 1]: the rows [offset_E[e], offset_E[e + 1]) belong to expert e; the last element is P."""
 
 
 def group(chosen_NK: Tensor, num_experts: int) -> Groups:
     """Sort the choices by expert, without waiting for the device.
 
-    Args: chosen_NK: int64 [N, K], in [0, num_experts). The range is not checked, since on a GPU that would wait.
+    Args: chosen_NK: int64 [N, K], each token's experts, in [0, num_experts). A check would wait for the GPU.
     """
     chosen_P = chosen_NK.reshape(-1)
     choice_P = chosen_P.argsort(stable=True)

@@ -1,14 +1,15 @@
-"""Tokens to their experts and back, and the experts' products, in Triton: twins of `reference.py`.
+"""Token dispatch and the experts' products in Triton: twins of `reference.py`.
 
 Nothing waits for the device. The number of a product's tiles depends on counts that only the device knows, so the
-largest possible number of programs starts, one for every `rows` rows and one more for each expert; programs without a
-tile end at once. A tile never crosses from one expert to the next, and rows beyond an expert's last are masked: nothing
-is padded in memory. Sums are in float32; bf16 operands go to the tensor cores unchanged.
+largest possible number of programs starts: one for every `rows` rows and one more for each expert. Programs without a
+tile end at once. A tile has rows of one expert only, and rows beyond the expert's last row are masked, so nothing is
+padded in memory. Sums are in float32; bf16 operands go to the tensor cores unchanged.
 
-`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only. The interpreter's bf16
-arithmetic is wrong, so there operands are widened first, and bf16 is rounded by integer arithmetic everywhere.
+If `TRITON_INTERPRET=1` is set when this file is first imported, the kernels run on a CPU; for tests only. The
+interpreter's bf16 arithmetic is wrong: in the interpreter operands are first converted to float32, and on every device
+results are rounded to bf16 by integer arithmetic.
 
-Letters as in `reference.py`.
+The shape letters are those of `reference.py`.
 """
 
 import os
@@ -25,14 +26,14 @@ from shoal.kernels.dispatch.groups import Groups
 
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_D: int = 1024
-"""Elements of a row that a program moves at a time."""
+"""The number of elements of a row that a program copies at a time."""
 GROUP: Final = 8
-"""Row tiles computed one after the other for each column tile, so that the matrix stays in the L2 cache."""
+"""The number of row tiles that use a column tile one after the other, so that the matrix stays in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of a product: its rows, its columns, and its terms at a time; and how a card runs it."""
+    """The size of a product's tile (rows, columns, terms summed at a time), and its warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -45,18 +46,18 @@ TILES: Mapping[torch.dtype, Tile] = {
     torch.bfloat16: Tile(128, 128, 64, 8, 3),
     torch.float32: Tile(64, 64, 32, 4, 3),
 }
-"""Usual sizes for current cards; not measured on one."""
+"""Usual sizes for current GPUs, not measured on one."""
 
 
 @triton.jit
 def _add(x, y):
-    """Add two numbers, for reductions. (Triton's `sum` needs an import for the interpreter.)"""
+    """Add two numbers, for reductions. (In the interpreter, Triton's `sum` needs another import.)"""
     return x + y
 
 
 @triton.jit
 def _narrowed(x):
-    """Return the bits of float32 `x` as bf16, to the nearest, ties to even: int16."""
+    """Round float32 `x` to the nearest bf16, ties to even. Returns: the bits, as int16."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
     return (bits >> 16).to(tl.int16)
@@ -67,8 +68,8 @@ def spread_kernel(
     x_ND, y_PD, weight_P, choice_P, token_P, out_PD, dot_P, width,
     WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token row; if WEIGHTED, scale it by its choice's weight, and store its dot product with the row of
-    `y_PD` at the choice's position. NARROW: the result is bf16, given as int16."""
+    """Copy one token into one row. If WEIGHTED, multiply it by the weight of its choice, and store its dot product with
+    that row of `y_PD` at the choice's position. NARROW: the output is bf16, viewed as int16."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_P + row)
     if WEIGHTED:
@@ -95,7 +96,7 @@ def gather_kernel(
     x_PD, weight_NK, row_NK, out_ND, width,
     CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum a part of the width of one token's rows; if WEIGHTED, with the choices' weights."""
+    """Sum one token's rows, for BLOCK elements of the width. If WEIGHTED, multiply each by the weight of its choice."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -118,7 +119,7 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: their number or more, a power of 2."""
+    """Compute one tile of [P, T] x [T, W] with its expert's matrix. EXPERTS: a power of 2, at least `num_experts`."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP
@@ -126,7 +127,7 @@ def matmul_kernel(
     within = program % (GROUP * column_tiles)
     tile = first_tile + within % tiles_here
     columns = within // tiles_here * COLUMNS + tl.arange(0, COLUMNS)
-    # Find the tile's expert: experts have ceil(rows / ROWS) tiles each, one behind the other.
+    # Find the tile's expert: each expert has ceil(rows / ROWS) consecutive tiles.
     experts = tl.arange(0, EXPERTS)
     firsts = tl.load(offset_E + experts, mask=experts < num_experts, other=0)
     lasts = tl.load(offset_E + experts + 1, mask=experts < num_experts, other=0)
@@ -198,34 +199,34 @@ def outer_kernel(
 
 
 def permute(x_ND: Tensor, groups: Groups) -> Tensor:
-    """See `reference.permute`."""
+    """Copy each token once for each of its choices, as `reference.permute` does."""
     return _spread(x_ND, groups)[0]
 
 
 def permute_backward(grad_PD: Tensor, groups: Groups) -> Tensor:
-    """See `reference.permute_backward`."""
+    """Return the gradient of the input of `permute`, as `reference.permute_backward` does."""
     return _gathered(grad_PD, None, groups)
 
 
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
-    """See `reference.combine`."""
+    """Return the weighted sum of each token's rows, as `reference.combine` does."""
     return _gathered(y_PD, weight_NK, groups)
 
 
 def combine_backward(grad_ND: Tensor, y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """See `reference.combine_backward`."""
+    """Return the gradients of the rows and weights of `combine`, as `reference.combine_backward` does."""
     return _spread(grad_ND, groups, y_PD, weight_NK)
 
 
 def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """See `reference.grouped_matmul`."""
+    """Multiply each expert's rows by its matrix: the twin of `reference.grouped_matmul`, [P, C] -> [P, R]."""
     num_experts, (R, C) = len(weights), weights[0].shape
     width, terms = (C, R) if transposed else (R, C)
     y_PW, tile = x_PC.new_empty(len(x_PC), width), TILES[x_PC.dtype]
     if y_PW.numel():
         first, stride_expert = _evenly_spaced(weights)
         row_tiles = min(len(x_PC), triton.cdiv(len(x_PC), tile.rows) + num_experts - 1)
-        # Triton launches on the current device, not on the tensors'.
+        # Triton launches on the current device, which may not be that of the tensors.
         with torch.cuda.device_of(x_PC):  # type: ignore[no-untyped-call]
             matmul_kernel[(row_tiles * triton.cdiv(width, tile.columns),)](
                 x_PC, first, offset_E, _bits(y_PW), num_experts, width, terms,
@@ -236,7 +237,7 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *,
 
 
 def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tensor, ...]:
-    """See `reference.grouped_outer`."""
+    """Return the gradient of each expert's matrix, as `reference.grouped_outer` does."""
     num_experts, R, C, tile = len(offset_E) - 1, grad_PR.shape[1], x_PC.shape[1], TILES[x_PC.dtype]
     out_ERC = grad_PR.new_empty(num_experts, R, C)
     if out_ERC.numel():
@@ -250,7 +251,7 @@ def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tens
 def _spread(
     x_ND: Tensor, groups: Groups, y_PD: Tensor | None = None, weight_NK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows [P, D], with weights; their dot products with the rows of `y_PD`, [N, K])."""
+    """Return (each token's copies as rows [P, D], weighted if `weight_NK` is given; their dot products with `y_PD`)."""
     weighted, (P, D) = y_PD is not None, (len(groups.token_P), x_ND.shape[1])
     out_PD = x_ND.new_empty(P, D)
     dot_NK = x_ND.new_empty(groups.row_NK.shape, dtype=torch.float32)
@@ -281,7 +282,7 @@ def _block(width: int) -> int:
 
 
 def _bits(out: Tensor) -> Tensor:
-    """View a tensor as a kernel writes it: bf16 as int16."""
+    """Return the view of a tensor to which a kernel writes: int16 for bf16."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
@@ -300,7 +301,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (the first matrix, the elements from each to the next). Unevenly spaced matrices are copied together."""
+    """Return (the first matrix, the elements from one to the next). Copy unevenly spaced matrices into one tensor."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

@@ -1,15 +1,16 @@
-"""NormalFloat: four bits a number, for weights that are about normal. Plain torch, for every device; `triton_nf4.py`
-decodes to the same bits on a card.
+"""NormalFloat: four bits a number, for weights that are about normally distributed. Plain torch, for every device;
+`triton_nf4.py` decodes to the same bits on a GPU.
 
-Tiles of 64 numbers share a scale f, their largest magnitude rounded up to bfloat16. A number x becomes the nearest of
-16 levels to x / f; the levels are equally likely if x is normal. A payload holds, for T tiles, T scales in bfloat16,
-little-endian, and then 32 bytes a tile: codes e and e + 32 in byte e, the first one in its low bits.
+The 64 numbers of a tile share a scale f, their largest magnitude rounded up to bfloat16. The code of a number x is the
+index of the level, of 16, that is nearest to x / f. The levels are equally likely if x is normally distributed. The
+payload of T tiles has T scales in bfloat16, little-endian, and then 32 bytes for each tile: byte e has code e in its
+low four bits and code e + 32 in its high four bits.
 
 IEEE 754 defines every operation here to the last bit: payloads and decoded numbers are equal on all devices.
 
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, arXiv 2305.14314, section 3 and appendix
-    E, which has the levels. We differ in that a scale has 16 bits, and not 32 or, quantised once more, 8.5: 4.25 bits a
-    number.
+    E, which has the levels. We differ in that a scale takes 16 bits, 4.25 bits a number in all; theirs takes 32, or 8.5
+    if it is quantised once more.
 
 N elements   T tiles   E elements of a tile   B bytes
 """
@@ -43,11 +44,11 @@ LEVELS: Final = (
     1.0,
 )
 _CHUNK_TILES: Final = 1 << 14
-"""Tiles at a time: 4 MiB in float32."""
+"""Tiles that are computed at a time: 4 MiB in float32."""
 
 
 def payload_bytes(numel: int) -> int:
-    """Return the bytes of a tensor with `numel` elements."""
+    """Return the size of the payload of a tensor with `numel` elements."""
     return num_tiles(numel) * (SCALE_BYTES + TILE_BYTES)
 
 
@@ -77,7 +78,7 @@ def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) ->
     Args:
         payload_B: uint8 [B], `payload_bytes(numel)` of them. Any bytes are valid.
         numel: N.
-        dtype: each float32 number is rounded to it.
+        dtype: the dtype to which each float32 number is rounded.
     Returns: [N] of `dtype`.
     """
     tiles = num_tiles(numel)
@@ -95,13 +96,13 @@ def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) ->
 
 
 def _parts(payload_B: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return views: (scales as int16 [T], codes [T, B])."""
+    """Return views of a payload: (its scales as int16 [T], its codes [T, B])."""
     scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
     return scale_T, payload_B[tiles * SCALE_BYTES :].view(tiles, TILE_BYTES)
 
 
 def _rounded_up(a_T: Tensor) -> Tensor:
-    """Round up to bfloat16, so that no share is larger than 1; the largest float32 stays finite."""
+    """Round up to bfloat16, so that no number divided by its scale exceeds 1. The result is always finite."""
     up_T = ((a_T.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(up_T.isfinite(), up_T, torch.finfo(torch.bfloat16).max)
 

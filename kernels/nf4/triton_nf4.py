@@ -1,11 +1,11 @@
 """Four bits a number, in Triton: the twin of `reference.decode`, bit for bit.
 
-A program has `TILES` tiles. Each product of two float32 numbers is rounded once to float32 and then, for bfloat16
-results, to the nearest bfloat16, ties to even. There is no encoder: a base is made once, on a CPU.
+Each Triton program decodes `TILES` tiles. Each product of two float32 numbers is rounded once to float32 and then, for
+bfloat16 results, to the nearest bfloat16, ties to even. There is no encoder: weights are encoded once, on a CPU.
 
-`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
+If `TRITON_INTERPRET=1` is set when this file is first imported, the kernel runs on a CPU; for tests only.
 
-Letters as in `reference.py`.
+The shape letters are those of `reference.py`.
 """
 
 from typing import Final
@@ -28,7 +28,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Decode the `TILES` tiles of this program. A tile is 64 numbers: a bfloat16 scale and 32 bytes of codes.
 
-    NARROW: `x_N` has the bits of bfloat16 numbers, as int16.
+    NARROW: the output `x_N` is bfloat16, viewed as int16.
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     element = tl.arange(0, SIZE)
@@ -41,7 +41,7 @@ def decode_kernel(
     x = level * factor[:, None]
     at = tile.to(tl.int64)[:, None] * SIZE + element[None, :]
     if NARROW:
-        # By hand: the interpreter truncates.
+        # Round by integer arithmetic: the interpreter's conversion would truncate.
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         tl.store(x_N + at, (bits >> 16).to(tl.int16), mask=at < numel)
@@ -50,11 +50,11 @@ def decode_kernel(
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode as `reference.decode` does."""
+    """Decode a payload, uint8 [B], to [N] of `dtype`: the twin of `reference.decode`."""
     tiles, is_narrow = num_tiles(numel), dtype == torch.bfloat16
     x_N = torch.empty(numel, dtype=torch.bfloat16 if is_narrow else torch.float32, device=payload_B.device)
     if tiles:
-        # Triton launches on the current device, not on the tensors'.
+        # Triton launches on the current device, which may not be that of the tensors.
         with torch.cuda.device_of(payload_B):  # type: ignore[no-untyped-call]
             decode_kernel[(triton.cdiv(tiles, TILES),)](
                 payload_B[: tiles * SCALE_BYTES].view(torch.int16), payload_B[tiles * SCALE_BYTES :],

@@ -21,20 +21,21 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The rules `{name}_…` of `rules`, by the twin for the tensors' device. `settings`: see `Hyperparameters`."""
+    """One optimizer: the functions `{name}_step`, `{name}_predict` ... of the module `rules`, or their Triton twins.
+    The `settings` of its methods are the fields of `Hyperparameters`."""
 
     name: str
     rules: ModuleType
     moment2_of: Literal["all", "rest", "none"]
-    """The elements with a second moment; "rest": those after the hidden matrices."""
+    """The elements that have a second moment; "rest": the elements after the hidden matrices."""
 
     def step(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> State:
-        """Make one step from version `step`. Returns: the new (param_N, moment1_N, moment2_N)."""
+        """Make one optimizer step from version `step`. Returns: the new (param_N, moment1_N, moment2_N)."""
         made: State = self._rule("step", param_N)(param_N, grad_N, moment1_N, moment2_N, Hyperparameters(**settings))
         return made
 
     def weights(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> Tensor:
-        """Make the weights of `step` up to rounding, for use on this peer only. A CPU needs no moments for that."""
+        """Return only the new weights of a step, up to rounding, for this peer. A CPU makes no new moments for them."""
         own = getattr(self.rules, f"{self.name}_weights", None)
         if own is None or not param_N.is_cpu:
             return self.step(param_N, grad_N, moment1_N, moment2_N, **settings)[0]
@@ -44,8 +45,8 @@ class Optimizer:
     def predict(
         self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, *, staleness_steps: int, **settings: Any
     ) -> Tensor:
-        """Estimate the weights of version `step + staleness_steps`: float32 [N]. Without staleness (>= 0), or before
-        the first step, it is `param_N` itself."""
+        """Predict the weights of version `step + staleness_steps`: float32 [N]. If `staleness_steps` (>= 0) is 0, or
+        before the first step, they are `param_N` itself."""
         hyper = Hyperparameters(**settings)
         if staleness_steps == 0 or hyper.step == 0:
             return param_N
@@ -68,7 +69,7 @@ class Optimizer:
         return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
     def _rule(self, what: str, param_N: Tensor) -> Callable[..., Any]:
-        """Return the rule, or its Triton twin for non-empty float32 tensors on a CUDA device."""
+        """Return the function `what` of this optimizer; for non-empty float32 tensors on CUDA its Triton twin."""
         name = f"{self.name}_{what}"
         fits = param_N.is_cuda and param_N.dtype == torch.float32 and param_N.numel() > 0
         plain: Callable[..., Any] = getattr(self.rules, name)

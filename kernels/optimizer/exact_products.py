@@ -1,15 +1,16 @@
-"""Matrix products without any error, so that every device has the same bits.
+"""Matrix products without rounding errors, so that every device has the same bits.
 
-Libraries, thread counts and cards sum a product in different orders. So operands are rounded to whole numbers with few
-enough bits that every sum of their products is exact: then neither the order nor a fused multiply-add can change it.
-Two ways give the same bits:
+The order of a product's sums depends on library, thread count and device. So operands are rounded to whole numbers with
+so few bits that every sum of their products is exact: then neither the order nor a fused multiply-add can change it.
+There are two ways to compute such a product, which give the same bits:
 
-- float64 holds whole numbers up to 2^53, and operands of (53 - log2 K) / 2 bits keep every sum below that;
-- operands of at most 14 bits are two slices of 8 bits each, whose products int32 holds: four int8 products (three for a
-  matrix by itself), which cards and newer processors compute many times as fast as one in float64.
+- in float64, which holds whole numbers up to 2^53: operands of (53 - log2 K) / 2 bits keep every sum below that;
+- in int8: operands of at most 14 bits are cut into two slices of 8 bits each, and int32 holds the sums of products of
+  slices. This takes four int8 products (three for a matrix times its transpose), which GPUs and newer processors
+  compute many times as fast as one product in float64.
 
-A device uses int8 if that proves exact and faster (`multiplies_int8`): processors without VNNI saturate sums of two
-products at 16 bits.
+A device uses int8 if a test shows that its products are exact and faster (`multiplies_int8`): processors without VNNI
+saturate sums of two products at 16 bits.
 
 Source: operands cut so that products are free of error: Ozaki, Ogita, Oishi and Rump (Numerical Algorithms 59, 2012);
     in int8: Ootomo, Ozaki and Yokota (2024, arXiv 2306.11975).
@@ -29,60 +30,62 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MOST_BITS: Final = 14
-"""The bits that two slices of int8 hold: the largest operand, 2^14, is 64 x 256 + 0."""
+"""The most bits of an operand that is cut into two int8 slices: the largest operand, 2^14, is 64 x 256 + 0."""
 _SLICE: Final = 256
 _MULTIPLE: Final = 32
-"""Zeros fill up rows and columns to multiples of this, for cuBLASLt: multiples of 8, and more than 16 rows."""
+"""Rows and columns are padded with zeros to multiples of this: cuBLASLt wants multiples of 8 and more than 16 rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The matrix `whole_RC * unit`."""
+    """The matrix `whole_RC * unit`, in fixed-point form."""
 
     whole_RC: Tensor
-    """float64, whole numbers of at most `operand_bits`."""
+    """float64, whole numbers of at most `operand_bits(terms)` bits."""
     unit: Tensor
     """float64 [], a power of two."""
 
 
 def operand_bits(terms: int) -> int:
-    """Return the bits of operands with `terms` terms in a sum: 2 bits + log2 K <= 53, and at most two slices."""
+    """Return the bits that operands may have if `terms` of their products are summed: 2 bits + log2 terms <= 53, and at
+    most what two slices hold."""
     return min(MOST_BITS, (53 - (terms - 1).bit_length()) // 2)
 
 
 def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
-    """Round float64 [R, C] to whole multiples of a unit, the finest at which the largest element fits."""
-    # the norm of order infinity has no rounding
+    """Round float64 [R, C] to whole multiples of a unit: the smallest for which the largest element has few enough bits
+    for sums of `terms` terms."""
+    # The infinity norm (the largest magnitude) has no rounding error.
     exponent = torch.frexp(torch.linalg.vector_norm(x_RC, torch.inf)).exponent
     bits = operand_bits(terms)
     return Fixed((x_RC * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits))
 
 
 def exact_matmul(a_RK: Fixed, b_KC: Fixed) -> Tensor:
-    """Multiply a by b: float64 [R, C], without error if both were made with `terms` >= K."""
+    """Return the product of a and b, float64 [R, C], without error if both were made with `terms` >= K."""
     whole = product_of_slices if _is_for_int8(a_RK) else product_of_doubles
     return whole(a_RK.whole_RC, b_KC.whole_RC).mul_(a_RK.unit * b_KC.unit)
 
 
 def exact_square(a_RK: Fixed) -> Tensor:
-    """Multiply a by its transpose: float64 [R, R], without error if `a_RK` was made with `terms` >= K."""
+    """Return a times its transpose, float64 [R, R], without error if `a_RK` was made with `terms` >= K."""
     whole = square_of_slices if _is_for_int8(a_RK) else square_of_doubles
     return whole(a_RK.whole_RC).mul_(a_RK.unit * a_RK.unit)
 
 
 def product_of_doubles(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """Multiply whole numbers in float64: float64 [R, C]."""
-    # The sign of a zero sum depends on the order; + 0.0 makes -0 to 0.
+    """Multiply matrices of whole numbers in float64: float64 [R, C]."""
+    # The sign of a zero sum depends on the order of the sum; adding 0.0 turns -0 into 0.
     return (a_RK @ b_KC).add_(0.0)
 
 
 def square_of_doubles(a_RK: Tensor) -> Tensor:
-    """Multiply whole numbers by their transpose in float64: float64 [R, R]."""
+    """Multiply a matrix of whole numbers by its transpose in float64: float64 [R, R]."""
     return product_of_doubles(a_RK, a_RK.T)
 
 
 def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """Multiply whole numbers in int8: float64 [R, C].
+    """Multiply matrices of whole numbers in int8: float64 [R, C].
 
     Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then
     a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which takes four int8 products.
@@ -100,7 +103,8 @@ def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
 
 
 def square_of_slices(a_RK: Tensor) -> Tensor:
-    """Multiply whole numbers by their transpose in int8: float64 [R, R], in three products: a0 a1T is (a1 a0T)T."""
+    """Multiply a matrix of whole numbers by its transpose in int8: float64 [R, R]. This takes three int8 products,
+    because a0 a1^T is the transpose of a1 a0^T."""
     high_RK, low_RK = _slices(a_RK)
     mixed_RR = torch._int_mm(high_RK, low_RK.T)
     middle_RR = mixed_RR + mixed_RR.T
@@ -110,12 +114,12 @@ def square_of_slices(a_RK: Tensor) -> Tensor:
 
 
 def _is_for_int8(a_RK: Fixed) -> bool:
-    # With 2^16 terms sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30.
+    # With up to 2^16 terms the sum of the two mixed products stays below 2 x 2^13 x 2^16 = 2^30, which int32 holds.
     return a_RK.whole_RC.shape[1] <= 1 << 16 and multiplies_int8(a_RK.whole_RC.device)
 
 
 def _sum_of_slices(high_RC: Tensor, middle_RC: Tensor, low_RC: Tensor) -> Tensor:
-    """Return 2^16 high + 2^8 middle + low, float64, exactly: at most 53 bits above a power of two."""
+    """Return 2^16 high + 2^8 middle + low, float64. This is exact, since no sum here needs more than 53 bits."""
     product_RC = high_RC.to(torch.float64).mul_(_SLICE**2)
     return product_RC.add_(middle_RC, alpha=_SLICE).add_(low_RC)
 
@@ -126,16 +130,16 @@ def multiplies_int8(device: torch.device) -> bool:
     try:
         return _is_exact(device) and _best_s(product_of_slices, device) < _best_s(product_of_doubles, device)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the device: the job is retried, and calls this again
+        raise  # this says nothing about the device; the caller retries its job and so this test
     except RuntimeError:  # this build, or this kind of device, has no int8 product
         return False
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Compare int8 products of the largest numbers, whose sums saturate first, and of others."""
+    """Return whether int8 products are exact for random numbers and for the largest, which saturate sums first."""
     chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
     largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
-    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, whose products are 2^14
+    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128 with products of 2^14
     others_RK = torch.randint(-(2**MOST_BITS), 2**MOST_BITS, shape_RK, generator=chance).to(torch.float64)
     for a_RK in (largest_RK, low_RK, low_RK + _SLICE - 1, others_RK):
         for b_KR in (a_RK.T, -a_RK.T, others_RK.T):
@@ -148,18 +152,19 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> float:
-    """Return the shortest of three times of a matrix by its transpose, large enough to hide a card's launch times."""
+    """Return the shortest of three times of the product of a matrix and its transpose. The matrix is so large that a
+    GPU's launch time hardly counts."""
     shape_RK = (256, 1024) if device.type == "cpu" else (2048, 4096)
     x_RK, best_s = torch.full(shape_RK, 77.0, dtype=torch.float64, device=device), math.inf
     for _ in range(4):  # the first one warms up
         began_s = time.perf_counter()
-        product(x_RK, x_RK.T)[0, 0].item()  # waits for a card
+        product(x_RK, x_RK.T)[0, 0].item()  # waits for a GPU
         best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
 
 
 def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers as int8 slices, 256 high + low, padded with zeros to multiples of `_MULTIPLE`."""
+    """Return int8 slices (high, low) of whole numbers 256 high + low, padded with zeros to multiples of `_MULTIPLE`."""
     R, K = whole_RK.shape
     whole_RK = pad(whole_RK.to(torch.int16), (0, -K % _MULTIPLE, 0, -R % _MULTIPLE))
     high_RK = (whole_RK + _SLICE // 2) >> 8
@@ -167,5 +172,5 @@ def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, float64 [], by its bits, since `pow` is not exact on every device."""
+    """Return 2^exponent, float64 [], made from its bits, since `pow` is not exact on every device."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

@@ -1,12 +1,12 @@
 """Muon in plain torch: hidden matrices step along an orthogonal matrix, all other elements take AdamW's rule.
 
-As in `reference.py`, nothing is changed in place, and steps give the same bits on every device. The first moment is an
-average of gradients as AdamW's, not their sum: the orthogonal matrix does not depend on its length. A hidden matrix
-needs no second moment, so `moment2_N` has only the elements after the matrices.
+As in `reference.py`, nothing is changed in place, and steps give the same bits on every device. The first moment is a
+running average of gradients, as in AdamW, instead of a sum: the orthogonal matrix is the same, since it does not depend
+on the moment's length. A hidden matrix has no second moment: `moment2_N` has only the elements after the matrices.
 
-Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), in its Nesterov form, five iterations. Length
-of a step and weight decay: Moonlight (2025, arXiv 2502.16982, section 2.2). Equal to `torch.optim.Muon(nesterov=True,
-adjust_lr_fn="match_rms_adamw")`, except that torch rounds the iterations to bfloat16.
+Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), in its Nesterov form with five iterations; step
+length and weight decay from Moonlight (2025, arXiv 2502.16982, section 2.2). The steps equal those of
+`torch.optim.Muon(nesterov=True, adjust_lr_fn="match_rms_adamw")`, except that torch rounds the iterations to bfloat16.
 
 N elements of one layer   H elements of its hidden matrices, which come first   R rows   C columns
 """
@@ -23,12 +23,13 @@ from shoal.kernels.optimizer.rules import Hyperparameters, Matrices, State
 
 
 def muon_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
-    """Make one step of Muon; arguments and result as `reference.adamw_step`, except two.
+    """Make one step of Muon. Returns: the new (param_N, moment1_N, moment2_N).
 
     Args:
+        param_N, grad_N, moment1_N: float32 [N].
         moment2_N: float32 [N - H].
-        hyper: its matrices lie one behind the other from element 0 on, all of them decayed.
-    Raises: ValueError: the matrices lie elsewhere.
+        hyper: its `matrices` are consecutive from element 0 on, and all of them have weight decay.
+    Raises: ValueError: the matrices are not consecutive from element 0 on.
     """
     H = hidden_numel(hyper.matrices)
     rest = adamw_step(param_N[H:], grad_N[H:], moment1_N[H:], moment2_N, _of_the_rest(hyper, H))
@@ -48,15 +49,16 @@ def muon_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Ten
 def muon_predict(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict as `reference.adamw_predict` does, for `muon_step`, along the first moment made orthogonal.
+    """Predict `param_N`, float32 [N], after `staleness_steps` > 0 more steps of `muon_step`: each hidden matrix moves
+    along the orthogonal matrix of its first moment.
 
-    If the gradient repeats, the moment is a multiple of it, and its length does not matter: like AdamW's, the
-    prediction is exact from the first step on.
+    If the gradient stays the same, the first moment is a multiple of it, and only its direction matters: the prediction
+    is then exact from the first step on, as AdamW's is.
     """
     H = hidden_numel(hyper.matrices)
     rest_N = adamw_predict(param_N[H:], moment1_N[H:], moment2_N, _of_the_rest(hyper, H), staleness_steps)
     keep = 1 - hyper.learning_rate * hyper.weight_decay
-    # A change is decayed by the steps after it.
+    # The change of a step is decayed by each step after it.
     way = hyper.learning_rate * sum(keep**j for j in range(staleness_steps))
     predicted_N = torch.cat((param_N[:H] * keep**staleness_steps, rest_N))
     for first, R, C in hyper.matrices:
@@ -71,7 +73,7 @@ def _of_the_rest(hyper: Hyperparameters, H: int) -> Hyperparameters:
 
 
 def hidden_numel(matrices: Matrices) -> int:
-    """Return H. Raises: ValueError: the matrices are not one behind the other from element 0 on."""
+    """Return H. Raises: ValueError: the matrices are not consecutive from element 0 on."""
     end = 0
     for first, R, C in matrices:
         if first != end:
@@ -81,5 +83,5 @@ def hidden_numel(matrices: Matrices) -> int:
 
 
 def _length(R: int, C: int) -> float:
-    """Return the length of a step in learning rates, so that its root mean square is AdamW's, 0.2."""
+    """Return the factor on a step's orthogonal matrix that makes its root mean square 0.2, as with AdamW."""
     return 0.2 * math.sqrt(max(R, C))

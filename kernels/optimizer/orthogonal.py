@@ -1,8 +1,8 @@
 """The approximately nearest orthogonal matrix by Newton-Schulz iterations: the direction of Muon's steps.
 
-A step must give the same bits on every device (see `reference.py`), so its products are exact (`exact_products.py`)
-with operands rounded to 14 bits. Newton-Schulz tolerates that (`MEASURED.md` has figures): it draws every singular
-value towards 1, and errors with them.
+A step must give the same bits on every device (see `reference.py`), so its matrix products are exact
+(`exact_products.py`), with operands rounded to 14 bits. Newton-Schulz tolerates this rounding (`MEASURED.md` has
+figures): each iteration draws all singular values towards 1, and so corrects earlier errors.
 
 Source: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), the iteration and its coefficients.
 
@@ -19,7 +19,8 @@ from shoal.kernels.optimizer.roots import rounded_sqrt
 
 ITERATIONS: Final = 5
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""The coefficients of x, x^3, x^5: steep at zero, for speed. A value above 0.0015 ends in [0.68, 1.21], not at 1."""
+"""The coefficients of x, x^3 and x^5. The polynomial is steep at zero, for speed: five iterations take each singular
+value above 0.0015 into [0.68, 1.21], not exactly to 1."""
 
 
 def orthogonal(x_RC: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def orthogonal(x_RC: Tensor) -> Tensor:
 
 
 def orthogonal_nearby(x_RC: Tensor) -> Tensor:
-    """Do as `orthogonal` in plain float32, about 1e-5 off, for predictions, which stay on one peer."""
+    """Compute `orthogonal` in plain float32, with an error of about 1e-5, for predictions, which stay on one peer."""
     tall = x_RC.shape[0] > x_RC.shape[1]
     x_RC = x_RC.T if tall else x_RC
     x_RC = x_RC / _at_least_tiny(torch.linalg.vector_norm(x_RC, torch.inf))  # its squares fit in float32

@@ -2,17 +2,17 @@
 in `muon.py`.
 
 The state of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
-decoupled weight decay; the rest are norms and get none.
+decoupled weight decay; the rest are norms and biases and get none.
 
-Nothing is changed in place, because microbatches in flight may still use the old version; each function allocates its
+Nothing is changed in place, because microbatches in flight may still use the old version. Each function allocates its
 results and at most one temporary.
 
-**Steps give the same bits on every device.** Replicas compare digests after a step, and they have different CPUs,
-thread counts and GPUs. So a step uses only operations that IEEE 754 rounds in one way (+, -, *, /, one rounding each,
-and the root of `roots.py`, since torch's is not). It uses no lerp, addcmul, addcdiv or alpha=, which are fused only on
-a CPU with fused multiply-add; no division by a scalar, which CUDA turns into a multiplication; and no float32
-reduction, whose order depends on the number of threads. Predictions are local and need not be equal, so they use the
-fused operations.
+**Steps give the same bits on every device.** Replicas have different CPUs, thread counts and GPUs, and compare digests
+after a step. So a step uses only operations that IEEE 754 rounds in one way: +, -, * and /, with one rounding each, and
+the square root of `roots.py`, since torch's may be rounded wrongly. A step uses no lerp, addcmul, addcdiv or alpha=,
+which are fused only on a CPU with fused multiply-add; no division by a scalar, which CUDA turns into a multiplication;
+and no float32 reduction, because its order depends on the number of threads. Predictions stay on one peer, so they may
+differ and use the fused operations.
 
 Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
 momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839), w' = w -
@@ -37,7 +37,7 @@ def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tens
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
-        moment2_N: unused; float32 [0] goes in and comes out. `beta2` and `epsilon` are unused, too.
+        moment2_N: float32 [0], returned unchanged. `beta2` and `epsilon` are unused, too.
     Returns: the new (param_N, moment1_N, moment2_N).
     """
     moment1_N = (moment1_N * hyper.beta1).add_(grad_N)
@@ -45,7 +45,8 @@ def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tens
 
 
 def adamw_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
-    """Make one step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
+    """Make one step of AdamW, equal to `torch.optim.AdamW`. All tensors are float32 [N]. Returns: the new (param_N,
+    moment1_N, moment2_N)."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
     change_N = _root(moment2_N, hyper, hyper.step + 1)
     torch.div(moment1_N, change_N, out=change_N).mul_(-hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1)))
@@ -55,7 +56,7 @@ def adamw_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Te
 def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
     """Make one step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
 
-    Arguments and result as `sgd_step`; all four are [N].
+    All tensors are float32 [N]. Returns: the new (param_N, moment1_N, moment2_N).
     """
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
     fresh, past = nesterov_shares(hyper)
@@ -67,7 +68,7 @@ def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Te
 def sgd_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Make the weights of `sgd_step` alone, up to rounding, with fused operations: they stay on this peer."""
+    """Return only the new weights of `sgd_step`, up to rounding: they stay on this peer, so operations may be fused."""
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N)
     return _decayed_once(param_N, hyper).add_(change_N, alpha=-hyper.learning_rate)
 
@@ -75,7 +76,7 @@ def sgd_weights(
 def adamw_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Make the weights of `adamw_step`, as `sgd_weights` does for `sgd_step`."""
+    """Return only the new weights of `adamw_step`, up to rounding; they stay on this peer."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N, alpha=1 - hyper.beta1)
     rate = hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))
@@ -85,7 +86,7 @@ def adamw_weights(
 def nadam_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Make the weights of `nadam_step`, as `sgd_weights` does for `sgd_step`."""
+    """Return only the new weights of `nadam_step`, up to rounding; they stay on this peer."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     fresh, past = nesterov_shares(hyper)
     change_N = torch.mul(moment1_N, past * hyper.beta1).add_(grad_N, alpha=fresh + past * (1 - hyper.beta1))
@@ -95,7 +96,7 @@ def nadam_weights(
 def sgd_predict(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict `param_N` after `staleness_steps` > 0 more steps of `sgd_step`, if they go as the last ones.
+    """Predict `param_N` after `staleness_steps` > 0 more steps of `sgd_step` in the direction of the last steps.
 
     Args: param_N, moment1_N, moment2_N: float32 [N], the state at a version > 0 (`moment2_N` is unused).
     Returns: float32 [N].
@@ -109,32 +110,35 @@ def sgd_predict(
 def adamw_predict(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict as `sgd_predict` does, for `adamw_step`; the direction is m^ / (sqrt(v^) + epsilon), bias-corrected."""
+    """Predict `param_N` after `staleness_steps` > 0 more steps of `adamw_step`, in the direction m^ / (sqrt(v^) +
+    epsilon), where m^ and v^ are the bias-corrected moments."""
     return _moved(param_N, moment1_N, moment2_N, hyper, adamw_gains(hyper, staleness_steps))
 
 
 def nadam_predict(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict as `sgd_predict` does, for `nadam_step`, with the bias-corrected first moment as the next gradient."""
+    """Predict `param_N` after `staleness_steps` > 0 more steps of `nadam_step`, if the bias-corrected first moment is
+    the gradient of each."""
     return _moved(param_N, moment1_N, moment2_N, hyper, nadam_gains(hyper, staleness_steps))
 
 
 def sgd_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the lengths of the next steps, in learning rates times the direction, which is the first moment."""
+    """Return the length of each of the next steps, in units of the learning rate times the first moment."""
     return [1.0] * staleness_steps
 
 
 def adamw_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the gains as `sgd_gains` does; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
+    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon)
+    at version `step`."""
     return [1 / (1 - hyper.beta1**hyper.step)] * staleness_steps
 
 
 def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the gains as `adamw_gains` does.
+    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon).
 
-    With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
-    `nadam_step` at version n, this gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
+    With a constant gradient g the first moment after n steps is (1 - beta1^n) g. With this moment, the two terms of
+    `nadam_step` at version n add up to a multiple of g, and g itself is moment1 / (1 - beta1^step).
     """
     beta1, step = hyper.beta1, hyper.step
     return [
@@ -145,7 +149,7 @@ def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
 
 
 def nesterov_shares(hyper: Hyperparameters) -> tuple[float, float]:
-    """Return NAdam's factors of (the gradient, the new first moment), bias-corrected."""
+    """Return NAdam's factors on (the gradient, the new first moment), with bias correction."""
     beta1, step = hyper.beta1, hyper.step
     return (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
 
@@ -153,8 +157,9 @@ def nesterov_shares(hyper: Hyperparameters) -> tuple[float, float]:
 def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, float]:
     """Sum up the effect of len(gains) steps on a weight.
 
-    Returns: (kept share of a decayed weight, its distance along the direction, an undecayed weight's distance). An
-        update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
+    Returns: (the share of a decayed weight that remains, the distance that a decayed weight moves along the direction,
+        the distance that an undecayed weight moves). An update made j steps before the end is itself decayed j times:
+        lr (1 - lr wd)^j.
     """
     learning_rate, keep = hyper.learning_rate, 1 - hyper.learning_rate * hyper.weight_decay
     decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
@@ -162,12 +167,12 @@ def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, 
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
-    """Scale a layer's gradient to a norm of at most `clip_norm`; 0 leaves it unchanged.
+    """Scale a layer's gradient to a norm of at most `clip_norm`; with a `clip_norm` of 0 it stays unchanged.
 
     Returns: (float32 [N], `grad_N` itself if unchanged; its 2-norm before clipping, a float32 number).
     """
-    # The order of a sum depends on threads and devices, but in float64 the error is 1e-15 of the norm, which the
-    # rounding to float32 hides (except for one norm in 10^7: its replicas diverge, and one fetches the state).
+    # The order of a sum depends on threads and devices. In float64 its error is 1e-15 of the norm, which rounding to
+    # float32 hides, except for one norm in 10^7: then replicas diverge, and one of them fetches the other's state.
     squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, 1 << 20))  # 8 MiB at a time
     norm = float(torch.tensor(math.sqrt(sum(float(square) for square in squares)), dtype=torch.float32))
     scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -199,13 +204,13 @@ def _root(moment2_N: Tensor, hyper: Hyperparameters, num_steps: int) -> Tensor:
 
 
 def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Tensor:
-    """Return the divisor of a step, up to rounding."""
+    """Return the divisor of the next step, sqrt(v^) + epsilon, up to rounding."""
     scale_N = torch.mul(moment2_N, hyper.beta2).addcmul_(grad_N, grad_N, value=1 - hyper.beta2).sqrt_()
     return scale_N.mul_((1 - hyper.beta2 ** (hyper.step + 1)) ** -0.5).add_(hyper.epsilon)
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (a copy after the weight decay alone, the two distances of `ways`)."""
+    """Return (the weights after their decay alone, the distances that decayed and undecayed weights move)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 
@@ -213,7 +218,7 @@ def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) ->
 def _moved(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]
 ) -> Tensor:
-    """Return a copy moved along moment1 / root, with its own way for the decayed and the undecayed part."""
+    """Return a copy of the weights moved along moment1 / root; decayed and undecayed ones have different distances."""
     scale_N = _root(moment2_N, hyper, hyper.step)
     param_N, decayed, plain = _drifted(param_N, hyper, gains)
     for part, way in ((slice(None, hyper.num_decayed), decayed), (slice(hyper.num_decayed, None), plain)):

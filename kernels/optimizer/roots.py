@@ -1,8 +1,8 @@
 """The square root rounded as in IEEE 754: the nearest number, the same bits on every device.
 
-`torch.sqrt` on a CPU is MKL's, which may be wrong in the last bit, depending on the processor: in 520 of 100,000
-numbers with AVX512, in none with AVX2, in 17,156 with less. NumPy's is the processor's own instruction, and CUDA's is
-correctly rounded.
+On a CPU `torch.sqrt` is that of MKL, which may be wrong in the last bit, depending on the processor: for 520 of 100,000
+numbers with AVX512, for none with AVX2, for 17,156 on older ones. NumPy uses the processor's own instruction, and the
+square root of CUDA is correctly rounded.
 """
 
 import numpy as np
@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def rounded_sqrt(x: Tensor) -> Tensor:
-    """Return the roots as a new tensor of the shape, dtype and device of `x`, floating."""
+    """Return the square roots of `x`, a floating-point tensor, as a new tensor of the same shape, dtype and device."""
     return torch.from_numpy(np.sqrt(x.numpy(), out=np.empty(x.shape, x.numpy().dtype))) if x.is_cpu else x.sqrt()

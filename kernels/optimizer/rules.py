@@ -1,4 +1,4 @@
-"""What every optimizer rule takes and returns beside its arithmetic.
+"""The arguments and results that the functions of all optimizers share.
 
 N elements of one layer
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Matrices = tuple[tuple[int, int, int], ...]
-"""(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's uses them."""
+"""(first element, rows, columns) of each hidden matrix in a flat layer. Only Muon uses them."""
 State = tuple[Tensor, Tensor, Tensor]
 """param_N, moment1_N, moment2_N of one layer."""
 
@@ -23,7 +23,7 @@ class Hyperparameters:
     epsilon: float
     weight_decay: float
     num_decayed: int
-    """Elements [0, num_decayed) get weight decay."""
+    """Elements [0, num_decayed) get weight decay; the others do not."""
     step: int
-    """Version of `param_N`, >= 0: step t of the swarm is made with `step=t` (torch.optim counts t + 1)."""
+    """The version of `param_N`, >= 0: step t of the swarm is made with `step=t` (torch.optim would count t + 1)."""
     matrices: Matrices = ()

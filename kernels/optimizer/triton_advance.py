@@ -5,7 +5,7 @@ All arithmetic is in float32. Steps give the same bits as the reference: roots a
 `div_rn`), and products are not contracted with sums (`enable_fp_fusion=False`). Predictions stay on this peer, and may
 differ from the reference in their last bits.
 
-`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
+If `TRITON_INTERPRET=1` is set when this file is first imported, the kernel runs on a CPU; for tests only.
 
 N elements of one layer
 """
@@ -22,7 +22,7 @@ from shoal.kernels.optimizer.reference import adamw_gains, nadam_gains, nesterov
 from shoal.kernels.optimizer.rules import Hyperparameters, State
 
 BLOCK: Final = 1024
-"""Elements of a program: 8 a thread, two vectors of 16 bytes."""
+"""Elements of a program: 8 for each thread, which are two vectors of 16 bytes."""
 GAINS: Final = {"sgd": sgd_gains, "adamw": adamw_gains, "nadam": nadam_gains}
 
 
@@ -34,8 +34,8 @@ def advance_kernel(
 ):  # fmt: skip
     """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
 
-    STEPS: make a step; otherwise predict the weights.   ADAPTS: has a second moment.   keep: the kept share of a
-    decayed weight.   way_decayed, way_plain: a prediction's distance along the direction.
+    STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a
+    decayed weight that remains.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -79,15 +79,15 @@ def _launch(
     change: tuple[float, float, float] = (0.0, 0.0, 0.0),
     way: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Fill `new`. Without a gradient only the predicted param_N is written.
+    """Run the kernel, which fills `new`. Without a gradient it writes only the predicted param_N.
 
-    Args: old: contiguous. version: the version of the moments that give the direction. change: the kernel's (fresh,
-        past, rate). way: its (way_decayed, way_plain).
+    Args: old: contiguous. version: the version of the moments that give the direction. change: the kernel's arguments
+        (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
     """
     numel = old[0].numel()
     if not numel:
         return
-    # Triton launches on the current device, not on the tensors'.
+    # Triton launches on the current device, which may not be that of the tensors.
     with torch.cuda.device_of(old[0]):  # type: ignore[no-untyped-call]
         advance_kernel[(triton.cdiv(numel, BLOCK),)](
             old[0], old[0] if grad_N is None else grad_N.contiguous(), *old[1:], *new,
@@ -102,7 +102,7 @@ def _step(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Hyperparameter
     def step_rule(
         param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
     ) -> State:
-        # In torch's order of operations, so that the same numbers are rounded to float32 on their way into the kernel.
+        # These follow the order of operations of `reference.py`, so that both round the same numbers to float32.
         fresh, past, rate = 0.0, 0.0, -hyper.learning_rate
         if name == "adamw":
             rate = -hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))

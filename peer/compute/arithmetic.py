@@ -1,7 +1,8 @@
-"""The arithmetic of a peer: the only part in which a training peer and a simulated one differ.
+"""The arithmetic of a peer: the only part of its code in which a training peer and a simulated one differ.
 
-Drivers run jobs by it. The modelled twin in `deploy/simulate` returns values of the same size, so that the same drivers
-run a thousand peers in one process.
+The drivers (the code that carries out a peer's decisions) get all their computations from it. Its twin in
+`deploy/simulate` computes nothing and returns values of the same size, so that the same drivers run a thousand peers in
+one process.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class Arithmetic:
-    """The computations of one peer on a device of torch, and what the device can hold. A modelled peer replaces it.
+    """The computations of one peer on a torch device, and the free memory there. A simulated peer has a twin of it.
 
     Args:
         corpus: the run's text, if this peer has it; without it the peer cannot hold stage 0.
@@ -60,18 +61,19 @@ class Arithmetic:
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
-        """Free memory of the host, beside the device's or shared with it."""
+        """Free memory of the host; if the device is the CPU or an Apple GPU, it is the device's memory, too."""
         return free_memory_bytes()
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make a layer's step from `version` on the device, with a replica's bits; all tensors are on the host."""
+        """Make a layer's optimizer step from `version` on the device, with the same bits as on every replica. All
+        tensors, given and returned, are on the host."""
         there = layer.to(self._steps_on)
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
         return stepped.to(self.vectors.host)
 
     def seed_base(self, key: str) -> Tensor:
-        """Return a layer of the base that the run's seed makes, in the form of `stored_base`."""
+        """Return a layer of the base that the run's seed makes: its stored bytes, as float32 [bytes / 4]."""
         return seed_base(self._spec, key)
 
     def probe_job(self) -> Callable[[], None]:
@@ -84,11 +86,11 @@ class Arithmetic:
         return StageRuntime(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def trunk(self, first_layer: int, last_layer: int) -> StageShard:
-        """Make the runtime of a replica of these layers without their experts, which are placed."""
+        """Make the runtime of a replica of these layers without their experts, which other peers hold."""
         return StageTrunk(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
-        """Make the runtime of a holder of one expert of those layers."""
+        """Make the runtime of a peer that holds one expert of these layers."""
         return ExpertShard(self._spec, first_layer, last_layer, expert, **self._how)
 
     def _text_of(self, first_layer: int) -> Corpus | None:

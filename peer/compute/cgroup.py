@@ -1,8 +1,9 @@
 """Measures how much of this machine's memory and processors our process may use.
 
 A container, a systemd unit and a pod are control groups of Linux. A group's limits apply to all groups inside it, so
-the smallest one along the path counts. `/proc/self/cgroup` names our group in each hierarchy, `/proc/self/mountinfo`
-says where a hierarchy is mounted and which of its groups is the root there; groups above that root are invisible.
+the smallest limit on the path from the root to our group counts. `/proc/self/cgroup` names our group in each hierarchy;
+`/proc/self/mountinfo` says where a hierarchy is mounted and which of its groups is the root there. Groups above that
+root are invisible.
 """
 
 import os
@@ -17,12 +18,12 @@ _ROOT = Path("/")
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that our process can still take. Args: root: folder of /proc and /sys."""
+    """Bytes of memory that our process can still take. Args: root: the folder that has /proc and /sys."""
     return int(min([psutil.virtual_memory().available, *(group.free_bytes for group in _memory_groups(root))]))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that our process could have, if no other needed any. Args: root: folder of /proc and /sys."""
+    """Bytes that our process could have if no other process needed any. Args: root: the folder of /proc and /sys."""
     return int(min([psutil.virtual_memory().total, *(group.limit_bytes for group in _memory_groups(root))]))
 
 
@@ -53,7 +54,7 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Processors that the group may keep busy; None: no limit."""
+    """Number of processors that the group may keep busy; None: no limit."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -61,7 +62,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of our process's groups in every hierarchy, each followed by the groups around it."""
+    """Yield the folders of our process's groups in every hierarchy; after each group the groups that contain it."""
     mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -78,9 +79,9 @@ def _groups(root: Path) -> Iterator[Path]:
 class _Mount:
     folder: Path
     root: str
-    """The group that is mounted there."""
+    """The group that is mounted at `folder`."""
     controllers: frozenset[str]
-    """Controllers of the hierarchy. Version 2 has one hierarchy, with an empty name."""
+    """The controllers of the hierarchy. Version 2 has a single hierarchy, here with one controller named ""."""
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
@@ -94,7 +95,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Decode mountinfo, where `\\040` is a space. systemd's names have backslashes of their own."""
+    """Decode a path in mountinfo, where `\\040` is a space. Names from systemd also contain plain backslashes."""
     return re.sub(r"\\(\d{3})", lambda byte: chr(int(byte[1], 8)), text)
 
 

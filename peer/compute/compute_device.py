@@ -1,4 +1,4 @@
-"""The device that a peer computes on, and how it is used."""
+"""The device that a peer computes on: its memory, its name, and the dtype and step device chosen for a run."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ _CPU = torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device."""
+    """Free memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    return free_memory_bytes()  # an Apple GPU shares the processor's
+    return free_memory_bytes()  # an Apple GPU shares the host's memory
 
 
 def total_bytes(device: torch.device) -> int:
-    """Total memory of a device."""
+    """Total memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return total_memory_bytes()
 
 
 def name_of(device: torch.device) -> str:
-    """Return the maker's name of a device, if torch knows it."""
+    """Return the maker's name of a device if torch knows it, else its type."""
     if device.type in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name(device))
     return device.type
@@ -35,7 +35,7 @@ def name_of(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDevice:
-    """The device of one peer, and how it is used in one run."""
+    """The device of one peer in one run, the dtype of its matrix products, and the device of its optimizer steps."""
 
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
@@ -43,5 +43,5 @@ class ComputeDevice:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
-        """Test the device briefly for a run. Raises: ShoalError: this machine cannot take part."""
+        """Test the device briefly for a run, and choose. Raises: ShoalError: this machine cannot take part."""
         return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

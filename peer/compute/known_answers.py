@@ -1,9 +1,9 @@
-"""Checks at a peer's start that its optimizer steps have the same bits as all others'.
+"""Checks at a peer's start that its optimizer steps have the same bits as those of all other peers.
 
-IEEE 754 defines every operation of a step to the last bit; a device or a build that fuses two of them, flushes
-denormals to zero or takes another square root would dissent at each commit. So the device makes three steps of a small
-layer, and the result is compared with the digests below. The inputs are integers times powers of two, the same on every
-machine, from 1 to 10^-21: the squares of the smallest are denormal.
+IEEE 754 defines every operation of a step to the last bit. A device or torch build that fuses two operations, flushes
+denormals to zero or computes another square root would disagree with its group at each commit. So the device makes
+three steps of a small layer, and the result is compared with the digests below. The inputs are integers times powers of
+two, the same on every machine, from 1 to 10^-21: the squares of the smallest inputs are denormal.
 """
 
 import logging
@@ -27,14 +27,15 @@ KNOWN: Final[Mapping[str, str]] = {
     "nadam": "987e3d8ba9815e2066be37ecc0eff12c",
     "muon": "d86eabd6674151dd41316c7748ab4211",
 }
-"""Optimizer -> digest of the layer after its steps."""
+"""Optimizer -> digest of the small layer after three steps."""
 _KEY: Final = "layers.0"
 _MODEL: Final = ModelSpec(vocab_size=256, dim=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64, context=32)
 _CPU: Final = torch.device("cpu")
 
 
 def steps_on(optimizer: str, device: torch.device) -> torch.device:
-    """Return the device for a peer's steps: its own if that makes the right bits, else its CPU. Raises: ShoalError."""
+    """Return the device for a peer's optimizer steps: `device` if its steps have the right bits, else the CPU.
+    Raises: ShoalError: the steps on the CPU have wrong bits, too."""
     for where in dict.fromkeys((device, _CPU)):
         if answer(optimizer, where) == KNOWN[optimizer]:
             return where
@@ -46,7 +47,7 @@ def steps_on(optimizer: str, device: torch.device) -> torch.device:
 
 
 def answer(optimizer: str, device: torch.device) -> str:
-    """Make the steps on a device. Returns: the digest."""
+    """Make three steps of the small layer on a device. Returns: the digest of the layer after them."""
     spec = RunSpec(model=_MODEL, optimizer=OptimizerSpec(name=optimizer, warmup_steps=0))  # type: ignore[arg-type]
     layer = initial_state(spec, (_KEY,), _CPU).layers[_KEY]
     numel = layer_layout(_MODEL, _KEY).numel
@@ -58,7 +59,7 @@ def answer(optimizer: str, device: torch.device) -> str:
 
 
 def _numbers(numel: int, seed: int, *, smallest: int) -> Tensor:
-    """float32 [numel], with magnitudes from 1 down to 2^-smallest."""
+    """Return float32 [numel], pseudo-random, with magnitudes from 1 down to 2^-smallest."""
     index_N = torch.arange(numel, dtype=torch.int64)
     whole_N = (index_N * 2654435761 + seed * 40503 * 65537) % 2**24 - 2**23
     return torch.ldexp(whole_N.to(torch.float32), -23 - index_N % smallest)

@@ -1,6 +1,7 @@
 """Chooses the dtype of a peer's matrix products: bfloat16 where its device is quicker in it, else float32.
 
-Members of a group may choose differently: only what follows from reduced gradients, in float32, must be bit-identical.
+Members of a group may choose differently: only computations after the all-reduce must be bit-identical, and these are
+in float32.
 """
 
 import logging
@@ -19,7 +20,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 QUICKER: Final = 1.3
-"""How much quicker bfloat16 must be: it rounds, and a brief timing may not hold."""
+"""bfloat16 must be this many times as quick as float32: it rounds more, and a brief timing may be off."""
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
@@ -27,7 +28,7 @@ def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], flo
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":
-        # Older cards emulate it, many times slower.
+        # Older cards emulate bfloat16, many times slower.
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     wide_s, narrow_s = _best_s(_sample(spec.model), device, clock)
     is_quicker = wide_s > QUICKER * narrow_s
@@ -53,7 +54,7 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
 
 
 def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the shortest times in float32 and in bfloat16. They take turns, so that other load hits both."""
+    """Return the shortest times in float32 and in bfloat16. The two take turns, so that other load slows both."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(3):
@@ -65,7 +66,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 
 def _sample(model: ModelSpec) -> ModelSpec:
-    """Return a dense layer like the model's, wide enough to load the device and narrow enough for a second's test."""
+    """Return a model of one dense layer like the run's, cut to a width that a test of one second can time."""
     heads = max(1, min(model.dim, 768) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(

@@ -1,4 +1,4 @@
-"""Measures what this peer can give: arithmetic on the run's own layer shape, memory, and links to other peers."""
+"""Measures what this peer offers to the run: FLOP/s on the run's own layer shape, memory, and links to other peers."""
 
 import asyncio
 import contextlib
@@ -21,22 +21,23 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
 _QUICK_S = 0.05
-"""Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
+"""A shorter transfer says little about a rate: clocks, wake-ups and the way back take as long as the transfer."""
 _ROUND_TRIPS_MIN = 1.5
-"""Round trips below which a time may be TCP's slow start, in which half of the data arrives in the last one."""
+"""A transfer of fewer round trips may show TCP's slow start, in which half of the data arrives in the last one."""
 FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
-"""Limit for one link while several are measured together: the fastest carries it in less time."""
+"""The most bytes on one link while several are measured together; a faster link makes all send for less time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of frames that get no answer. A number of ours could pass for the answer to the other end's own probe."""
+"""Nonces of frames without an answer: negative, so that no receiver takes them for answers to its own probes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProbe:
-    """A measured device. `flop_per_s`: forward of one decoder layer in fp32 at the run's shape, median of a few."""
+    """A measured device. `flop_per_s` is the median of five forwards of one decoder layer at the run's shape, in the
+    dtype of the peer's matrix products."""
 
     device: str
     flop_per_s: float
@@ -46,7 +47,7 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time a few forwards of one decoder layer on `compute`. Args: memory_bytes: to claim; None: what is free now."""
+    """Time five forwards of one decoder layer. Args: memory_bytes: memory to report; None: the device's free memory."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
@@ -61,11 +62,12 @@ async def probe_device(
 
 
 class LinkProbe:
-    """Measures round trip and rate towards one peer at a time; answers the probes of others.
+    """Measures the round trip and the rate towards one peer at a time, and answers the probes of other peers.
 
-    The receiver takes the time, from a small first frame, the mark, to the last frame, so its answer may wait on its
-    own busy line. The sender's transmit time is a lower bound. Frames before the mark end TCP's slow start: without
-    them, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    The receiver measures the time from a small first frame, the mark, to the last frame. So the result is right even if
+    the receiver's answer must wait on its own busy line. The time that the sender takes to send the frames is a lower
+    bound. The frames before the mark end TCP's slow start: without them, 128 KiB over a home line of 20 Mbit/s and 60
+    ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
@@ -76,14 +78,15 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """No request for a probe beside another peer is served before this."""
+        """The time before which requests to send together with another peer get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
-        """Send a few pings, then frames with an echo: an eighth of `payload_bytes`; if that was quick, all of them; if
-        that was quick too, several such frames in a row. Raises: Unreachable, Refused, RemoteError."""
+        """Measure the round trip with three pings, then the rate with a frame of an eighth of `payload_bytes`. If that
+        was too quick to be exact, repeat with a frame of `payload_bytes`, and then with four such frames in a row.
+        Raises: Unreachable, Refused, RemoteError."""
         round_trips = []
         for _ in range(3):
             sent_s = self._clock.now_s()
@@ -107,7 +110,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes` in a row, after a mark. Returns: seconds from the mark to the last frame."""
+        """Send `times` frames of `nbytes` after the mark. Returns: seconds from the mark to the last frame."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -122,15 +125,17 @@ class LinkProbe:
             raise Unreachable(peer, "a probe was not echoed") from error
         finally:
             del self._echoes[peer, nonce]
-        # The other peer's figure must be possible. On a busy line of its own the mark may have waited.
+        # Use the other peer's figure only if it is possible: on its busy line the mark may have come late.
         whole_s = self._clock.now_s() - begun_s
         return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
-        """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
+        """Send to several peers at once: to each as many bytes as its link carries in `_TOGETHER_S`, or less.
 
-        Args: links: as `measure` found them; beside: peers that share our network card, which send as much.
-        Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
+        Args:
+            links: the results of `measure` for these peers.
+            beside: peers that may share our network card; they are asked to send the same at the same time.
+        Returns: bytes/s sent in all, a lower bound for the card's rate. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
         if not ours.arrived:
@@ -145,7 +150,7 @@ class LinkProbe:
     async def _asked(self, mate: PeerID, links: Sequence[LinkReport]) -> Probed:
         begun_s = self._clock.now_s()
         try:
-            # A short call first: the meter takes the quickest for the round trip, and the next one takes long.
+            # A short call first: the meter takes the quickest call for the round trip, and the next call takes long.
             await self._endpoint.ask(mate, Ping(), Ping)
             if self._clock.now_s() - begun_s >= FAR_S:
                 return _NOTHING
@@ -157,7 +162,7 @@ class LinkProbe:
         begun_s = self._clock.now_s()
         together_s = min(_TOGETHER_S, _TOGETHER_BYTES_MAX / max(link.bytes_per_s for link in links))
         wanted = [max(4096, int(link.bytes_per_s * together_s)) for link in links]
-        # Several frames to each peer, since a card takes turns between links, frame by frame.
+        # Send several frames to each peer, since a card takes turns between links, frame by frame.
         frames = [max(8, -(-nbytes // BULK_CHUNK_BYTES)) for nbytes in wanted]
         sizes = [nbytes // times // 4 * 4 for nbytes, times in zip(wanted, frames, strict=True)]
         try:
@@ -172,8 +177,8 @@ class LinkProbe:
         return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
 
     async def answers(self, peer: PeerID) -> bool:
-        """True if `peer` can be reached at all, which shows even on busy lines. The timeout is half the time that a
-        first plan waits, so unreachable peers are known before that plan."""
+        """True if `peer` can be reached at all; busy lines do not change the result. The timeout is half of the time
+        that the coordinator waits before its first plan, so unreachable peers are known by then."""
         try:
             await self._endpoint.ask(peer, Ping(), Ping, timeout_s=4.0)
         except (Unreachable, Refused, RemoteError):
@@ -217,7 +222,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the highest rate of all arrivals up to some time, in bytes/s: slow lines may end long after the card."""
+    """Return the card's rate: the highest of (bytes arrived up to a time) / (that time). At the end this can be too
+    low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

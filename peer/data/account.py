@@ -1,4 +1,4 @@
-"""A record of the rows and files that were skipped: reasons, counts and first places. Pure."""
+"""A record of a source's skipped rows and files: the reasons, how many, and where the first ones are. Pure."""
 
 from typing import Literal
 
@@ -10,8 +10,8 @@ Unit = Literal["row", "line", "file"]
 
 
 class Unusable(DataError):
-    """A row or a file that is not usable. `reason` says what was found, such as "line 3: not JSON", `remedy` what the
-    owner can do."""
+    """A row or a file is not usable. `reason` says what was found, such as "not JSON"; `remedy` says what the owner of
+    the data can do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}; {remedy}" if remedy else reason)
@@ -33,7 +33,7 @@ class SkippedInput(msgspec.Struct, kw_only=True):
 
 
 class Account(msgspec.Struct):
-    """All that is skipped of one source."""
+    """The skipped rows, lines and files of one source."""
 
     left_out: list[SkippedInput] = []
 
@@ -53,7 +53,7 @@ class Account(msgspec.Struct):
         return next((entry for entry in self.left_out if (entry.unit, entry.reason) == (unit, reason)), None)
 
     def sentences(self, source: str) -> tuple[str, ...]:
-        """Return one sentence a reason for people, the most frequent first."""
+        """Return one sentence for each reason, for people to read; the most frequent reason comes first."""
         return tuple(f"left out of {source}: {entry}" for entry in sorted(self.left_out, key=lambda e: -e.count))
 
     def behind(self, sentence: str) -> str:

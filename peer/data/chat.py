@@ -3,13 +3,14 @@
 The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
 runs in Jinja's sandbox, sees no clock, and writes what transformers would write: the same text on every machine.
 
-**Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
-answer is what the template adds to the conversation so far, rendered with the prompt for an answer; so it includes the
-token that ends a turn. If a template renders an earlier answer differently once more messages follow (without its
-thoughts, say), only the last answer is learnt. An answer with a `weight` of 0 is not learnt.
+**Which text is an answer.** If the template marks its answers with `{% generation %}`, the marks decide. Otherwise the
+conversation is rendered twice: before the answer (with the template's prompt for an answer), and including the answer.
+The text that the second rendering adds is the answer; it includes the token that ends a turn. If a template renders an
+earlier answer differently once more messages follow (without its thoughts, say), only the last answer is learnt. An
+answer with a `weight` of 0 is not learnt.
 
-**Skipped rows** have tool calls or separate thoughts, which the rendering would lose, or an empty answer, which teaches
-to end a turn at once.
+**Skipped rows.** A row is skipped if it has tool calls or separate thoughts, which we would not render, or an empty
+answer, which would teach the model to end a turn at once.
 """
 
 import json
@@ -26,7 +27,7 @@ from shoal.peer.data.rows import first_line
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
-"""The most bytes of a file with a chat template. A tokenizer_config.json also lists added tokens."""
+"""The most bytes of a file with a chat template; a tokenizer_config.json also has a long list of added tokens."""
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -44,7 +45,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """An element of a message's content, if that is a list."""
+    """One element of a message's content that is a list."""
 
     type: str = "text"
     text: str | None = None
@@ -87,8 +88,8 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        special: the vocabulary's `bos_token`, `eos_token` ... for the template.
-    Raises: DataError: jinja2 is not installed, or cannot compile it.
+        special: the vocabulary's special tokens, `bos_token`, `eos_token` ..., which the template may use.
+    Raises: DataError: jinja2 is not installed, or cannot compile the template.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], *, name: str) -> None:
@@ -100,14 +101,15 @@ class ChatTemplate:
         self._written: list[str] = []
         try:
             self._template = _environment(self._mark).from_string(source)
-        except Exception as error:  # jinja2's own errors, or what it raises on absurd programs
+        except Exception as error:  # jinja2's own errors, and any others on absurd programs
             raise DataError(f"{name} is not a chat template: {first_line(error)}") from error
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
         """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: a field that we do not read, an empty answer, or one that the template does not write.
+        Raises: Unusable: a message has a field that we do not read; an answer is empty, or the template does not write
+            it after its prompt for an answer.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -151,23 +153,24 @@ class ChatTemplate:
         return "".join(self._written), tuple(self._answers)
 
     def question(self, asked: str) -> str:
-        """Render a user's message up to the beginning of the answer. Raises: DataError: the template refuses it."""
+        """Render a user's message, up to where the answer begins. Raises: DataError: the template refuses it."""
         return self._render([{"role": "user", "content": asked}], answers=True)[0]
 
     def end_of_turn(self) -> str:
-        """Return the text after an answer without white space. Raises: DataError: the template refuses it."""
+        """Return the text that the template writes after an answer, such as "<|im_end|>", without white space.
+        Raises: DataError: the template refuses a short conversation."""
         said = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
         return self._render(said)[0].partition(_ANSWER)[2].strip()
 
     def _mark(self, answer: str) -> str:
-        """Note an answer that the template marks, just before it is written."""
+        """Note the place of an answer that the template marks, just before the template writes the answer."""
         start = sum(map(len, self._written))
         self._answers.append((start, start + len(answer)))
         return answer
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; ChatML if None. Raises: DataError: there is none."""
+    """Load the chat template beside a tokenizer.json; ChatML if `tokenizer` is None. Raises: DataError: no template."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent
@@ -191,8 +194,8 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (the text, the places of its answers, True if a template wrote it and so all tokens around it).
-    Raises: Unusable: no answer, a field that we do not read, or a refusal of the template.
+    Returns: (the text, the places of its answers, True if a template wrote it with the tokens around a document).
+    Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion
     if row.tools:
@@ -230,7 +233,7 @@ def _check_is_read(message: Message, *, is_learnt: bool) -> None:
 
 
 def _environment(mark: Any) -> Any:
-    """Build the environment that transformers builds, without the clock, so that its templates mean the same here."""
+    """Build the Jinja environment that transformers builds, without its clock: templates then write the same text."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
@@ -266,7 +269,7 @@ def _refuse(reason: object) -> None:
 
 
 def _text(message: Message) -> str:
-    """Return the content as text. Raises: Unusable: it has a part that is no text."""
+    """Return a message's content as text. Raises: Unusable: the content has a part that is not text."""
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:

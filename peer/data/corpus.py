@@ -1,7 +1,7 @@
 """The text of a run as tokens, split into training and validation.
 
-Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the same files prepares
-the same tokens; `digest` checks it.
+Text files with bytes as tokens are read here; everything else is packed first (`packing.py`). Every machine with the
+same files prepares the same tokens; peers compare `digest` to check this.
 """
 
 from collections.abc import Sequence
@@ -31,23 +31,23 @@ SEPARATOR: Final = b"\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens in memory or mapped: uint8, uint16 or int32 [N]. With several sources these are the first one's."""
+    """The tokens of a source. In a run with several sources this is the first, and `others` has the rest."""
 
     text_N: Tensor
-    """Training text, then validation text."""
+    """uint8, uint16 or int32, in memory or mapped from disk: training text, then validation text."""
     num_training: int
     """Tokens [0, num_training) are for training."""
     num_files: int
-    """Files, or documents if a file has several; of this source only."""
+    """The number of files of this source, or of documents if files have several each."""
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and the split; with several sources the digests of all, joined."""
+    """BLAKE3 (64 hex digits) of the tokens and the split. With several sources the digests of all are joined."""
     vocab_size: int = 256
     tokenizer_digest: str = ""
     """BLAKE3 of the tokenizer.json; empty for bytes."""
     start_D: NDArray[np.int64] | None = None
-    """The beginnings of documents, if attention stays inside documents."""
+    """The first token of each document, int64, if attention stays inside documents; else None."""
     packs: tuple[Packs, Packs] | None = None
-    """Samples of conversations for training and validation; None: a text, which is cut into blocks."""
+    """The samples of a chat, for training and for validation; None: the source is a text, which is cut into blocks."""
     account: Account = field(default_factory=Account)
     others: tuple["Corpus", ...] = ()
     weights: tuple[float, ...] = (1.0,)
@@ -66,7 +66,7 @@ class Corpus:
         return 1.0 if self.start_D is None else 1.0 - len(self.start_D) / num
 
     def samples(self, context: int, *, validates: bool = False) -> Samples:
-        """Return the samples of this source only. Raises: DataError: there is not even one."""
+        """Return the samples of this source alone. Raises: DataError: its text is too short for one sample."""
         if self.packs is not None:
             packs = self.packs[validates]
             assert packs.context == context, "the conversations were packed for another context"
@@ -86,7 +86,7 @@ class Corpus:
         return self.text_N[self.num_training :]
 
     def check_fits(self, model: ModelSpec) -> None:
-        """Raises: DataError: the model's vocabulary is too small for this text."""
+        """Check the size of the vocabulary. Raises: DataError: the model's is too small for this text."""
         if self.vocab_size > model.vocab_size:
             raise DataError(
                 f"the text has tokens up to {self.vocab_size - 1}: model.vocab_size must be at least "
@@ -104,13 +104,13 @@ def load_corpus(
 ) -> Corpus:
     """Read and split the text of `spec`, or of each of its sources.
 
-    Validation is whole files or documents, chosen by a hash of their names or texts, or the tail of all text if whole
-    ones cannot come near the wanted share.
+    The validation text consists of whole files or documents, chosen by a hash of their names or texts. If whole ones
+    cannot come near the wanted share of the text, it is the tail of the text instead.
 
     Args:
         context: tokens of a sample; training and validation must each have at least one sample.
-        tokenizer: the tokenizer.json on this machine, if it is not at the spec's path.
-        cache: the folder for packed tokens; None keeps nothing.
+        tokenizer: the path of the tokenizer.json on this machine, if it differs from the spec's path.
+        cache: the folder where packed tokens are kept for later runs; None: they are not kept.
     Raises: DataError: the source does not exist, has no text, or too little.
     """
     corpora = []

@@ -1,7 +1,7 @@
 """Documents from files and folders of text or rows (`rows.py`), and from data sets of the Hugging Face hub.
 
-A source is a stream in the same order on every machine. Unusable rows are skipped and counted (`account.py`); a source
-is refused if nothing at its beginning is usable.
+A source is a stream of documents in the same order on every machine. Unusable rows are skipped and counted
+(`account.py`); a source is refused if none of its first rows is usable.
 """
 
 import json
@@ -28,14 +28,14 @@ LIBRARY_FOLDERS_LEFT_OUT: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "__pycache__"}
 )
 ROWS_TRIED: Final = 100
-"""If none of a source's first rows up to this number is usable, the owner has named a wrong field or format."""
+"""A source is refused if none of its first ROWS_TRIED rows is usable: its owner has named a wrong field or format."""
 _NO_CHATS: Final = Unusable(
     "text, but a chat needs rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
 )
 _FIELDS_NAMED: Final = 6
 _INDEX: Final = re.compile(r"\[[^]]*\]")
 _PROSE: Final = ("", ".txt", ".text")
-"""Suffixes that promise prose, or nothing."""
+"""Suffixes of files that should contain prose; files without a suffix are among them."""
 
 
 class Document(NamedTuple):
@@ -45,7 +45,7 @@ class Document(NamedTuple):
     answers: Spans = ()
     """The places of a conversation's answers, which are learnt."""
     is_framed: bool = True
-    """The vocabulary's tokens around a document are added. A chat template writes them itself."""
+    """True if the vocabulary's tokens around a document must be added; a chat template writes them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Files:
         return path.relative_to(self.root).as_posix()
 
     def shown(self, path: Path) -> str:
-        """Return a file's printable name relative to `root`; for a single file its last part."""
+        """Return a file's printable path relative to `root`; if the file is `root` itself, its name."""
         return printable(path.name if path == self.root else self.name(path))
 
     @property
@@ -69,7 +69,7 @@ class Files:
 
 
 def find_files(source: str) -> Files:
-    """List the files of a source. Raises: DataError: there is nothing."""
+    """List the files of a source. Raises: DataError: there is no such file or folder."""
     if source == PYTHON_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         return Files(root=root, paths=tuple(p for p in _walk(root, LIBRARY_FOLDERS_LEFT_OUT) if p.suffix == ".py"))
@@ -80,8 +80,8 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Identify a source and its present content without reading it; a data set of the hub is assumed not to change, and
-    the digest of its text shows whether it did. Raises: DataError."""
+    """Return a key for a source and its present content, without reading it: names, sizes and times of its files. A
+    data set of the hub is taken to be unchanged; the digest of its text shows a change. Raises: DataError."""
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)
@@ -93,9 +93,9 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
     """Read the documents of one source in order.
 
     Args:
-        template: of the run's vocabulary, if the source is a chat; else None.
-        account: records what is skipped.
-    Raises: DataError: something cannot be read, or nothing is usable; one sentence says which.
+        template: the chat template of the run's vocabulary, if the source is a chat; else None.
+        account: records skipped rows and files.
+    Raises: DataError: a file cannot be read, or nothing is usable; its message is one sentence about the cause.
     """
     reader = _Reader(spec.field, template)
     has_any = False
@@ -130,7 +130,7 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
 
 
 def read_texts(files: Files, account: Account) -> list[tuple[str, bytes]]:
-    """Read name and text of each text file. Raises: DataError: a file cannot be read, or none has a text."""
+    """Return (name, text) of each text file. Raises: DataError: a file cannot be read, or no file has text."""
     named = list(_texts(files.paths, files, account))
     if not named:
         raise _nothing(files, account)
@@ -169,7 +169,7 @@ def _texts(paths: Sequence[Path], files: Files, account: Account) -> Iterator[tu
 
 
 def _leave_out_file(path: Path, files: Files, account: Account, why: Unusable) -> None:
-    """Record a skipped file. Raises: DataError: it is the whole source."""
+    """Record a skipped file. Raises: DataError: the file is the whole source."""
     if path == files.root:
         raise DataError(f"cannot train on {printable(str(path))}: it is {why}") from why
     account.leave_out("file", why.reason, files.shown(path))
@@ -183,7 +183,7 @@ def _nothing(files: Files, account: Account) -> DataError:
 
 
 class _Reader:
-    """Converts rows to documents: their text in `field`, or a chat rendered by the template."""
+    """Converts a row to a document: the text in the row's field `field`, or a chat, rendered by the template."""
 
     def __init__(self, field: str, template: ChatTemplate | None) -> None:
         self._field, self._template = field, template
@@ -193,7 +193,7 @@ class _Reader:
         self.columns = (*FIELDS, *(() if template else (field,)))
 
     def document(self, row: Row) -> Document:
-        """Convert a row. Raises: Unusable."""
+        """Convert a row to a document. Raises: Unusable: the row cannot be learnt."""
         value = row.value
         if isinstance(value, Unusable):
             raise value
@@ -247,10 +247,10 @@ class _Reader:
 def _documents(
     rows: Iterator[Row], reader: _Reader, account: Account, source: str, where: str = "", *, is_alone: bool
 ) -> Iterator[Document]:
-    """Convert rows to documents, and record the unusable ones; `where` stands before a row's number in messages.
+    """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first ones is usable. A folder's file with one unusable
-    JSON value is skipped instead: often it is not data but, say, settings.
+    Raises: DataError: the rows cannot be read, or none of the first is usable. But a file of a folder that contains
+        just one JSON value, and an unusable one, is only skipped: often such a file has settings instead of data.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0
@@ -276,7 +276,7 @@ def _documents(
 
 
 def _read_hub(spec: DataSpec) -> Iterator[Row]:
-    """Stream a data set of the hub; only what is read is downloaded."""
+    """Stream a data set of the hub. The library downloads no more than is read."""
     name = spec.source.removeprefix(HUB)
     try:
         import datasets
@@ -299,7 +299,7 @@ def _read_hub(spec: DataSpec) -> Iterator[Row]:
 
 
 def _names(value: object) -> list[str]:
-    """Return the names of a row's fields. Raises: Unusable: it is no object."""
+    """Return the names of a row's fields. Raises: Unusable: the row is not a JSON object."""
     if isinstance(value, bytes):
         value = _lenient(value)
     if not isinstance(value, Mapping):
@@ -317,7 +317,7 @@ def _lenient(line: bytes) -> Any:
 
 
 def _has_characters(text: str) -> bool:
-    """True if the text has no lone surrogates, which stand for no character."""
+    """True if all of the text stands for characters, which lone surrogates do not."""
     try:
         text.encode()
     except UnicodeEncodeError:

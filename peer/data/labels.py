@@ -1,9 +1,9 @@
 """The labels that travel with a microbatch's tokens: targets, and where documents begin.
 
-**The weight of a microbatch.** The loss of a microbatch is the mean over its learnt tokens times c_i M / (c_1 + … +
-c_M), where microbatch i of M learns c_i tokens (of a chat only answers). So the mean over the step's microbatches,
-which a group commits and reports, is the mean over all learnt tokens of the step. Stage 0 computes all c_i, since
-microbatches are a pure function of their address, and sends the weight along.
+**The weight of a microbatch.** Say that microbatch i of the M microbatches of a step learns c_i tokens (in a chat only
+answers are learnt). Its loss is the mean over these c_i tokens, times the weight c_i M / (c_1 + … + c_M). So the mean
+over the step's microbatches, which a group commits and reports, is the mean over all learnt tokens of the step. Stage 0
+can compute all c_i, since the seed determines every microbatch; it sends the weight with the activations.
 
 B samples   T tokens
 """
@@ -23,15 +23,15 @@ class Labels:
     """The labels of one microbatch."""
 
     targets_BT: Tensor
-    """int64, the next token, or IGNORED."""
+    """int64: the next token, or IGNORED if it is not learnt."""
     begins_BT: Tensor | None = None
     """bool, True where a document begins; None: attention crosses documents."""
     counted: int | None = None
-    """The number of targets that are not IGNORED; None: all."""
+    """The number of targets that are not IGNORED; None: no target is IGNORED."""
     weight: float = 1.0
-    """The factor of the mean loss over these targets, a float32."""
+    """The factor on the mean loss over these targets, rounded to float32."""
     tokens_BT: Tensor | None = None
-    """int64, the input tokens if every stage needs them (a subspace model); None: only stage 0 has them."""
+    """int64: the input tokens, if every stage needs them (in a subspace model); else None."""
 
     def to(self, device: torch.device) -> "Labels":
         begins_BT = None if self.begins_BT is None else self.begins_BT.to(device)
@@ -43,6 +43,6 @@ def weight_of(counted: int, total: int, microbatches: int) -> float:
     """Return the weight of a microbatch in [0, microbatches], rounded to float32 so that all stages have the same
     number.
 
-    Args: counted: learnt targets of this microbatch; total: those of all `microbatches` of its step.
+    Args: counted: learnt targets of this microbatch; total: learnt targets of all `microbatches` of its step.
     """
     return float(torch.tensor(counted * microbatches / max(1, total), dtype=torch.float32))

@@ -1,8 +1,8 @@
-"""Microbatch (t, i) as a pure function of the run's seed.
+"""Microbatch i of step t as a pure function of the run's seed.
 
-One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation, which is computed
-sample by sample: no microbatch needs the ones before it. Each of several sources goes through its own passes, and each
-round of `ROUND` samples contains each source by its weight, in an order of its own.
+One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation. The permutation is
+computed for one sample at a time, so a microbatch can be made without the ones before it. If there are several sources,
+each has its own passes, and each `ROUND` consecutive samples contain every source in proportion to its weight.
 
 B samples   T tokens
 """
@@ -20,18 +20,19 @@ from shoal.peer.data.samples import Samples
 from shoal.protocol.spec import RunSpec
 
 ROUND = 1024
-"""Samples in a round, in which every source has its share. A weight below one sample counts as one."""
+"""The number of samples in a round, in which every source has samples in proportion to its weight, at least one."""
 _STEPS_KEPT = 16
-"""Steps for which the numbers of learnt tokens are cached: more than are ever in flight."""
+"""The number of steps for which the counts of learnt tokens are cached: more steps than are ever in flight."""
 
 _Chosen = tuple[Samples, int]
-"""A source's samples, and the number of one."""
+"""(the samples of a source, the number of one of them)."""
 
 
 def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
     """Return microbatch (step, index): int64 tokens [B, T], and labels.
 
-    In an endless sequence of passes, each in its own order, it has the samples [(t M + i) B, (t M + i + 1) B).
+    The samples of all passes, in the order of each pass, are numbered from 0 on. With M microbatches a step, microbatch
+    (t, i) has the samples [(t M + i) B, (t M + i + 1) B).
     Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
     """
     M = spec.training.microbatches_per_step
@@ -41,9 +42,10 @@ def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Te
 
 
 def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Labels]:
-    """Return validation microbatch `index`, the same in every run. Returns and raises as `microbatch`.
+    """Return validation microbatch `index`, which is the same at every step: int64 tokens [B, T], and labels.
 
-    All `validation_microbatches` are spread evenly over the validation text; each source has samples by its weight.
+    The samples of all validation microbatches are spread evenly over the validation text, in proportion to the weights
+    of the sources. Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
     """
     count = spec.training.validation_microbatches
     if not 0 <= index < count:
@@ -52,7 +54,7 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
 
 
 def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
-    """Return how often the run passes over each source. Raises: DataError: one is too short for one sample."""
+    """Return how often the run passes over each source. Raises: DataError: a source is too short for one sample."""
     training, counts = spec.training, shares(corpus.weights, ROUND)
     total = training.steps * training.microbatches_per_step * training.microbatch_size
     return tuple(
@@ -64,9 +66,9 @@ def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
 def permuted(place: int, size: int, *, key: bytes) -> int:
     """Return the image of `place` under a keyed permutation of [0, size).
 
-    A Feistel network permutes the next power of four; a result outside [0, size) goes round again (cycle walking), less
-    than four times on average. Four rounds with a good round function are a strong pseudo-random permutation (Luby and
-    Rackoff, 1988).
+    A Feistel network permutes the numbers below the next power of four. While its result is not below `size`, it is
+    applied to that result again (cycle walking), less than four times on average. Four rounds with a good round
+    function are a strong pseudo-random permutation (Luby and Rackoff, 1988).
     """
     half_bits = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -81,7 +83,7 @@ def permuted(place: int, size: int, *, key: bytes) -> int:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` by weight into whole numbers, each at least 1 if possible."""
+    """Split `total` into whole numbers in proportion to `weights`, each at least 1 if possible."""
     exact = [weight / sum(weights) * total for weight in weights]
     least = int(total >= len(weights))
     found = [max(int(share), least) for share in exact]
@@ -105,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (the source of the sample at `position`, its samples before that, a suffix for the key of its order)."""
+    """Return (the source of sample `position`, the number of its samples before, a suffix for the key of its order)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -115,7 +117,7 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return, for each sample of a round, (its source, that source's samples before it in the round)."""
+    """Return for each sample of a round (the index of its source, the number of that source's samples before it)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []
@@ -142,7 +144,7 @@ def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
 
 
 def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
-    """Return a microbatch's number of learnt targets (None: all) and its weight. `step` is None for validation."""
+    """Return a microbatch's number of learnt targets (None: all are) and its weight. `step` is None for validation."""
     if not spec.data.leaves_out_targets:
         return None, 1.0
     counts = _counts(corpus, spec, step)
@@ -172,5 +174,5 @@ def _made(chosen: list[_Chosen], counted: int | None, weight: float) -> tuple[Te
 
 
 def _key(words: str) -> bytes:
-    """Return the 32-byte key of the order of one pass."""
+    """Return the 32-byte key for a permutation, such as the order of one pass."""
     return blake3(f"shoal data order {words}".encode()).digest()

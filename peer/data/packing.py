@@ -1,8 +1,9 @@
-"""Documents packed into one long row of tokens: first those for training, then those for validation.
+"""Documents packed into one long array of tokens: first those for training, then those for validation.
 
-Each document begins and ends as the vocabulary asks. Beside the row stand the beginning of each document and, for
-chats, the learnt tokens. A hash of a document's text decides whether it is for validation, so a duplicate is never on
-both sides. The row is mapped from disk: it may be larger than memory, and a restart does not tokenise again.
+Each document begins and ends with the tokens that the vocabulary asks for. Further files have the index of each
+document's first token and, for chats, which tokens are learnt. A hash of a document's text decides whether it is for
+validation, so both copies of a duplicate are on the same side. The array is mapped from disk: it may be larger than
+memory, and a restart does not tokenise again.
 """
 
 import contextlib
@@ -28,14 +29,14 @@ from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 
 OnProgress = Callable[[float], None]
-"""Called with the share of the source that is done; 0 if unknown."""
+"""A callback that receives the share of the source that is done; 0 if unknown."""
 
 _FORMAT: Final = 3
 _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
-"""The file with the first token of each document, int64 [D]."""
+"""The file with the index of each document's first token, int64 [D]."""
 _COUNTED: Final = "counted.bin"
-"""The file of learnt tokens, uint8 [N], 1 if a token is learnt. Only for chats: of a text all tokens are."""
+"""The file with 1 for each token that is learnt, else 0, uint8 [N]; only for chats, since a text is learnt whole."""
 _HASH_BYTES: Final = 8
 
 
@@ -48,7 +49,8 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [0, num_training) are for training."""
     num_documents: int
     digest: str
-    """BLAKE3 (64 hex digits) of tokens and split; with masks also of `_STARTS`, for chats of `_COUNTED`."""
+    """BLAKE3 (64 hex digits) of the tokens and the split; with document masks also of the file `_STARTS`, and for chats
+    of the file `_COUNTED`."""
     account: Account
 
 
@@ -72,9 +74,9 @@ def pack(
 ) -> PackedText:
     """Read and tokenise the source of `spec`, unless `cache` has it already.
 
-    Args: template: renders the conversations of a chat; None: a text.
-    Returns: the tokens, mapped from `cache` (in memory without one).
-    Raises: DataError: the source cannot be read, or there is no room.
+    Args: template: renders the conversations of a chat; None: the source is a text.
+    Returns: the tokens, mapped from files in `cache`; in memory if `cache` is None.
+    Raises: DataError: the source cannot be read, or the disk is full.
     """
     source = _Source(spec, tokenizer, template)
     try:
@@ -94,7 +96,7 @@ def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
     """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    ones. A document that a run would split between both sides is yielded, too.
+    ones. If all documents are for validation, yield the first of them: a run would then train on a part of the text.
 
     Raises: DataError: the source does not exist, or has no text.
     """
@@ -153,7 +155,7 @@ def _cache_key(source: _Source) -> str:
 
 
 def _known(folder: Path) -> Packed | None:
-    """Return what an earlier call has stored, if it is complete."""
+    """Return the record of the tokens that an earlier call has stored in `folder`; None if they are not complete."""
     try:
         packed = msgspec.json.decode((folder / _META).read_bytes(), type=Packed)
         size, starts = (folder / _TOKENS).stat().st_size, (folder / _STARTS).stat().st_size
@@ -165,7 +167,7 @@ def _known(folder: Path) -> Packed | None:
 
 
 def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
-    """Pack the source into `folder`. If several processes do so at once, the first wins; all are equal."""
+    """Pack the source into `folder`. If several processes do so at once, the first to finish wins; all are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
         _write(Path(unfinished), source, on_progress)
@@ -207,7 +209,7 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
     (folder / _STARTS).write_bytes(start_D.tobytes())
     num_training, wanted = training.num_tokens, int(total * spec.validation_fraction)
     if not wanted / 2 <= validation.num_tokens <= 2 * wanted:
-        num_training = total - wanted  # few or large documents: take the tail, wherever that cuts
+        num_training = total - wanted  # few or large documents: take the tail, even if that cuts a document
         if source.template and num_documents > 1:  # but not inside a conversation
             at = int(np.searchsorted(start_D, num_training, side="right")) - 1
             num_training = int(start_D[max(1, at)])
@@ -227,7 +229,7 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
 def _tokenise(
     source: _Source, training: _Side, validation: _Side, account: Account, on_progress: OnProgress | None
 ) -> int:
-    """Tokenise all documents. Returns: their number."""
+    """Tokenise all documents and write them to both sides. Returns: the number of documents."""
     spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
         np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)
@@ -243,7 +245,7 @@ def _tokenise(
             side.tokens.write(row.tobytes())
             if side.counted is not None:
                 around = (len(before), len(behind)) if document.is_framed else (0, 0)
-                # The end after a learnt text is learnt, too; the beginning before it is given.
+                # The end after a learnt text is learnt, too; the beginning before it is not.
                 parts = (np.zeros(around[0], np.uint8), counted, np.full(around[1], counted.any(), np.uint8))
                 side.counted.write(np.concatenate(parts).tobytes())
             side.num_tokens += len(row)
@@ -255,14 +257,14 @@ def _tokenise(
 
 
 def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
-    """Yield each document with its tokens and, for a chat, which tokens are learnt: those that overlap an answer."""
+    """Yield each document with its tokens and, for a chat, a 1 for each token that overlaps an answer (is learnt)."""
     texts = [document.text for document in batch]
     if source.template is None:
         nothing = np.zeros(0, np.uint8)
         for document, tokens in zip(batch, source.tokenizer.encode(texts), strict=True):
             yield document, tokens, nothing
         return
-    # A template writes special tokens as text. So may a speaker: such text becomes a special token, too.
+    # A template writes special tokens as text. If a speaker writes the same text, it becomes a special token, too.
     for document, (tokens, place_N2) in zip(batch, source.tokenizer.encode_placed(texts, special=True), strict=True):
         counted_N = np.zeros(len(tokens), np.uint8)
         for begin, end in document.answers:
@@ -276,7 +278,7 @@ def _is_validation(text: str, spec: DataSpec) -> bool:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents so that a batch has work for all cores."""
+    """Group documents into batches that are large enough to occupy all cores."""
     batch: list[Document] = []
     size = 0
     for document in documents:

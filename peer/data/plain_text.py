@@ -1,6 +1,6 @@
-"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Files of other known kinds are refused by name.
+"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Other kinds are refused, by name if we recognise them.
 
-A few lines that are not UTF-8 are skipped; many of them mean another encoding, or no text.
+A few lines that are not UTF-8 are skipped; a file with many of them has another encoding or is no text, and is refused.
 """
 
 import codecs
@@ -15,7 +15,7 @@ from shoal.peer.data.rows import GZIP, UTF_16
 from shoal.protocol.errors import DataError
 
 PROBE_BYTES: Final = 64 * 1024
-"""The part of a file that decides whether it is text: a folder may hold large binaries."""
+"""The bytes at the start of a file that decide whether it is text, so that large binaries are not read whole."""
 _KINDS: Final = (
     (GZIP, "gzip", "unpack it"),
     (b"BZh", "bzip2", "unpack it"),
@@ -34,7 +34,7 @@ _ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
 def read_text(path: Path) -> tuple[bytes, list[int]]:
     """Read a text file. Returns: (the text as UTF-8, the numbers of the skipped lines).
 
-    Raises: Unusable: it is no text. DataError: it cannot be read.
+    Raises: Unusable: the file is not text. DataError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -60,7 +60,7 @@ def read_text(path: Path) -> tuple[bytes, list[int]]:
 
 
 def check_is_prose(text: bytes) -> None:
-    """Raises: Unusable: the file has rows, though its name does not say so."""
+    """Check that a text has no rows of JSON. Raises: Unusable: it has, though the file's name does not say so."""
     line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
     try:
         has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))
@@ -82,7 +82,7 @@ def _check_kind(start: bytes) -> None:
 
 
 def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
-    """Return the numbers of lines that are not UTF-8. Raises: Unusable: they are too many."""
+    """Return the numbers of the lines that are not UTF-8. Raises: Unusable: there are too many."""
     if _is_text(text, is_whole=is_whole):
         return []
     lines = text.split(b"\n")
@@ -98,7 +98,7 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
 
 
 def _is_text(text: bytes, *, is_whole: bool) -> bool:
-    """True if it is UTF-8 without NUL; a text that is not whole may end inside a character."""
+    """True if `text` is UTF-8 without NUL; a text that is not whole may end inside a character."""
     if b"\0" in text:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Rows of a file, read as a stream: JSON lines, a JSON array, CSV or Parquet, perhaps compressed with gzip.
+"""Rows of a file, read as a stream: JSON lines, a JSON array, CSV or Parquet; all but Parquet may be gzipped.
 
-Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read becomes an `Unusable`; a truncated or damaged
-file is refused.
+Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read has an `Unusable` as its value; a truncated
+or damaged file is refused.
 """
 
 import codecs
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """The unit of `number`, which counts from 1."""
     number: int
     value: Any
-    """A JSON line as bytes, a row as a dict, an element of an array, or an `Unusable`."""
+    """A JSON line as bytes, a CSV or Parquet row as a dict, an element of a JSON array, or an `Unusable`."""
     done: float
     """The share of the file read so far."""
 
@@ -47,7 +47,7 @@ def has_rows(path: Path) -> bool:
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Read the rows of a file. `columns` are the fields needed; a row may have more.
+    """Read the rows of a file. `columns` are the fields that the caller needs; a row may have more.
 
     Raises: DataError: the file cannot be read to its end.
     """
@@ -72,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Opened:
-    """A file's content, decompressed, after its byte order mark."""
+    """An open file, from which the content after the byte order mark is read, decompressed."""
 
     def __init__(self, raw: IO[bytes], data: Any, size: int) -> None:
         self._raw, self._data, self._size = raw, data, max(1, size)

@@ -30,8 +30,9 @@ class Blocks:
     """Blocks of T tokens; the token after a block is its last target.
 
     Args:
-        start_D: where documents begin, int64 [D], rising, if attention stays inside documents; then the first token
-            of one is no target, since nothing visible predicts it. None: attention crosses documents.
+        start_D: int64 [D], rising: the first token of each document, if attention stays inside documents. These tokens
+            are then no targets, since no token before them in their document predicts them. None: attention crosses
+            documents.
     Raises: DataError: the text is too short for one sample.
     """
 
@@ -45,7 +46,7 @@ class Blocks:
 
     def sample(self, number: int) -> Sample:
         start, T = number * self._context, self._context
-        # To int64 first: torch does little with uint16.
+        # Convert to int64 first: torch supports few operations on uint16.
         text_T1 = self._text_N[start : start + T + 1].long()
         tokens_T, targets_T = text_T1[:-1], text_T1[1:]
         if self._start_D is None:
@@ -67,14 +68,14 @@ class Blocks:
 
 
 class Packs:
-    """Whole conversations, as many to a sample as fit; the rest of a sample is padding that is not learnt.
+    """Samples of whole conversations, as many in each as fit; the rest of a sample is padding that is not learnt.
 
-    A conversation of n tokens takes n - 1 places: its last token predicts nothing. One longer than a sample loses its
-    end, and one without an answer left to learn is dropped.
+    A conversation of n tokens takes n - 1 places: its last token predicts nothing. A conversation longer than a sample
+    loses its end; it is dropped if no answer is left.
 
     Args:
         counted_N: uint8 [N], 1 if the token is learnt as a target.
-        start_D: where conversations begin, int64 [D], rising.
+        start_D: int64 [D], rising: the first token of each conversation.
     Raises: DataError: there is nothing to learn.
     Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv
     2404.10830, section 3; but we never split a conversation, since a second half would stand without its question.
@@ -91,9 +92,9 @@ class Packs:
         learnt_D = before_N1[start_D + kept_D] - before_N1[np.minimum(start_D + 1, start_D + kept_D)]
         taken_D = np.flatnonzero(learnt_D > 0)
         self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
-        """Conversations that lose their end."""
+        """The number of conversations that lose their end."""
         self.num_left_out = len(start_D) - len(taken_D)
-        """Conversations dropped because all their answers are beyond a sample's end."""
+        """The number of conversations dropped because all their answers are beyond a sample's end."""
         self.num_learnt = int(learnt_D.sum())
         if not len(taken_D):
             raise DataError(f"no conversation has an answer within {context} tokens")
@@ -102,7 +103,7 @@ class Packs:
         self.count = len(packs)
         self._first_S1 = np.cumsum([0, *map(len, packs)])
         self._document_D = taken_D[np.fromiter(itertools.chain.from_iterable(packs), np.int64, len(taken_D))]
-        """The conversations of all samples; those of sample `number` begin at `_first_S1[number]`."""
+        """The conversations of all samples in order; those of sample s begin at index `_first_S1[s]`."""
         self._counted_S = np.add.reduceat(learnt_D[self._document_D], self._first_S1[:-1])
 
     def sample(self, number: int) -> Sample:
@@ -127,12 +128,12 @@ class Packs:
 
 
 Samples = Blocks | Packs
-"""The samples of a text by number."""
+"""The samples of a text; `sample(number)` returns one, for numbers in [0, count)."""
 
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
-    """Pack items into bins of `capacity`: largest first, each into the fullest bin with room. Return each bin's
-    indices."""
+    """Pack items into bins of `capacity`: the largest item first, each into the fullest bin that has room for it.
+    Return the indices of the items in each bin."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `with_room`, rising

@@ -1,6 +1,6 @@
-"""Vocabularies: bytes, or those of a tokenizer.json.
+"""Vocabularies: bytes, or the tokens of a tokenizer.json.
 
-Decoding an encoded text gives the text back, and no part of a text becomes a special token.
+Decoding an encoded text gives the text back. Unless `special` is set, no part of a text becomes a special token.
 """
 
 import codecs
@@ -21,7 +21,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 _ENDS: Final = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 """Names of the token that ends a document; the first that a vocabulary has is used."""
 FILE_BYTES_MAX: Final = 256 << 20
-"""A limit far above any real tokenizer.json; the path may come from a stranger's run spec."""
+"""The size limit of a tokenizer.json, far above any real one; the path may come from a stranger's run spec."""
 
 Tokens = NDArray[Any]
 """uint8, uint16 or int32 [N], depending on the size of the vocabulary."""
@@ -34,13 +34,13 @@ class ByteTokenizer:
 
     vocab_size = 256
     digest = ""
-    """BLAKE3 of the file; empty for bytes."""
+    """BLAKE3 of the tokenizer.json; empty for bytes."""
     end_of_text: int | None = None
     dtype: np.dtype[Any] = np.dtype(np.uint8)
     beginning: Sequence[int] = ()
-    """Tokens before a document or a prompt that the vocabulary asks for; often none."""
+    """The tokens that the vocabulary puts before a document or a prompt; often none."""
     separator: Sequence[int] = b"\n"
-    """Tokens after a document: the vocabulary's end of text, or a newline if it has none."""
+    """The tokens after a document: the vocabulary's end of text, or a newline if it has none."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
@@ -57,9 +57,9 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The vocabulary of the tokenizer.json `data`, called `name` in messages. It has what `ByteTokenizer` has.
+    """The vocabulary of the tokenizer.json `data`, called `name` in messages. It has the members of `ByteTokenizer`.
 
-    Raises: DataError: the library is not installed, or cannot read it.
+    Raises: DataError: the tokenizers library is not installed, or cannot read the file.
     """
 
     def __init__(self, data: bytes, *, name: str) -> None:
@@ -77,20 +77,20 @@ class FileTokenizer:
         self.digest = blake3(data).hexdigest()
         self.end_of_text: int | None = next((tokens[end] for end in _ENDS if end in tokens), None)
         self.dtype: np.dtype[Any] = _dtype(self.vocab_size)
-        around = self._tokenizer.encode("", add_special_tokens=True).ids  # some tokenizers add an end here, too
+        around = self._tokenizer.encode("", add_special_tokens=True).ids  # some tokenizers add an end of text, too
         self.beginning: Sequence[int] = [token for token in around if token != self.end_of_text]
         self.separator: Sequence[int] = (
             self.encode(["\n"])[0].tolist() if self.end_of_text is None else [self.end_of_text]
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: text may become special tokens; never use it for text from others."""
+        """Encode texts. `special`: names of special tokens in a text become these tokens; not for text from others."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
 
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
-        """Encode texts, and return the place of each token in its text."""
+        """Encode texts. Return for each its tokens and their places in the text."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -107,14 +107,15 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 class Detokenizer:
-    """Converts tokens to text one at a time; an incomplete character waits for the next token."""
+    """Converts tokens to text one at a time; an incomplete character is held back until its last byte has come."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []
         self._read = 0
-        """Tokens already returned as text; kept because a token may decode differently at the start."""
+        """The number of tokens in `_tokens` that were already returned as text. They are kept because a token may
+        decode differently at the start of a text."""
 
     def feed(self, token: int) -> str:
         if isinstance(self._tokenizer, ByteTokenizer):
@@ -131,9 +132,9 @@ class Detokenizer:
 
 
 def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
-    """Load the vocabulary of a run, from `path` if its tokenizer.json is not at the spec's path.
+    """Load the vocabulary of a run: from the tokenizer.json at `path`, or at the spec's path if `path` is None.
 
-    Raises: DataError: it cannot be read, or differs from the one that the spec names.
+    Raises: DataError: the file cannot be read, or is not the tokenizer.json that the spec names.
     """
     if spec.tokenizer == BYTES:
         return ByteTokenizer()
@@ -144,7 +145,7 @@ def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Read a tokenizer.json. Raises: DataError: there is none, it cannot be read, or is too large."""
+    """Read a tokenizer.json. Raises: DataError: the file does not exist, cannot be read, or is too large."""
     try:
         if not path.is_file():
             raise DataError(f"there is no tokenizer {path}")
@@ -160,8 +161,8 @@ def read_tokenizer(path: Path) -> bytes:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-level BPE vocabulary, which encodes any text without loss. Returns: the content of a tokenizer.json.
 
-    Raises: DataError: the library is not installed. ValueError: `vocab_size` is less than all bytes and the end of
-    text.
+    Raises: DataError: the tokenizers library is not installed. ValueError: `vocab_size` is below 257, too small for all
+        bytes and the end of text.
     """
     if vocab_size < 257:
         raise ValueError(f"a vocabulary has at least 257 tokens (bytes and the end of a text), not {vocab_size}")
@@ -180,8 +181,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def byte_tokenizer_json() -> bytes:
-    """Return a tokenizer.json in which token b is byte b: BPE without merges, bytes written as GPT-2's printable
-    characters."""
+    """Return a tokenizer.json in which token b is byte b: BPE without merges, with each byte written as the printable
+    character that GPT-2 uses for it."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     table: dict[str, Any] = {
         "version": "1.0",

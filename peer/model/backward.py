@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Meeting(torch.autograd.Function):
-    """Makes a scalar of several tensors; its backward gives each of them its given gradient."""
+    """Combines several tensors into one scalar; the backward of that scalar gives each tensor its given gradient."""
 
     @staticmethod
     def forward(ctx: Any, num: int, *values: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class _Meeting(torch.autograd.Function):
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Do what `torch.autograd.backward` does, bit for bit, without sympy, which it imports for given gradients: 0.6 s
-    and 33 MB in each process. Each gradient must have the shape of its output."""
+    """Do what `torch.autograd.backward` does, bit for bit, without its import of sympy, which costs each process 0.6 s
+    and 33 MB. Each gradient must have the shape of its output."""
     meeting: Tensor = _Meeting.apply(len(outputs), *outputs, *gradients)  # type: ignore[no-untyped-call]
     torch.autograd.backward(meeting)

@@ -1,7 +1,7 @@
 """Decoder layers compiled by `torch.compile` in the background.
 
 A peer uses the layers of `llama.py` until the compiled ones are ready, or for good if compiling fails. All layers of
-one kind in this process share one compiled layer.
+one kind (with or without an attention window) in this process share one compiled layer.
 
 B samples   T tokens   D width
 """
@@ -26,9 +26,10 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""(tensors in the layout's order, then a subspace's basis; [B, T, D]; rotary tables) -> [B, T, D]."""
+"""(tensors in the layout's order, then the basis of a subspace, if any; [B, T, D]; rotary tables) -> [B, T, D]."""
 DEVICES: Final = ("cuda",)
-"""Device types for compiling. On a CPU it saves no time (`MEASURED.md`), costs memory, and needs a C++ compiler."""
+"""The device types for which layers are compiled. On a CPU compiling saves no time (`MEASURED.md`), costs memory, and
+needs a C++ compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class CompiledShapes:
 
 
 class CompiledLayers:
-    """The dense layers of one model, compiled by `backend` for microbatches of one shape after `start`."""
+    """The dense layers of one model. `start` compiles them, with `backend`, for microbatches of one shape."""
 
     def __init__(self, job: CompiledShapes, *, backend: str | Callable[..., object] = "inductor") -> None:
         self._job = job
@@ -58,7 +59,7 @@ class CompiledLayers:
         self._thread.join()
 
     def layer(self, key: str, params: Mapping[str, Tensor], rotary: Rotary) -> Callable[[Tensor], Tensor] | None:
-        """Return the forward of one layer with these weights; None: it is not compiled (yet)."""
+        """Return the forward of one layer with these weights; None: the layer is not compiled (yet)."""
         layer = self._by_kind.get(self._is_windowed(layer_index(key)))
         return None if layer is None else functools.partial(_run, layer, tuple(params.values()), rotary)
 
@@ -99,8 +100,8 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Return the compiled layers of a run; the first call begins to compile. None: not on this device, or not for this
-    model: sizes of expert groups are known only on the device, and adapters decode a quantised base."""
+    """Return the compiled layers of a run; the first call begins to compile. Return None on other devices, for models
+    with experts (the device alone knows the sizes of expert groups) and for adapters (they decode a quantised base)."""
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
     return _started(CompiledShapes(spec.model, spec.training.microbatch_size, device, dtype))
@@ -121,5 +122,5 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Run a layer. Without gradients detach its input, since torch compiles for `requires_grad` separately."""
+    """Run a layer. If gradients are off, detach its input, since torch compiles for `requires_grad` separately."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)

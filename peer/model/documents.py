@@ -1,4 +1,5 @@
-"""Several documents in one sample. Attention and positions are separate, so each gives the same result as alone.
+"""Several documents in one sample. Each document has its own positions and attends only to itself, so its result is the
+same as in a sample of its own.
 
 B samples   T tokens
 """
@@ -12,7 +13,7 @@ from shoal.peer.model.rotary import Rotary, at_positions
 
 
 class Documents:
-    """The documents of one microbatch. `begins_BT`, bool, marks their first tokens, among them each sample's."""
+    """The documents of one microbatch. `begins_BT`, bool, marks the first token of each; a sample begins with one."""
 
     def __init__(self, begins_BT: Tensor) -> None:
         T = begins_BT.shape[1]
@@ -25,16 +26,16 @@ class Documents:
 
     @classmethod
     def of(cls, begins_BT: Tensor | None, rotary: Rotary) -> "tuple[Documents | None, Rotary]":
-        """Return the documents and the tables at their positions; without documents (None) the tables themselves."""
+        """Return the documents and the rotary tables at their positions; if `begins_BT` is None, None and `rotary`."""
         if begins_BT is None:
             return None, rotary
         documents = cls(begins_BT)
         return documents, at_positions(rotary, documents.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask [B, 1, T, T] to add to scores of this dtype: 0 for a token of the same document that is at
-        most `window` - 1 before (0: no limit), -inf for others. All layers share it; of a boolean mask torch would make
-        a copy a layer."""
+        """Return the mask [B, 1, T, T] to add to attention scores of this dtype: 0 for the token itself and earlier
+        tokens of its document, at most `window` - 1 back (`window` = 0: no limit), and -inf for others. All layers
+        share the mask; torch would convert a boolean mask anew in each layer."""
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T
             seen_BTT = (back_TT >= 0) & (self._at_T >= self._first_BT[:, :, None])

@@ -1,4 +1,4 @@
-"""The arithmetic of a layer, for cost models and the simulated device."""
+"""The FLOP (floating-point operations) of a layer's and a stage's jobs, for cost models and the simulated device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of one microbatch's jobs at a stage, or of their parts if the experts are on other peers."""
+    """FLOP of the jobs of one microbatch at a stage; if the experts are on other peers, of one part of each job."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's one job. With `keep = "layers"` it repeats the forward of each layer but the head."""
+    """The last stage's forward and backward, one job. With `keep = "layers"` it repeats each forward but the head's."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
@@ -35,15 +35,18 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 
 
 def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of one part of a microbatch's jobs at a stage with placed experts, whose calls cut the forward at
-    each decoder layer of `keys`."""
+    """Return the FLOP of one part of a microbatch's jobs at a stage with its experts on other peers. A call to the
+    experts cuts the jobs at each decoder layer of `keys`."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
     return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))
 
 
 def job_flop(spec: RunSpec, forward: float, *, again_at_loss: float = 0.0) -> JobFlop:
-    """Return the FLOP of jobs with this `forward`. Args: again_at_loss: of forwards that the loss job repeats."""
+    """Return the FLOP of the jobs at a stage.
+
+    Args: forward: the stage's forward; again_at_loss: the forwards that the loss job repeats; both in FLOP.
+    """
     backward = (BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD) * forward
     return JobFlop(
         forward=forward,
@@ -58,7 +61,7 @@ def expert_flop(model: ModelSpec, num_tokens: int) -> float:
 
 
 def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Return `forward_flop` without the layer's experts."""
+    """Return the matmul FLOP of one layer's forward on `num_tokens` tokens, without its experts."""
     if not model.num_experts or key in (EMBED, HEAD):
         return forward_flop(model, key, num_tokens)
     return forward_flop(model, key, num_tokens) - expert_flop(model, num_tokens * model.experts_per_token)
@@ -67,8 +70,8 @@ def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens.
 
-    Attention is causal: a token attends to (context + 1) / 2 others on average, fewer with a window. The embedding is a
-    gather, 0. The router, each token's K experts and the products with a subspace's basis count, too.
+    Attention is causal: a token attends to (context + 1) / 2 tokens on average, to fewer with a window. Looking up an
+    embedding costs 0. The router, each token's K experts and the products with a subspace's basis count, too.
     """
     if key == EMBED:
         return 2.0 * num_tokens * model.dim * model.subspace

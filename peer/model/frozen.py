@@ -1,6 +1,6 @@
-"""Weights that are not trained: a layer of the base as it is stored, and the same with adapters.
+"""Weights that are not trained: layers of the base (the pretrained model), as stored, and with adapters.
 
-A quantised matrix is decoded for each product: for its backward autograd keeps the stored bytes.
+A quantised matrix is decoded anew for each product, in forward and backward, so only its bytes stay in memory.
 
 B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rows and C columns of a matrix   K rank
 P rows of tokens, sorted by expert   E experts
@@ -35,8 +35,8 @@ def adapter_of(spec: RunSpec) -> AdapterSpec:
 
 
 def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
-    """Encode a layer's parameters, float32 [N], in the formats of the run's base: the same bytes on every machine, as
-    float32 [Y / 4], since they travel as state does."""
+    """Encode a layer's parameters, float32 [N], in the formats of the run's base. The bytes are the same on every
+    machine; they are returned as float32 [Y / 4], because peers send them as they send a layer's state."""
     model, base = spec.model, adapter_of(spec).base
     views = layer_layout(model, key).views(flat_N)
     stored_Y = torch.zeros(base_bytes(model, base, key), dtype=torch.uint8)
@@ -46,12 +46,12 @@ def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
 
 
 def seed_base(spec: RunSpec, key: str) -> Tensor:
-    """Return `stored_base` of the weights made from the run's seed."""
+    """Return a layer of the base made from the run's seed, in the stored form that `stored_base` returns."""
     return stored_base(spec, key, init_layer(spec.model, key, spec.seed))
 
 
 def base_numel(spec: RunSpec, key: str) -> int:
-    """Return the number of elements of `stored_base`."""
+    """Return the number of float32 elements in the result of `stored_base`."""
     return base_bytes(spec.model, adapter_of(spec).base, key) // torch.float32.itemsize
 
 
@@ -65,7 +65,7 @@ def _encoded(x: Tensor, form: BaseFormat) -> Tensor:
 
 
 class FrozenMatrix:
-    """One matrix of the base, from its bytes, uint8."""
+    """One matrix of the base, held as its stored bytes, uint8."""
 
     __slots__ = ("_form", "_norms_R", "_stored_Y", "shape")
 
@@ -117,7 +117,7 @@ class FrozenMatrix:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T. The backward decodes the matrix again: a dense copy would take as much memory as a trained one."""
+    """x W^T. The backward decodes the matrix again: a dense copy would take as much memory as a trained matrix."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: FrozenMatrix) -> Tensor:
@@ -132,7 +132,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`_Product` with the matrices of several experts, each for its own rows: [P, columns] -> [P, rows]."""
+    """x W^T with one matrix for each expert, applied to that expert's rows: [P, columns] -> [P, rows]."""
 
     @staticmethod
     def forward(ctx: Any, x_PC: Tensor, offset_E: Tensor, matrices: Sequence[FrozenMatrix]) -> Tensor:
@@ -154,11 +154,11 @@ class FrozenLayer:
     vectors: Mapping[str, Tensor]
     """Norms and biases, in `dtype`."""
     dtype: torch.dtype
-    """The dtype of jobs."""
+    """The dtype in which jobs compute."""
 
     @classmethod
     def of(cls, spec: RunSpec, key: str, stored: Tensor, *, device: torch.device, dtype: torch.dtype) -> "FrozenLayer":
-        """Load a layer. Args: stored: the result of `stored_base`."""
+        """Load a layer. Args: stored: the layer's stored bytes as float32, the result of `stored_base`."""
         stored_Y = stored.to(device).view(torch.uint8)
         matrices: dict[str, FrozenMatrix] = {}
         vectors: dict[str, Tensor] = {}
@@ -173,8 +173,8 @@ class FrozenLayer:
 def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
     """Return the norms of the rows of W + scale B A, float32 [rows], without making that sum.
 
-    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b; `norm_R` is |w|, `wa_RK`
-    W A^T.
+    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b. `norm_R` has the |w|;
+    `wa_RK` is W A^T.
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
@@ -182,11 +182,11 @@ def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor,
 
 
 class AdaptedLayer(dict[str, Tensor]):
-    """A layer with adapters as the model's functions see it: a dict of the adapters' leaves and of the base's norms and
-    biases; methods give the base's matrices.
+    """A layer with adapters in the form that `llama.py` takes: a dict of the adapters and of the base's norms and
+    biases, with methods that multiply by the base's matrices or return them.
 
     Args:
-        adapters: A and B by name, and m for "dora": autograd leaves; may be empty.
+        adapters: autograd leaves by name: A, B, and with "dora" also the magnitudes m; may be empty.
         scale: the factor of B A.
     """
 
@@ -211,8 +211,9 @@ class AdaptedLayer(dict[str, Tensor]):
         return y
 
     def _with_magnitudes(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
-        """Return W' x, W' being W + scale B A with rows scaled to the norms |w| + m: [..., columns] -> [..., rows]."""
-        # The norms need W A^T: append A to x as K more tokens, and one product gives both.
+        """Return W' x, where W' is W + scale B A with its rows scaled to the norms |w| + m: [..., columns] ->
+        [..., rows]."""
+        # The norms need W A^T: append A to x as K more tokens, and one product gives both W x and W A^T.
         rows = math.prod(x.shape[:-1])
         both = matrix.times(torch.cat([x.reshape(rows, -1), a_KC.detach()]))
         y = both[:rows].view(*x.shape[:-1], -1) + functional.linear(functional.linear(x, a_KC), b_RK) * self._scale
@@ -224,7 +225,7 @@ class AdaptedLayer(dict[str, Tensor]):
 
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
         """Multiply each expert's rows by its frozen matrix in `names`: [P, columns] -> [P, rows], differentiable in
-        `x_PC`. Args: offset_E: as in `kernels.dispatch.grouped_matmul`."""
+        `x_PC`. Args: offset_E: int64 [E + 1], the first row of each expert, then P."""
         matrices = [self._frozen.matrices[name] for name in names]
         product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]
         return product
@@ -238,7 +239,7 @@ class AdaptedLayer(dict[str, Tensor]):
 
 
 def linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """Apply the projection `name` with its bias and adapter, if any."""
+    """Apply the projection `name` with its bias and adapter, if any: [..., columns] -> [..., rows]."""
     if isinstance(params, AdaptedLayer):
         return params.linear(name, x)
     return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))

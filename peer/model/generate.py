@@ -1,7 +1,8 @@
 """Sampling from the model, token by token.
 
-The prompt's keys and values are cached, and each next token is a forward of one token. Beyond the context each token
-shifts all positions, which are absolute, and so is a forward of the last `context` tokens.
+The keys and values of past tokens are cached, so the next token takes a forward of one token. Once the text is longer
+than the context, each new token shifts all positions, for which the cached keys were rotated: the next token then takes
+a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """
@@ -45,7 +46,7 @@ class Sampler:
         return int(torch.multinomial(weights_V, 1, generator=self._generator))
 
     def _nucleus(self, weights_V: Tensor) -> Tensor:
-        """Keep the fewest likeliest tokens that together have `top_p`, at least one; set others to zero."""
+        """Set all but the likeliest tokens to zero: as few remain, at least one, as have the probability `top_p`."""
         ordered_V, index_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(-1) - ordered_V
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))
@@ -72,7 +73,8 @@ class KeysValues:
 def stream(
     model: ModelSpec, params_by_key: Mapping[str, Params], prompt: Sequence[int], sampler: Sampler
 ) -> Iterator[int]:
-    """Continue `prompt` without end, on the device of the parameters. Raises: ValueError: it is empty."""
+    """Yield the tokens that continue `prompt`, without end, computed on the device of the parameters.
+    Raises: ValueError: the prompt is empty."""
     if not prompt:
         raise ValueError("the prompt must have at least one token")
     return _stream(model, params_by_key, list(prompt), sampler)
@@ -87,7 +89,7 @@ def _stream(
     remember = {key: KeysValues(model.context) for key in keys}
     known = 0  # tokens in the cache
     while True:
-        # Not a decorator: a generator would leave the mode on in its caller.
+        # Not a decorator of this generator: between two tokens the mode would stay on in the caller.
         with torch.inference_mode():
             if len(tokens) <= model.context:
                 new_BT = torch.tensor([tokens[known:]], device=device)

@@ -1,11 +1,12 @@
-"""The loss of the head without all logits in memory: projection, cross entropy and both gradients, some rows at a time.
+"""The loss without all logits in memory: projection, cross entropy and both gradients, computed some rows at a time.
 
     logit = x W^T      loss = mean(log sum exp(logit) - logit[target])      dlogit = (softmax(logit) - onehot) / N
 
 The logits of 4,096 tokens with a vocabulary of 128,256 take 2.1 GB in float32, and their gradients as much again.
 
-Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4, where
-the backward makes the logits again. Here every loss has its backward, so the forward makes the gradient at once.
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4. There
+the backward computes the logits again. Here a backward follows every loss in training, so the forward computes the
+gradients at once, while it has the logits.
 
 N tokens   D width   V vocabulary   C rows at a time
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES: Final = 1 << 28
-"""The most bytes of float32 logits at a time."""
+"""The most bytes of float32 logits in memory at a time."""
 
 
 def head_loss(
@@ -26,10 +27,10 @@ def head_loss(
     """Return the mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
 
     Args:
-        x_ND, weight_VD: in the dtype of the products, in which the gradients are summed, too.
-        target_N: int64 in [0, V); with `counted` also negative: the row has no target.
-        cap: c, if a logit becomes c tanh(logit / c); 0: no cap.
-        counted: the number of rows with a target, over which the mean is taken (0: the loss is 0); None: all rows.
+        x_ND, weight_VD: both of one dtype, in which the products and the gradients are computed.
+        target_N: int64 in [0, V); if `counted` is given, a negative number means that the row has no target.
+        cap: if not 0, each logit is replaced by cap * tanh(logit / cap).
+        counted: the number of rows that have a target; the mean is over these rows (0: the loss is 0). None: all have.
     """
     wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, counted, wants)  # type: ignore[no-untyped-call]

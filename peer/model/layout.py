@@ -4,8 +4,9 @@ All tensors of a layer (`protocol.tensors` defines them) share one flat fp32 buf
 hashing, sending and predicting a layer is one operation on one tensor. Matrices come first and get weight decay; the
 norms and biases after them do not.
 
-A layer with experts has units, which are placed, clipped and stepped independently: "layers.3.experts.0" … from element
-0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's key as well.
+A layer with experts consists of units, each of which is placed, clipped and stepped on its own: its experts,
+"layers.3.experts.0" …, from element 0 on, and after them the rest of the layer, "layers.3.trunk". A function that takes
+a layer's key takes a unit's key, too.
 """
 
 import math
@@ -39,7 +40,7 @@ class LayerLayout:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     num_decayed: int
-    """Elements [0, num_decayed) are matrices."""
+    """Elements [0, num_decayed) belong to matrices, which get weight decay."""
 
     @cached_property
     def numel(self) -> int:
@@ -47,7 +48,8 @@ class LayerLayout:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
+        """(first element, rows, columns) of each hidden matrix. Embedding and head have none: each of their rows is a
+        vector of its own."""
         if self.key in (EMBED, HEAD):
             return ()
         return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
@@ -59,14 +61,15 @@ class LayerLayout:
         return tuple(zip(self.names, self.shapes, ends, ends[1:], strict=False))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Return name -> view of `flat_N` [numel]; no copies, and writes go through."""
+        """Return name -> view of `flat_N` [numel]: no copy, so writing to a view changes `flat_N`."""
         if flat_N.shape != (self.numel,):
             raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
         return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges}
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
-        """Return name -> autograd leaf that shares memory with `flat_N` [numel]; `backward` adds into `gradient_N`, if
-        given. (A flat leaf would cost a zero-filled buffer of the whole layer for each of its tensors.)"""
+        """Return name -> autograd leaf that shares memory with `flat_N` [numel]. `backward` adds the gradients into
+        `gradient_N`, if given. (With one flat leaf, `backward` would fill a buffer of the layer's size for each of its
+        tensors.)"""
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
             self.collect(leaves, gradient_N)
@@ -88,7 +91,7 @@ class LayerLayout:
 
 
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
-    """Return the units of a layer in buffer order. A layer without experts is its own only unit, and so is a unit."""
+    """Return the units of a layer in buffer order. For a layer without experts, or a unit, return `key` itself."""
     if not model.num_experts or key.count(".") != 1:
         return (key,)
     return (*(expert_key(key, expert) for expert in range(model.num_experts)), f"{key}.{TRUNK}")
@@ -109,12 +112,12 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of a layer's or unit's trained parameters: all, or its adapters, if any."""
+    """Return the layout of the trained parameters of a layer or unit: with `[adapter]` its adapters, otherwise all."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return `unit_slices` of the trained parameters. A tied matrix is a unit of the head, clipped alone."""
+    """Return unit -> its slice of a layer's trained parameters. A tied matrix is a unit of the head, clipped alone."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -123,7 +126,8 @@ def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=64)
 def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
-    """Return the slices of a trained tied matrix, as embedding and as head, among the parameters of `keys`."""
+    """Return the slices of the tied matrix in the joined trained parameters of `keys`, by the layer ("embed", "head")
+    that holds the matrix; empty if the run trains no tied matrix."""
     spans: dict[str, slice] = {}
     if spec.trains_tied:
         starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)
@@ -144,7 +148,7 @@ def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """Count the parameters of the exported model: a tied matrix once, though both ends of the pipeline hold it."""
+    """Return the number of parameters of the model. A tied matrix counts once, though two stages may hold it."""
     held = sum(layer_layout(model, key).numel for key in all_layer_keys(model))
     return held - (layer_layout(model, EMBED).numel if model.tied else 0)
 
@@ -163,7 +167,8 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and else zero: the model begins as its base."""
+    """Return the initial adapters: A uniform within 1 / sqrt(columns) of zero (as in PEFT), all else zero. So the model
+    equals its base at first."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)
@@ -181,8 +186,9 @@ def _generator(name: str) -> torch.Generator:
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     """Return the initial parameters of one layer or unit, float32 [numel]: a pure function of (model, key, seed).
 
-    Norms multiply by 1, biases are 0. An element of a matrix is a sum of four uniform numbers: almost normal, at most
-    3.5 deviations (`_deviation`) from zero, and the same bits on every CPU, unlike torch's normal numbers.
+    Norms multiply by 1, biases are 0. An element of a matrix is a sum of four uniform numbers: its distribution is
+    almost normal, it is at most 3.5 standard deviations (`_deviation`) from zero, and its bits are the same on every
+    CPU, which those of torch's normal numbers are not.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -202,12 +208,13 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
 
 
 def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
-    """Return the initial standard deviation of a matrix: an embedding 1 after scaling; those that write into the
-    residual stream 1/sqrt(2 L C); the router 0.02, for nearly equal shares; others, and a tied embedding, 1/sqrt(C).
+    """Return the initial standard deviation of a matrix with C columns in a model of L layers.
 
-    So a layer changes little of the stream that it reads, at any width: "small sub-layers, large shortcut" (Takase et
-    al., 2023, arXiv 2312.16903). With the usual 0.02 narrow models learn much less (`MEASURED.md`), least of all from
-    stale gradients (`tests/bench/staleness/MEASURED.md`).
+    It is 1 for an embedding (after the embedding's scaling, if any); 1/sqrt(2 L C) for matrices that write into the
+    residual stream; 0.02 for the router, so that experts get nearly equal shares; 1/sqrt(C) for all others and for a
+    tied embedding. So a layer changes little of the stream that it reads, at any width: "small sub-layers, large
+    shortcut" (Takase et al., 2023, arXiv 2312.16903). With the usual 0.02 narrow models learn much less
+    (`MEASURED.md`), least of all from stale gradients (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
         return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding or model.tied else 1.0

@@ -1,7 +1,7 @@
 """The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama, varied by
 `protocol/decoder.py`.
 
-No modules: the caller passes the version of a layer's tensors that it wants, current, stale or predicted.
+There are no torch modules: the caller passes the tensors of a layer in any version: current, stale or predicted.
 
 B samples   T tokens   S keys: the T tokens and those before   D width   H query heads   G key and value heads
 K head size   F hidden width   V vocabulary   W numbers that a layer adds to a token: D, or those of a subspace
@@ -27,13 +27,13 @@ from shoal.protocol.spec import ModelSpec
 Params = Mapping[str, Tensor]
 """Hugging Face tensor name -> tensor, of one layer; in a subspace model also the layer's constants (`subspace.py`)."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A cache: takes keys and values of new tokens, [B, G, T, K] each, and returns those of all tokens, the new ones last.
-The `rotary` tables passed with it begin at the new tokens."""
+"""A cache: takes the keys and values of new tokens, [B, G, T, K] each, and returns those of all tokens so far, the new
+ones last. The `rotary` tables passed together with a cache begin at the first new token."""
 
 
 GROUPED_WITH_MASK = ("cpu",)
-"""Devices on which torch documents a fused attention with a mask and grouped heads. Elsewhere keys and values are
-repeated, which takes less memory than all scores."""
+"""Devices on which torch documents a fused attention with a mask and grouped heads. On other devices we repeat keys and
+values for each query head, which takes less memory than unfused attention with all its scores."""
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
         return _scaled_embedding(model, params.rows("model.embed_tokens.weight", tokens_BT))
     weight_VW = params["model.embed_tokens.weight"]
     if weight_VW.is_cpu and weight_VW.dtype == torch.bfloat16:
-        # On a CPU torch sums a token's gradients in bfloat16, which loses all but the first few hundred.
+        # On a CPU torch would sum a token's gradients in bfloat16, and lose all but the first few hundred.
         x_BTW = functional.embedding(tokens_BT, weight_VW.float()).to(weight_VW.dtype)
     else:
         x_BTW = functional.embedding(tokens_BT, weight_VW)
@@ -71,7 +71,7 @@ def decoder_layer(
 ) -> Tensor:
     """Run attention and feed-forward (or experts) with residuals: [B, T, D] -> [B, T, D].
 
-    T is at most the context; with `remember` it is 1 after the first call.
+    T is at most the context; with a cache (`remember`) T is 1 after the first call.
     """
     x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember, documents=documents)
     if model.num_experts:
@@ -94,7 +94,10 @@ def attend(
     *,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the first half of a layer. Returns: ([B, T, D] with the residual, the second half's normalised input)."""
+    """Run the first half of a layer, attention with its residual connection.
+
+    Returns: the residual stream after it, and the normalised input of the second half; [B, T, D] each.
+    """
     at, norms = f"model.layers.{index}.", model.decoder.norms
     normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
     out_BTW = _attention(model, index, params, normed_BTD, rotary, remember, documents)
@@ -118,7 +121,7 @@ def loss_of_head(
 ) -> Tensor:
     """Return `loss(head(...), targets_BT)` without ever holding all logits (`head_loss.py`).
 
-    Args: counted: the number of targets that are not negative; None: all.
+    Args: counted: the number of targets that are not negative; None: no target is negative.
     """
     x_BTD = _norm(model, params, "model.norm", x_BTD)
     weight_VD, cap = _head_matrix(params), model.decoder.logit_softcap
@@ -131,7 +134,7 @@ def _head_matrix(params: Params) -> Tensor:
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats a token, float32 scalar. Targets of -100 do not count."""
+    """Return the mean cross entropy in nats a token, a float32 scalar. Tokens with the target -100 do not count."""
     return functional.cross_entropy(logits_BTV.flatten(0, -2).float(), targets_BT.flatten())
 
 
@@ -151,7 +154,7 @@ def run_layers(
     Args:
         x: int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D].
         remember: caches by layer, for sampling.
-        documents: restricts attention to a token's own document; `rotary` must come with it from `Documents.of`.
+        documents: if given, a token attends only to its own document; `rotary` then comes from `Documents.of`, too.
     Returns: logits [B, T, V] if keys[-1] is "head", otherwise [B, T, D].
     """
     for key in keys:
@@ -227,7 +230,8 @@ def _attention(
 def _attend(
     model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int, mask_B1TS: Tensor | None
 ) -> Tensor:
-    """Attend to at most `window` keys up to each query's own (0: all). `mask_B1TS`, 0 or -inf, replaces this rule."""
+    """Attend from each query to its own key and those before it, `window` keys at most (0: no limit). `mask_B1TS`, with
+    elements 0 or -inf, replaces this rule."""
     T, S = query_BHTK.shape[2], key_BGSK.shape[2]
     decoder = model.decoder
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
@@ -262,7 +266,7 @@ def _attend(
 
 
 def _mask(T: int, S: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [T, S]: the keys seen by each of the last T of S tokens."""
+    """Return bool [T, S]: True for the keys that each of the last T of S tokens attends to."""
     back_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
     mask_TS = back_TS >= 0
     return mask_TS & (back_TS < window) if window else mask_TS

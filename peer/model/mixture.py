@@ -1,11 +1,12 @@
 """A decoder layer's mixture of experts as in Mixtral and Qwen3-MoE: a router sends each token to K of E SwiGLUs.
 
-The load-balancing loss of a layer depends only on its router, so its gradient enters in the layer's own backward: the
-model trains on loss + `router_aux_loss` * the sum of all layers' balance, wherever it is cut. With adapters, routers
-and experts are frozen, and there is no balance.
+The load-balancing loss of a layer (its *balance*) depends only on its router, so the layer's own backward adds its
+gradient. Wherever the model is cut into stages, it trains on loss + `router_aux_loss` * the sum of all layers'
+balances. In a run with adapters, routers and experts are frozen, and there is no balance.
 
-Sources: Mixtral (2024, arXiv 2401.04088, section 2.1), its weights and names; Switch Transformers (2021, arXiv
-2101.03961, equations 4 to 6), the balance, here over all K choices of a token and divided by K: 1 for an even load.
+Sources: Mixtral (2024, arXiv 2401.04088, section 2.1) for the layer, its weights and their names; Switch Transformers
+(2021, arXiv 2101.03961, equations 4 to 6) for the balance. Here the balance counts all K choices of a token and is
+divided by K, so it is 1 for an even load.
 
 N tokens   K experts a token   P = N K rows, sorted by expert   E experts   D width   F hidden width
 W numbers that a layer adds to a token: D, or those of a subspace, in which w2 is [W, F]
@@ -27,31 +28,31 @@ from shoal.protocol.tensors import expert_name, router_name
 
 
 class ExpertLoads:
-    """The number of tokens sent to each expert, by layer. Counted on the device's thread, read on any."""
+    """The number of tokens sent to each expert, by layer. The device's thread adds to it; any thread may read it."""
 
     def __init__(self) -> None:
         self._totals: dict[int, Tensor] = {}
 
     def add(self, layer_index: int, counts_E: Tensor) -> None:
-        """Add int64 [E] on any device, without waiting for it."""
+        """Add int64 [E] on any device, without waiting for that device."""
         before = self._totals.get(layer_index)
-        # A new tensor each time: a concurrent reader sees a consistent one.
+        # Make a new tensor each time: a concurrent reader then never sees a half-updated one.
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:
-        """Return layer key -> tokens of each expert since the start; readers take differences."""
+        """Return layer key -> tokens sent to each expert since the start; for an interval, subtract two results."""
         return {f"layers.{index}": tuple(totals_E.tolist()) for index, totals_E in sorted(self._totals.items())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Settings of one run through layers with experts. Dense layers ignore it."""
+    """Settings of one forward through layers with experts. Dense layers ignore them."""
 
     loads: ExpertLoads | None = None
-    """Counts the run, if given."""
+    """If given, counts the tokens of this forward."""
     balances: list[Tensor] | None = None
-    """Collects the layers' balances for the caller's loss. None: each enters its own layer's backward with the weight
-    `router_aux_loss`."""
+    """Collects the layers' balances for the caller's loss. None: each layer adds the gradient of its balance, weighted
+    by `router_aux_loss`, in its own backward."""
 
 
 PLAIN: Final = Mixture()
@@ -62,11 +63,11 @@ class Routing:
     """A router's decisions."""
 
     chosen_NK: Tensor
-    """int64, heaviest first."""
+    """int64: each token's experts, the one with the largest weight first."""
     weight_NK: Tensor
-    """float32, a row adds up to 1."""
+    """float32; each row adds up to 1."""
     counts_E: Tensor
-    """int64, tokens of each expert."""
+    """int64: the number of tokens sent to each expert."""
     balance: Tensor
     """float32 []: 1 for an even load, E / K if all tokens choose the same K with certainty."""
 
@@ -88,7 +89,8 @@ def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_
 
 
 def route(logit_NE: Tensor, experts_per_token: int) -> Routing:
-    """Choose the `experts_per_token` largest logits of each token, weighted by their softmax."""
+    """Choose for each token the `experts_per_token` experts with the largest logits, weighted by the softmax of these
+    logits."""
     logit_NE = logit_NE.float()
     (num_tokens, E), K = logit_NE.shape, experts_per_token
     top_NK, chosen_NK = logit_NE.topk(K, dim=-1)

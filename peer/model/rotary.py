@@ -1,6 +1,6 @@
 """Rotary positions: tables of the angles, and the rotation by them.
 
-T tokens   K head size   W kinds of layers (full attention, window), if their angles differ
+T tokens   K head size   W kinds of layers (0: full attention, 1: window), if their angles differ
 """
 
 import math
@@ -12,12 +12,13 @@ from shoal.protocol.decoder import RopeScaling
 from shoal.protocol.spec import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK); from `at_positions`, with B and 1 before."""
+"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK) if window layers have other angles. Tables from `at_positions` have two
+more dimensions in front, B and 1."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
     """Return (cos, sin) of every position's angles, each [context, K], or [context, 2, K] if window layers (index 1)
-    differ. The second half of K repeats the first, whose sines are negated."""
+    have other angles. Both halves of K have the same angles; the sines of the first half are negated."""
     decoder = model.decoder
     tables = [_tables(model, model.rope_theta, decoder.rope)]
     if decoder.window_rope_theta is None:
@@ -35,8 +36,8 @@ def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
 
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
-    """Rotate each pair (k, k + K/2) by its position's angle: the bits of Hugging Face's `rotate_half`, with the sign in
-    the table. `windowed`: use the angles of window layers."""
+    """Rotate each pair (k, k + K/2) by its position's angle (`windowed`: that of window layers). The result has the
+    bits of Hugging Face's `rotate_half`; the minus sign of that function is in our table of sines."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)
@@ -55,7 +56,7 @@ def _of_kind(table: Tensor, num_tokens: int, kind: int) -> Tensor:
 
 
 def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """Return the tables of one kind of layers, two of float64 [context, K]."""
+    """Return the tables (cos, sin) of one kind of layers, float64 [context, K] each."""
     half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
     frequency = theta ** -(half / model.head_dim)
     factor = 1.0
@@ -91,5 +92,5 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Return the fractional index of the pair with `turns` turns in the original context (2309.00071, section 3.2)."""
+    """Return the fractional index of the pair that turns `turns` times over the original context (2309.00071, 3.2)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

@@ -1,7 +1,8 @@
 """The learning rate of each step, in a run that may have been continued.
 
-Theory of operation. A run has one leg, from step 0 to its last step, and each continuation begins another. In each leg
-the rate climbs to its top, unless it is there already, and then follows the schedule to the leg's last step:
+Theory of operation. A run consists of legs. The first begins at step 0; each continuation of the run begins another. In
+a leg the rate climbs to the leg's highest rate, unless it is there already, and then follows the schedule to the leg's
+last step:
 
 | schedule   | after the climb                                     | a leg that begins where a run had ended |
 |------------|-----------------------------------------------------|-----------------------------------------|
@@ -10,14 +11,15 @@ the rate climbs to its top, unless it is there already, and then follows the sch
 | `wsd`      | stays, then falls over the last `decay_steps`,      | climbs to the peak, stays and falls     |
 |            | as 1 - sqrt(progress)                               | again                                   |
 
-The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the rates of
-one planned with the new length. With `cosine`, which falls early, it warms up and decays again, which first costs some
-loss and then regains it (Ibrahim et al., 2024, arXiv 2403.08763, section 6); stretching the cosine would jump from the
-final rate to about half of the peak. A run that is shortened gets no climb: the rate falls from its present value.
+The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the same rates
+as a run planned with the new length. A `cosine` rate falls right after the warm-up, so a continued run climbs and
+decays again, which first costs some loss and then regains it (Ibrahim et al., 2024, arXiv 2403.08763, section 6);
+stretching the cosine would jump from the final rate to about half of the peak. A run that is shortened gets no climb:
+the rate falls from its present value.
 
 Sources: cosine, Loshchilov & Hutter, 2017, arXiv 1608.03983, equation 5 without restarts; `wsd`, Hu et al., 2024, arXiv
-2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: over 10 to 20 % of the steps
-it reaches the loss of the cosine. All end at `final_learning_rate_fraction` of the peak; theirs end at 0.
+2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: a decay over 10 to 20 % of
+the steps reaches the loss of the cosine. Our schedules end at `final_learning_rate_fraction` of the peak, theirs at 0.
 """
 
 import math
@@ -30,14 +32,14 @@ from shoal.protocol.spec import ContinuedSpec, OptimizerSpec, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """Steps `begins` to `ends` - 1."""
+    """The part of a run from step `begins` to step `ends` - 1, with its learning-rate schedule."""
 
     begins: int
     ends: int
     schedule: str
     decay_steps: int | None
     climbs_from: float
-    """The rate before `begins`."""
+    """The rate of the step before `begins`; 0 at the start of the run."""
     top: float
     """The highest rate of the leg, as a share of the peak."""
     top_at: int
@@ -45,7 +47,7 @@ class Leg:
 
     @property
     def falls_at(self) -> int:
-        """Return the last step before the rate falls; `ends` if it never does."""
+        """Return the last step before the rate falls; `ends` if it never falls."""
         if self.schedule == "constant":
             return self.ends
         if self.schedule == "cosine":
@@ -65,7 +67,7 @@ class Leg:
 
 
 def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[ContinuedSpec] = ()) -> list[Leg]:
-    """Return a run's legs in order; it has `total_steps` steps from step 0."""
+    """Return the legs, in order, of a run of `total_steps` steps, counted from step 0."""
     said = [(part.steps, part.schedule, part.decay_steps) for part in continued]
     said.append((total_steps, optimizer.schedule, optimizer.decay_steps))
     found: list[Leg] = []
@@ -83,7 +85,7 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
                 decay_steps=decay_steps,
                 climbs_from=climbs_from,
                 top=top,
-                top_at=begins + max(0, math.ceil(missing - 1 - 1e-9)),  # rounding adds no step
+                top_at=begins + max(0, math.ceil(missing - 1 - 1e-9)),  # 1e-9: rounding must not add a step
             )
         )
     return found
@@ -92,13 +94,14 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
 def learning_rate(
     optimizer: OptimizerSpec, step: int, total_steps: int, continued: Sequence[ContinuedSpec] = ()
 ) -> float:
-    """Return the rate of `step` (from 0) in a run of `total_steps`. It reaches the peak at step `warmup_steps`; if it
-    falls, it is at `final_learning_rate_fraction` of the peak at the last step and stays there."""
+    """Return the learning rate of `step` (from 0) in a run of `total_steps`. It reaches the peak at step
+    `warmup_steps`. Unless the schedule is `constant`, it ends at `final_learning_rate_fraction` of the peak."""
     leg = next(leg for leg in reversed(legs(optimizer, total_steps, continued)) if leg.begins <= step)
     return leg.rate(step, optimizer)
 
 
 @lru_cache(maxsize=256)
 def rate_of(spec: RunSpec, step: int) -> float:
-    """Return `learning_rate` of a run's step; cached, because each layer's step and each prediction asks for it."""
+    """Return the learning rate of a run's step; cached, because each layer's step and each weight prediction asks for
+    it."""
     return learning_rate(spec.optimizer, step, spec.training.steps, spec.continued)

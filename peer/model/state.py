@@ -1,7 +1,7 @@
 """The state of a replica's stage at one version: parameters and moments, by layer.
 
-Immutable by convention: an optimizer step makes new tensors, and frees each layer's old ones unless a microbatch in
-flight, a joining peer or a snapshot holds them (`shard.py`).
+A state is immutable by convention: an optimizer step makes new tensors. A layer's old tensors are freed unless a
+microbatch in flight, a joining peer or a snapshot holds them (`shard.py`).
 """
 
 import logging
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class LayerState:
     """The parameters and moments of one layer, float32 [numel] each, in the layer's layout.
 
-    `moment2_N` may be shorter or empty, see `moment2_numel`. On the way to a learner `param_N` is bfloat16 and both
-    moments are empty.
+    `moment2_N` may be shorter or empty, see `moment2_numel`. A state that is sent to a learner (a member that computes
+    with weights only) has its `param_N` in bfloat16 and both moments empty.
     """
 
     param_N: Tensor
@@ -41,19 +41,19 @@ class LayerState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of parameters and moments in float32."""
+        """Size of the parameters and moments in bytes, as float32."""
         return sum(4 * tensor.numel() for tensor in self.tensors)
 
     def to(self, device: torch.device) -> "LayerState":
-        """Return the layer with all tensors on `device`; itself if they are there."""
+        """Return the layer with all tensors on `device`; the layer itself if its tensors are there already."""
         if all(tensor.device == device for tensor in self.tensors):
             return self
         param_N, moment1_N, moment2_N = (tensor.to(device) for tensor in self.tensors)
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
     def digest(self) -> str:
-        """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are. This
-        finds accidents; against attackers there is `secure_digest`, five times slower."""
+        """Return the xxh3-128 of the three tensors' bytes, which is equal on two replicas if and only if their bits are
+        equal. This hash finds accidents; `secure_digest` also holds against attackers and is five times slower."""
         hasher = xxh3_128()
         for tensor in self.tensors:
             if tensor.numel():
@@ -61,7 +61,7 @@ class LayerState:
         return hasher.hexdigest()
 
     def secure_digest(self) -> str:
-        """Return the BLAKE3 of the three tensors' bytes, 128 bits: nobody can construct another state with it."""
+        """Return BLAKE3 of the three tensors' bytes, 128 bits: nobody can construct another state with this hash."""
         hasher = blake3()
         for tensor in self.tensors:
             if tensor.numel():
@@ -76,9 +76,10 @@ class StageState:
     version: int
     layers: Mapping[str, LayerState]
     gradient_norm: float | None = None
-    """The 2-norm of the reduced gradient of the step to this version, before clipping; None: made elsewhere."""
+    """The 2-norm, before clipping, of the reduced gradient that made this version; None: this peer did not make it."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
+        """Return (layer key, its `secure_digest`) of each layer."""
         return tuple((key, layer.secure_digest()) for key, layer in self.layers.items())
 
     def digest(self) -> str:
@@ -89,7 +90,7 @@ class StageState:
 
 
 class LayerAt(NamedTuple):
-    """One layer at a version."""
+    """One layer, and the version that it is at."""
 
     version: int
     layer: LayerState
@@ -97,7 +98,7 @@ class LayerAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeights:
-    """A learner's weights: those of a stage at one version, without moments."""
+    """The weights of a stage at one version, without moments, as a learner holds them."""
 
     version: int
     params: Mapping[str, Tensor]
@@ -118,8 +119,8 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
     """Make one optimizer step from `version` with the reduced gradient, clipped for each unit of the layer separately.
 
-    A unit whose gradient is not finite stays unchanged. So the step of a layer equals the steps of its units bit for
-    bit, even if they are on different peers. `key` may name a unit.
+    A unit stays unchanged if its gradient is not finite. So the step of a layer equals the steps of its units bit for
+    bit, even if the units are on different peers. `key` may name a unit.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
     return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)
@@ -128,7 +129,8 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
 def step_layer_clipped(
     spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
 ) -> LayerState | None:
-    """Do what `step_layer` does, with a gradient that is clipped already."""
+    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`; None: the
+    gradient is None, and the layer stays unchanged."""
     if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
@@ -148,13 +150,14 @@ class Clipped(NamedTuple):
     gradient_N: Tensor | None
     """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
     spoilt: tuple[str, ...]
-    """The units with a gradient that is not finite; it is zero in `gradient_N`."""
+    """The units with a gradient that is not finite; their gradient is zero in `gradient_N`."""
     square: float
-    """The squared 2-norm before clipping, without spoilt units and the matrix of a tied head."""
+    """The squared 2-norm before clipping, without spoilt units and without the matrix of a tied head."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
-    """Clip each unit by its own norm, so that an expert steps without the peers with the rest of its layer."""
+    """Clip the gradient of each unit by its own norm, so that an expert can be stepped without the rest of its layer,
+    which may be on other peers."""
     slices = state_slices(spec, key)
     parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
@@ -171,22 +174,22 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Return the slices of a unit in the tensors of its layer's `LayerState`; with Muon an expert has no second
-    moment."""
+    """Return the slices of a unit in its layer's parameters, first and second moments. With Muon an expert has no
+    second moment, and its third slice is empty."""
     span = state_slices(spec, key)[unit]
     missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
 def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerState:
-    """Join the units of a layer."""
+    """Join the states of a layer's units to the state of the layer."""
     tensors = zip(*(units[unit].tensors for unit in state_slices(spec, key)), strict=True)
     param_N, moment1_N, moment2_N = (torch.cat(parts) for parts in tensors)
     return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
 
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
-    """Return the keyword arguments of every optimizer of `shoal.kernels.optimizer` at `version`."""
+    """Return the settings of the step from `version`: keyword arguments for each of `shoal.kernels.optimizer`."""
     return {
         "learning_rate": rate_of(spec, version),
         "beta1": spec.optimizer.beta1,
@@ -200,17 +203,17 @@ def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
 
 
 def moment2_numel(spec: RunSpec, key: str) -> int:
-    """Return the number of elements of a layer's `moment2_N`: one a parameter, fewer with Muon, none with SGD."""
+    """Return the number of elements of a layer's `moment2_N`: one per parameter, fewer with Muon, none with SGD."""
     layout = state_layout(spec, key)
     return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)
 
 
 def state_numels(spec: RunSpec, key: str) -> tuple[int, int, int]:
-    """Return the number of elements of a layer's parameters and moments (`LayerState.tensors`)."""
+    """Return the number of elements of a layer's parameters, first moments and second moments."""
     numel = state_layout(spec, key).numel
     return numel, numel, moment2_numel(spec, key)
 
 
 def state_bytes(spec: RunSpec, keys: Iterable[str]) -> int:
-    """Return the size of these layers' state, the same at every version."""
+    """Return the size in bytes of these layers' state, which is the same at every version."""
     return sum(4 * numel for key in keys for numel in state_numels(spec, key))

@@ -1,27 +1,28 @@
 """A residual stream in which layers write into one subspace only, so that k numbers a token describe it.
 
-    x = fixed[v] + U c        D numbers of a token v in the residual stream, c its k coordinates
+    x = fixed[v] + U c        x: the D numbers of a token v in the residual stream; c: its k coordinates
     c = (k / D) U^T (x - fixed[v])
 
-U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: not trained, sent or stored. Every
-addend of x is U times k numbers: the embedding e[v], and the output and down projections, which have k rows instead of
-D. So v and c determine x up to rounding, and the stages before need only U^T dL/dx of its gradient.
+U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: not trained, sent or stored. Apart
+from fixed[v], every addend of x is U times k numbers: the embedding e[v], and the results of the output and down
+projections (their matrices have k rows instead of D). So v and c determine x up to rounding. Likewise, earlier stages
+need only U^T dL/dx, k numbers, of the gradient of x.
 
 Source: Ramasinghe et al., "Protocol Models: Scaling Decentralized Training with Communication-Efficient Model
 Parallelism", 2025, arXiv 2506.01260. There full matrices are projected after each step, and the subspace turns slowly.
-Here, as in its authors' later runs, the k rows themselves are trained, and U is constant.
+Here, as in later runs of the paper's authors, the k rows themselves are trained, and U is constant.
 
-U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, if m below does not divide k): a matrix with k rows
-then begins, steps and writes into a channel of x as in a dense model. With an orthonormal U it learns less
-(`MEASURED.md`).
+U^T U = (D / k) I, so that a row of U has the norm 1 (on average, if m below does not divide k). A matrix with k rows
+then has the same initial scale, the same steps and the same effect on a channel of x as in a dense model. With an
+orthonormal U the model learns less (`MEASURED.md`).
 
 **The same bits on every machine.** With D = P m, P the largest power of two in D:
 
     U[i, j] = sign[i] H[i mod P, column[j div m]] R[i div P, j mod m] sqrt(m / k)
 
 H is Sylvester's Hadamard matrix [P, P], R = I - 2/m [m, m] a reflection: their Kronecker product is sqrt(P) times an
-orthogonal matrix. So U has two magnitudes, made in float64 from one square root and rounded once. `sign` and the order
-of the columns come from the seed. fixed[v] is D signs of a hash of v: exact in bfloat16, too.
+orthogonal matrix. The elements of U have two magnitudes, made in float64 from one square root and rounded once. `sign`
+and the order of the columns come from the seed. fixed[v] is D signs (1 or -1) from a hash of v: exact in bfloat16, too.
 
 B samples   T tokens   D width   k numbers of a subspace   W words of 32 bits
 """
@@ -45,15 +46,15 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX
 
 BASIS: Final = "subspace.basis"
-"""The name of U [D, k] among a layer's tensors."""
+"""The name of the matrix U [D, k] in a layer's dict of tensors."""
 KEY: Final = "subspace.key"
-"""The name of the hash key of fixed[v], int32 [2], among the embedding's tensors."""
+"""The name of the hash key from which fixed[v] is made, int32 [2], in the embedding's dict of tensors."""
 _WORD: Final = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """One run's U, and the key of its fixed vectors, on a device."""
+    """The matrix U of one run, and the hash key of its fixed vectors, on a device."""
 
     basis_DK: Tensor
     """float32."""
@@ -66,11 +67,11 @@ class Subspace:
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Return c, float32 [B, T, k]."""
+        """Return the coordinates c of x, float32 [B, T, k]."""
         return self._scaled((x_BTD.float() - self._fixed(tokens_BT)) @ self.basis_DK)
 
     def restored(self, c_BTK: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Return x, float32 [B, T, D], of the coordinates c, float32 [B, T, k]."""
+        """Return x, float32 [B, T, D], from its coordinates c, float32 [B, T, k]."""
         return self._fixed(tokens_BT) + functional.linear(c_BTK, self.basis_DK)
 
     def gradient_of_coordinates(self, grad_BTD: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class Subspace:
         return grad_BTD.float() @ self.basis_DK
 
     def gradient_restored(self, grad_BTK: Tensor) -> Tensor:
-        """Convert dL/dc to dL/dx through `coordinates`, float32 [B, T, D], without its part outside the subspace."""
+        """Convert dL/dc to dL/dx, float32 [B, T, D]. The result lacks the part of dL/dx outside the subspace."""
         return self._scaled(functional.linear(grad_BTK, self.basis_DK))
 
     def _fixed(self, tokens_BT: Tensor) -> Tensor:
@@ -104,8 +105,8 @@ def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor) -> Tensor:
-    """Convert a layer to that of `spec.model.whole`: embedding and projections multiplied out, as other programs for
-    the model's family expect them. float32 on the CPU, in and out."""
+    """Convert a layer to the same layer of the plain model, `spec.model.whole`: its embedding and projections are
+    multiplied by U, as other programs for the model's family expect. Input and output are float32 on the CPU."""
     plain, tensors = layer_layout(spec.model.whole, key), layer_layout(spec.model, key).views(param_N)
     if not spec.model.subspace or key == HEAD:
         return param_N
@@ -128,7 +129,7 @@ def _made(seed: int, dim: int, k: int, device: torch.device) -> Subspace:
 
 @lru_cache(maxsize=8)
 def _narrowed(subspace: Subspace, dtype: torch.dtype) -> Tensor:
-    """Return U in the dtype of jobs, cached because each job asks for it in each layer."""
+    """Return U in the dtype of jobs; cached, because each job asks for it in each layer."""
     return subspace.basis_DK.to(dtype)
 
 
@@ -140,7 +141,7 @@ def _basis(seed: int, dim: int, k: int) -> Tensor:
     bytes_of_rows = np.frombuffer(blake3(f"{seed} subspace rows".encode()).digest(length=-(-dim // 8)), np.uint8)
     negative_D = np.unpackbits(bytes_of_rows)[:dim]
     row_D, column_K = np.arange(dim), np.arange(k)
-    # An element of H is -1 where the numbers of its row and its column have an odd number of bits in common.
+    # An element of H is -1 where its row index and its column index have an odd number of 1-bits in common.
     common_DK = (row_D % power)[:, None] & order_P[column_K // m]
     odd_DK = negative_D[:, None] ^ (np.bitwise_count(common_DK) & np.uint8(1))
     reflected_DK = ((row_D // power)[:, None] == column_K % m) - 2.0 / m
@@ -152,20 +153,20 @@ def _signs(tokens_BT: Tensor, key_2: Tensor, dim: int, dtype: torch.dtype) -> Te
     """Return pseudo-random signs [B, T, dim]: bit e of word w of a token's hash decides sign 32 w + e. Every integer is
     a valid token here.
 
-    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32. Token and one half of the key are
-    added before its first round, the word's number and the other half before its second.
+    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32. The token and one half of the key are
+    added before the hash's first round, the word's number and the other half of the key before its second.
     """
     first, second = key_2
     word_W = torch.arange(-(-dim // _WORD), dtype=torch.int32, device=tokens_BT.device)
     h_BT1 = (tokens_BT.to(torch.int32) + first).unsqueeze(-1)
     h_BT1 = (h_BT1 ^ shifted(h_BT1, 17)) * signed(0xED5AD4BB)
-    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # odd multiplier: words far apart
+    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # an odd multiplier spreads the words
     h_BTW = (h_BTW ^ shifted(h_BTW, 11)) * signed(0xAC4C1B51)
     h_BTW = (h_BTW ^ shifted(h_BTW, 15)) * signed(0x31848BAB)
     h_BTW = h_BTW ^ shifted(h_BTW, 14)
     byte_4 = torch.arange(0, _WORD, 8, dtype=torch.int32, device=tokens_BT.device)
     byte_BTW4 = (h_BTW.unsqueeze(-1) >> byte_4) & 255
-    # Eight signs at a time: one hash a sign would dominate the cost of an embedding.
+    # Look up eight signs at a time: computing each sign by itself would dominate the cost of an embedding.
     return functional.embedding(byte_BTW4, _signs_of_bytes(tokens_BT.device, dtype)).flatten(-3)[..., :dim]
 
 

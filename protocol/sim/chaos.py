@@ -1,10 +1,10 @@
 """Random fault schedules as plain data, and the coroutine that applies one to a world.
 
 A schedule is drawn before anything runs, so it can be printed, stored, shortened by hand and replayed. Playing it draws
-nothing: the faults never depend on what the peers did before.
+nothing more, so the faults never depend on what the peers did before.
 
 Faults that take a peer down (crash, pause, dead daemon, power cut) never overlap on one peer, and at most
-`down_at_once_max` peers are down at a time. Faults of one kind never overlap on one peer. Everything else may coincide.
+`down_at_once_max` peers are down at a time. Faults of one kind never overlap on one peer. All other faults may overlap.
 The end of one disk fault also ends the peer's other disk faults.
 """
 
@@ -21,25 +21,25 @@ from shoal.protocol.sim.world import SimPeer, World
 
 
 class FaultKind(StrEnum):
-    """Fault kinds: first those of one peer, then those between peers."""
+    """Kinds of faults: first those of one peer, then those of the paths between peers."""
 
     CRASH = "crash"
     PAUSE = "pause"
     DEAD_DAEMON = "dead daemon"
     SLOW_DEVICE = "slow device"
-    """`amount`: factor."""
+    """`amount`: the factor by which jobs take longer."""
     CLOCK_JUMP = "clock jump"
-    """`amount`: seconds, negative for back; the end corrects the clock."""
+    """`amount`: seconds by which the clock goes forward (back if negative); at the fault's end it jumps back."""
     DISK_FULL = "full disk"
     DISK_ERRORS = "disk errors"
     POWER_CUT = "power cut"
-    """A crash in the middle of the next disk operation, if one comes; the peer returns at the end."""
+    """A crash in the middle of the next disk operation, if one comes; the peer returns at the fault's end."""
     CUT = "cut"
     ONE_WAY_CUT = "one-way cut"
     SLOW_LINK = "slow link"
-    """`amount`: factor."""
+    """`amount`: the factor by which the path's rate falls."""
     LOSS = "loss"
-    """`amount`: probability, here and below."""
+    """`amount`: the probability per message, also for the next two kinds."""
     CORRUPTION = "corruption"
     DUPLICATION = "duplication"
     SPIKES = "spikes"
@@ -48,15 +48,16 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault, and how long it lasts."""
+    """One fault of a schedule, with its times in seconds from the beginning of the schedule."""
 
     kind: FaultKind
     at_s: float
     lasts_s: float | None
-    """None: until the end of the world."""
+    """None: until the end of the simulation."""
     whom: tuple[str, ...]
-    """Affected peers; of a fault between peers, one side."""
+    """The affected peers; for a fault between peers, those of one side."""
     others: tuple[str, ...] = ()
+    """The affected peers of the other side of a fault between peers."""
     amount: float = 0.0
 
     @property
@@ -64,7 +65,7 @@ class Fault:
         return math.inf if self.lasts_s is None else self.at_s + self.lasts_s
 
     def __str__(self) -> str:
-        """`at 12.500 s for 8 s: crash of b`."""
+        """Describe the fault in one line, such as `at 12.500 s for 8 s: crash of b`."""
         amount = f" {self.amount:g}" if self.amount else ""
         others = f" | {', '.join(self.others)}" if self.others else ""
         lasts = "for good" if self.lasts_s is None else f"for {self.lasts_s:.3g} s"
@@ -97,7 +98,8 @@ _LASTS_S: Mapping[FaultKind, Range] = {
     FaultKind.DUPLICATION: (5.0, 60.0),
     FaultKind.SPIKES: (5.0, 60.0),
 }
-"""Log-uniform ranges, like those of amounts: the hard cases lie near some timeout of the peers."""
+"""The range of each kind's duration. Durations and amounts are log-uniform, since the hard cases lie near some timeout
+of the peers, and timeouts differ by orders of magnitude."""
 _AMOUNT: Mapping[FaultKind, Range] = {
     FaultKind.SLOW_DEVICE: (2.0, 100.0),
     FaultKind.CLOCK_JUMP: (1.0, 60.0),
@@ -124,10 +126,10 @@ def draw_schedule(
 
     Args:
         names: the peers, in an order that is the same in every run.
-        mean_gap_s: mean of the exponential gaps between beginnings.
+        mean_gap_s: the mean time from the beginning of one fault to that of the next; the times are exponential.
         spared: peers that are never taken down.
-        down_at_once_max: most peers that are down at a time; 0 leaves such faults out.
-        recovers_s: least time between two such faults of a peer, which counts as down until then.
+        down_at_once_max: the most peers that are down at a time; 0: no faults that take a peer down.
+        recovers_s: for this long after such a fault its peer still counts as down.
     """
     faults: list[Fault] = []
     wanted = [kind for kind in FaultKind if kind in kinds]
@@ -174,7 +176,7 @@ def _free(
 
 
 def _split(rng: random.Random, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the peers in two: in half of the cases one peer against all others. Empty if there is only one peer."""
+    """Split the peers into two sides; in half of the cases one side is a single peer. With one peer both are empty."""
     if len(names) < 2:
         return (), ()
     shuffled = rng.sample(names, len(names))
@@ -194,11 +196,12 @@ async def play(
 ) -> None:
     """Apply `schedule` to `world` from now on; return when the last fault that ends has ended.
 
-    A fault of a dead peer does nothing. Run this as a plain task outside of any peer, or it dies with that peer.
+    A fault that takes a peer down does nothing if the peer is dead already. Run this coroutine as a plain task: a task
+    of a peer dies with that peer.
 
     Args:
-        on_return: called when a crashed peer is to return: add a peer of that name and start its work, without waiting
-            for it, since the work of a peer that crashes again never ends.
+        on_return: called with the name of a crashed peer when that peer must return. It adds a peer of this name and
+            starts the peer's work, without waiting for the work: that of a peer that crashes again never ends.
         on_fault: called at the beginning of each fault.
     """
     began_s = world.now_s()

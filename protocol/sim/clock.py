@@ -1,4 +1,4 @@
-"""Time of a simulated world: the peers' clock, and the world's own timers."""
+"""The time of a simulated world: the clock of each peer, and the world's own timers."""
 
 import asyncio
 import contextvars
@@ -12,11 +12,11 @@ from shoal.protocol.sim.machine import Machine
 Ts = TypeVarTuple("Ts")
 
 WALL_AT_ZERO_S = 1_800_000_000.0
-"""Wall clock at virtual second 0: 2027-01-15, fixed so that files are reproducible."""
+"""The wall clock at virtual second 0: 2027-01-15; it is fixed so that files with times in them are reproducible."""
 
 
 class Agenda:
-    """The world's own timers. They belong to no peer, so messages arrive even if their sender is frozen."""
+    """The world's own timers. They belong to no peer, so a message arrives even if its sender is paused or dead."""
 
     def __init__(self) -> None:
         self._loop: VirtualTimeLoop | None = None
@@ -24,7 +24,7 @@ class Agenda:
 
     @property
     def loop(self) -> VirtualTimeLoop:
-        """Raises: LocalError: not inside `run`, or inside another `run` than before."""
+        """The running event loop. Raises: LocalError: it is not that of `run`, or of another `run` than before."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None or not isinstance(loop, VirtualTimeLoop):
@@ -47,7 +47,7 @@ class Agenda:
 
 
 class SimClock:
-    """`Clock` in virtual time."""
+    """The `Clock` port in virtual time."""
 
     def __init__(self, agenda: Agenda, machine: Machine) -> None:
         self._agenda = agenda

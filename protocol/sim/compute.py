@@ -1,4 +1,4 @@
-"""`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate."""
+"""The `Compute` port in virtual time: one device, which runs one job at a time, for FLOP / rate seconds."""
 
 import asyncio
 import contextvars
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SimJob:
-    """A job on a device's timeline. `label` is the work's own `label`, else its `__qualname__`."""
+    """A job that a device has run. `label` is the attribute `label` of the job's function, else its `__qualname__`."""
 
     kind: JobKind
     started_s: float
@@ -38,13 +38,14 @@ class _Queued:
 
 
 class SimCompute:
-    """The device's queue and timeline. Changes of speed or slowdown apply to jobs that start afterwards.
+    """A device with its queue of jobs. A change of its speed or slowdown applies to jobs that start afterwards.
 
     Args:
         number: the peer's number in the trace.
-        overhead_s: time of every job beside its arithmetic.
-        is_modelled: jobs only take their time, and their value is None, despite its type. Otherwise the work is done
-            when the job starts (real gradients in virtual time), and its result comes when the job ends.
+        overhead_s: time that every job takes in addition to its arithmetic.
+        is_modelled: if True, a job's function is not called: the job takes its time, and its value is None, whatever
+            its type says. If False, the function runs when the job starts (real gradients in virtual time), and the
+            caller gets the value when the job ends.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SimCompute:
         self.overhead_s = overhead_s
         self._is_modelled = is_modelled
         self.timeline: list[SimJob] = []
-        """Jobs in order; the last one's end may lie ahead."""
+        """All jobs in the order of their starts; the last one may end in the future."""
         self._agenda = agenda
         self._trace = trace
         self._number = number
@@ -73,10 +74,10 @@ class SimCompute:
         self._is_busy = False
         self._is_closed = False
         self._looks: asyncio.TimerHandle | None = None
-        """When the running job of a dirty device is looked at again."""
+        """The timer at which the progress of the running job is computed again, on a device with `pace`."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Raises: any error of `work`. LocalError: the device is closed."""
+        """Run `work` after the queued jobs. Raises: any error of `work`. LocalError: the device is closed."""
         if self._is_closed:
             raise LocalError("this device is closed")
         if not flop >= 0.0:
@@ -88,18 +89,19 @@ class SimCompute:
         return cast("Timed[T]", await job.done)
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` now, in no time, even if jobs are modelled, since its result decides on later messages."""
+        """Run `work` now; it takes no virtual time. It runs even if jobs are modelled, since later messages depend on
+        its result."""
         return work()
 
     def close(self) -> None:
-        """Cancel waiting jobs and drop the running one's result."""
+        """Cancel all waiting jobs. The running job gives no result."""
         self._is_closed = True
         for job in self._queue:
             job.done.cancel()
         self._queue.clear()
 
     def _next(self) -> None:
-        """Start the first job that is not cancelled. A started job runs to its end."""
+        """Start the first queued job that is not cancelled. A started job runs to its end."""
         while self._queue and not self._is_busy:
             job = self._queue.popleft()
             if job.done.done():
@@ -118,11 +120,12 @@ class SimCompute:
                 self._begin(self._machine.pace, job, value, takes_s)
                 continue
             self._note(job, started_s, started_s + takes_s)
-            # In the peer's context, not the agenda's: a frozen peer starts no further job.
+            # This timer belongs to the peer, not to the world: a paused peer then starts no further job.
             self._agenda.loop.call_at(started_s + takes_s, self._end, job, value, started_s)
 
     def _begin(self, pace: DevicePace, job: _Queued, value: object, takes_s: float) -> None:
-        """Start a job on a dirty device. It is on the timeline when it has ended, since nobody knows before when."""
+        """Start a job on a device with varying speed. The job joins the timeline when it ends, since its end is not
+        known before."""
         context, started_s = contextvars.copy_context(), self._agenda.now_s()
         takes_s *= pace.factor()
 
@@ -145,7 +148,7 @@ class SimCompute:
         pace.begin(takes_s, started_s)
 
     def halt(self) -> None:
-        """Stop the running job of a dirty device, which then rests: its process is gone, and nobody awaits the job."""
+        """Stop the running job of a device with varying speed, because its process is gone. The device then rests."""
         if self._looks is not None and self._machine.pace is not None:
             self._looks.cancel()
             self._looks = None
@@ -156,7 +159,7 @@ class SimCompute:
         self.timeline.append(SimJob(job.kind, started_s, ended_s, label))
 
     def _end(self, job: _Queued, value: object, started_s: float, says_s: float | None = None) -> None:
-        """Hand out the result. `says_s`: the end that the job reports; None: now."""
+        """Give the job's result to its caller. Args: says_s: the end time that the result reports; None: now."""
         self._is_busy = False
         if not job.done.done():
             ended_s = self._agenda.now_s() if says_s is None else says_s

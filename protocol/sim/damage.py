@@ -1,9 +1,10 @@
-"""Flips bits in frames and feeds them to the decoder of real peers.
+"""Flips bits in frames and feeds the frames to the decoder of real peers.
 
-A frame is encoded as in `live/link.py`, damaged, and decoded by a `FrameAssembler`, so that the world finds exactly the
-damage that the codec finds. The checksum is xxh3: 32 bits over the header, 64 over the frame. For a good hash of b bits
-one damaged frame in 2^b passes: 5e-20, or 5e-14 for a million frames. A damaged length passes the header's check once
-in 4e9 and still fails the frame's check, unless the stream ends first without a delivery.
+A frame is encoded as in `live/link.py`, damaged, and decoded by a `FrameAssembler`, so the simulation detects exactly
+the damage that real peers detect. The checksums are xxh3: 32 bits over the header, 64 bits over the frame. With a good
+hash of b bits, one damaged frame in 2^b passes: a share of 5e-20, or 5e-14 undetected frames in a million. A damaged
+length passes the header's check once in 4e9; the frame then fails its own check, or the stream ends before the frame is
+complete and nothing is delivered.
 """
 
 import random
@@ -16,7 +17,7 @@ from shoal.protocol.sim.phantom import Phantom
 
 _HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"", b""))
 _FIRST_SEQUENCE = 1
-"""The damaged frame is its stream's first after the HELLO."""
+"""The sequence number of the damaged frame, which is the first after the stream's HELLO frame."""
 
 
 def flip_bits(data: bytearray, rng: random.Random) -> None:
@@ -27,9 +28,9 @@ def flip_bits(data: bytearray, rng: random.Random) -> None:
 
 
 def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """Decode a frame of `source` with flipped bits (a phantom counts as zeros).
+    """Flip bits in a frame of `source` and decode it (a phantom payload counts as zeros).
 
-    Returns: the delivered frame if the damage goes unnoticed, else why the stream breaks.
+    Returns: the decoded frame if the damage is not detected, else the reason for which the stream breaks.
     """
     content = bytes(payload.nbytes) if isinstance(payload, Phantom) else payload
     wire = bytearray().join(encode_frame(FrameType.DATA, _FIRST_SEQUENCE, meta, content))
@@ -37,7 +38,7 @@ def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng
 
 
 def damaged_credit(given_back_bytes: int, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """Decode a damaged credit of `source`, likewise."""
+    """Flip bits in a credit frame of `source` and decode it. Returns: the decoded frame, else why the stream breaks."""
     return _receive(bytearray(encode_credit(_FIRST_SEQUENCE, given_back_bytes)), source, rng)
 
 
@@ -53,7 +54,7 @@ def _receive(wire: bytearray, source: PeerID, rng: random.Random) -> Frame | str
 
 
 def _take(assembler: FrameAssembler, wire: bytes | bytearray) -> Frame | None:
-    """Feed `wire` in. Returns: the frame that it completes, or None."""
+    """Feed the bytes `wire` to the assembler. Returns: the frame that they complete, or None."""
     view, frame = memoryview(wire), None
     while view:
         room = assembler.buffer()

@@ -1,13 +1,13 @@
-"""`Directory` in virtual time: a DHT seen from outside.
+"""The `Directory` port in virtual time: the behaviour of a DHT, without its nodes.
 
-A record takes a few network latencies to be published, is then visible to everybody, and expires. The two sides of a
-cut keep the records from before it, and see each other's new records after it heals.
+A record takes a few network latencies to be published, is then visible to every peer, and expires. If the network is
+cut, both sides keep the records from before the cut, and see each other's new records once the cut heals.
 
-As in hivemind, a record carries its expiry by the publisher's clock, and each reader compares it with its own clock.
-The storing nodes have the right time. A peer with a slow clock publishes records that expire early or are refused as
-expired. One with a fast clock publishes records that it cannot replace once its clock is corrected, and sees others'
-records as expired. Measured on hivemind 1.1.12: a record stamped 30 s ahead, or 4 s behind, is kept and read by all;
-one stamped behind by more than its life is refused.
+As in hivemind, a record's expiry time is by the publisher's clock, and each reader compares it with the reader's clock.
+The nodes that store records have the right time. A peer with a slow clock publishes records that expire early or are
+refused as expired. A peer with a fast clock publishes records that it cannot replace once its clock is corrected, and
+sees other peers' records as expired. Measured on hivemind 1.1.12: a record stamped 30 s ahead, or 4 s behind, is kept
+and read by all; a record stamped behind by more than its lifetime is refused.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from shoal.protocol.sim.stream import NetworkCard
 from shoal.protocol.sim.trace import Kind, Trace
 
 STORE_LATENCIES = 6
-"""Two round trips to find the nodes nearest to the key, one to hand them the record."""
+"""Two round trips to find the nodes nearest to the key, and one to send them the record."""
 GET_LATENCIES = 4
-"""One round trip nearer to the key, one to a node that holds it."""
+"""One round trip to find a node that has the key, and one to read the record there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +45,18 @@ class Records:
         self._held: dict[str, dict[str, list[_Record]]] = {}
 
     def add(self, key: str, subkey: str, record: _Record) -> bool:
-        """Add a record; False if one that expires later is there: a DHT keeps the later expiry."""
+        """Add a record. Return False, and do not add it, if a record of this subkey expires later, as a DHT does."""
         versions = self._held.setdefault(key, {}).setdefault(subkey, [])
         shown = self._newest(versions, record.publisher_place, record.stored_at_s)
         if shown is not None and shown.expires_at_s > record.expires_at_s:
             return False
         if not self._cuts:
-            versions.clear()  # behind a cut, an older version may still be visible
+            versions.clear()  # during a cut, some readers may still see an older version
         versions.append(record)
         return True
 
     def visible(self, key: str, reader_place: int, now_s: float, *, reads_at_s: float) -> dict[str, bytes]:
-        """Return the unexpired records that a reader sees; `reads_at_s` is now by its own clock."""
+        """Return the unexpired records that a reader sees; `reads_at_s` is the present time by the reader's clock."""
         subkeys = self._held.get(key, {})
         shown: dict[str, bytes] = {}
         for subkey, versions in list(subkeys.items()):
@@ -68,7 +68,7 @@ class Records:
         return shown
 
     def _newest(self, versions: list[_Record], reader_place: int, now_s: float) -> _Record | None:
-        if len(versions) == 1 and not self._cuts:  # nearly always, a thousand times a read
+        if len(versions) == 1 and not self._cuts:  # nearly always; a read may check a thousand records
             return versions[0] if versions[0].expires_at_s > now_s else None
         for record in sorted(versions, key=lambda record: record.expires_at_s, reverse=True):
             cut_since_s = self._cuts.since_s(record.publisher_place, reader_place)
@@ -78,7 +78,7 @@ class Records:
 
 
 class SimDirectory:
-    """One peer's view of `records`; `latency_s` is one way, to a typical node."""
+    """One peer's access to `records`. `latency_s` is the one-way latency to a typical node."""
 
     def __init__(
         self, card: NetworkCard, machine: Machine, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float
@@ -91,7 +91,7 @@ class SimDirectory:
         self._latency_s = latency_s
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts."""
+        """Publish a record. Returns: True if the nodes kept it. Raises: ValueError: no node accepts such a record."""
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:

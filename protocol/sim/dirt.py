@@ -1,8 +1,9 @@
-"""Dirt: what devices and lines in the field do beside what they promise. Pure; draws come from generators handed in.
+"""Dirt: the ways in which real devices and internet lines deviate from their nominal speed. Pure: the caller passes the
+random generators.
 
-A device's jobs take varying times; it is fast until a token bucket is empty (a CPU quota, heat); it shares the cores of
-its machine. A line's rate wanders, and other people use a part of it in periods. Without dirt nothing is drawn and
-every trace is as it was.
+A dirty device's jobs take varying times. Its speed falls once a token bucket is empty, as with a CPU quota or heat. It
+shares its machine's cores with other devices. A dirty line's rate varies over time, and other people's traffic takes a
+part of it now and then. A device or line without dirt draws no random numbers, so traces without dirt do not change.
 """
 
 import math
@@ -19,30 +20,30 @@ _Share = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 
 
 class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The dirt of one device and of its line, each way; a table `dirt` of scenario files."""
+    """The dirt of one device and of both directions of its line: the table `dirt` in a scenario file."""
 
     compute_sd: _NotNegative = 0.0
-    """Standard deviation of a job's seconds, as a fraction of their mean, which stays; the factor is lognormal."""
+    """Standard deviation of a job's seconds, as a fraction of their mean. The factor is lognormal; the mean stays."""
     throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    """The part of its speed that the device keeps for ever. 0.25: a CPU quota of a quarter of a core; 1: all of it."""
+    """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
     burst_s: _NotNegative = 0.0
-    """Seconds that a rested device works at full speed before it is throttled: a tenth of `throttled` with a CPU quota,
-    whose period is 0.1 s; minutes until it is hot. Rest refills them in `burst_s * (1 / throttled - 1)`."""
+    """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
+    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores all of them."""
     probe_waits: bool = True
-    """A probe's seconds count the waits for a core. False: they are processor seconds, so that neither a quota nor a
-    neighbour shows in them."""
+    """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
+    neighbour on the same cores shows."""
     wander_sd: _NotNegative = 0.0
-    """Standard deviation of the logarithm of the line's rate, at most three of them off; the mean rate stays."""
+    """Standard deviation of the logarithm of the line's rate, which is limited to three of them; the mean stays."""
     wander_s: _Positive = 60.0
-    """Time in which the correlation of that logarithm falls to 1/e."""
+    """Time in which the autocorrelation of that logarithm falls to 1/e."""
     others_share: _Share = 0.0
-    """The part of the line that other people's traffic takes in its periods."""
+    """The part of the line that other people's traffic takes while there is such traffic."""
     others_on_s: _Positive = 10.0
-    """Mean length of such a period, exponential."""
+    """Mean length of a period with other people's traffic; lengths are exponential."""
     others_off_s: _Positive = 20.0
-    """Mean time between two, exponential."""
+    """Mean time between two such periods; times are exponential."""
     others_delay_s: _NotNegative = 0.0
-    """Delay in the line's queue in such a period, for frames and calls."""
+    """Delay of frames and calls in the line's queue during such a period."""
 
     @property
     def is_on_device(self) -> bool:
@@ -57,7 +58,7 @@ CLEAN = Dirt()
 
 
 class Cores:
-    """The cores of a machine. Of k devices that work at once each has min(1, count / k) of its speed."""
+    """The cores of a machine. If k devices work at once, each runs at min(1, count / k) of its speed."""
 
     def __init__(self, count: float = math.inf) -> None:
         self._count = count
@@ -87,10 +88,11 @@ class Cores:
 
 
 class DevicePace:
-    """The progress of a dirty device's job. It belongs to the machine, since heat and quota outlive a process.
+    """The progress of the job on a dirty device. It belongs to the machine, since heat and quota outlive a process.
 
-    `begin` starts a job. From then on `on_change` is called when a neighbour begins or ends one. `lasts_s` says when to
-    look again, and `advance` brings the job to the present.
+    `begin` starts a job. From then on `on_change` is called when another device on the same cores begins or ends a job.
+    `advance` updates the job's progress to the present. `lasts_s` returns how long the present speed holds, after which
+    the caller must call both again.
     """
 
     def __init__(self, dirt: Dirt, cores: Cores, rng: random.Random) -> None:
@@ -102,24 +104,24 @@ class DevicePace:
         self._cores = cores
         self._throttled = dirt.throttled
         self._full_s = dirt.burst_s * (1.0 - dirt.throttled)
-        """Device seconds in a full bucket, into which `throttled` seconds come per second."""
+        """Seconds of full-speed work in a full bucket; `throttled` of them are added per second."""
         self._bucket_s = self._full_s
         self._left_s = 0.0
         self._speed = 0.0
         self._at_s = 0.0
 
     def factor(self) -> float:
-        """Draw the factor on one job's seconds."""
+        """Draw the factor by which one job takes longer."""
         return math.exp(self._rng.gauss(-(self._log_sd**2) / 2.0, self._log_sd)) if self._log_sd else 1.0
 
     def begin(self, seconds: float, now_s: float) -> None:
-        """Start a job of `seconds` at full speed, and call `on_change`."""
+        """Start a job that takes `seconds` at full speed. This calls `on_change` of all devices on these cores."""
         self.advance(now_s)
         self._left_s = seconds
         self._cores.enter(self, now_s)
 
     def end(self, now_s: float) -> None:
-        """Rest: the job is done or dropped."""
+        """End the job, which is done or dropped; the device then rests."""
         self._cores.leave(self, now_s)
         self._speed = self._left_s = 0.0
 
@@ -128,7 +130,7 @@ class DevicePace:
         return self._left_s <= 1e-9  # less work than this is the clock's rounding
 
     def advance(self, now_s: float) -> None:
-        """Count what the device did since the last call, at the speed it then had."""
+        """Update the job and the bucket for the time since the last call, in which the speed was constant."""
         past_s, self._at_s = now_s - self._at_s, now_s
         self._left_s -= self._speed * past_s
         self._bucket_s = min(self._full_s, self._bucket_s + (self._throttled - self._speed) * past_s)
@@ -136,7 +138,7 @@ class DevicePace:
             self._bucket_s = 0.0
 
     def lasts_s(self) -> float:
-        """Take the present speed. Returns: how long it holds at most: until the job is done or the bucket is empty."""
+        """Set the present speed. Returns: the seconds until the job is done or the bucket is empty at this speed."""
         share = self._cores.share
         self._speed = share if self._bucket_s else min(share, self._throttled)
         drains = self._speed - self._throttled
@@ -147,12 +149,12 @@ class DevicePace:
 class _Piece(NamedTuple):
     until_s: float
     factor: float
-    """The factor on the rate."""
+    """The factor on the line's nominal rate until `until_s`."""
     delay_s: float
 
 
 class LineDirt:
-    """What one direction of a line gives of its rate, piece by piece, drawn as far ahead as it is asked for."""
+    """The factor on one direction's rate over time, constant within pieces, which are drawn when they are needed."""
 
     def __init__(self, dirt: Dirt, rng: random.Random) -> None:
         self._dirt, self._rng = dirt, rng
@@ -164,7 +166,7 @@ class LineDirt:
         self._clamp()
 
     def takes_s(self, from_s: float, seconds: float) -> float:
-        """Return how long a transfer takes from `from_s` on that takes `seconds` at the line's own rate."""
+        """Return the duration of a transfer that begins at `from_s` and would take `seconds` at the nominal rate."""
         left_s, at_s = seconds, from_s
         for piece in self._ahead(from_s):
             in_piece_s = left_s / piece.factor
@@ -175,7 +177,7 @@ class LineDirt:
         raise AssertionError("pieces never end")
 
     def now(self, now_s: float) -> _Piece:
-        """Return the piece of this moment, and forget those before it."""
+        """Return the piece at `now_s`, and forget earlier pieces."""
         while self._pieces and self._pieces[0].until_s <= now_s:
             self._pieces.popleft()
         return next(self._ahead(now_s))
@@ -197,7 +199,7 @@ class LineDirt:
         wandered = math.exp(self._log - dirt.wander_sd**2 / 2.0)
         self._pieces.append(_Piece(until_s, wandered * free, dirt.others_delay_s if self._others else 0.0))
         if until_s == self._wanders_s:
-            keeps = math.exp(-1.0 / 8)  # eight steps in the correlation time: neighbours differ by half a deviation
+            keeps = math.exp(-1.0 / 8)  # eight steps in the correlation time: next values differ by half a deviation
             self._log = keeps * self._log + self._rng.gauss(0.0, dirt.wander_sd * math.sqrt(1.0 - keeps**2))
             self._clamp()
             self._wanders_s += dirt.wander_s / 8

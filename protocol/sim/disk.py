@@ -1,11 +1,11 @@
-"""A disk in memory with the power-cut behaviour that POSIX allows.
+"""A disk in memory that loses unsynced data in a power cut in all the ways that POSIX allows.
 
-A file has visible bytes and durable bytes; a folder has visible names and unsynced changes. `crash` draws by seed
+A file has visible bytes and durable bytes; a folder has visible names and unsynced changes. `crash` draws from the seed
 
-- for each unsynced change of a folder (a name made, renamed, removed) if it has happened: in any combination, each
-  whole;
-- for each file with unsynced content: old, empty, new, cut at any byte, or a patchwork of old, new and zeros. So a name
-  may come back without its content.
+- whether each unsynced change of a folder (a name made, renamed, removed) has happened: each change happens whole or
+  not at all, and any combination of changes is possible;
+- the content of each file that was not synced: old, empty, new, new but cut at some byte, or a patchwork of old, new
+  and zeros. So a file's name may survive without its content.
 
 Tests inject faults with `limit`, `fail`, `cut_power` and `rot`.
 """
@@ -31,7 +31,7 @@ EVERYTHING: Final[frozenset[Operation]] = frozenset(
 
 
 class PowerCut(BaseException):
-    """The machine is dead. A BaseException, so that no error handler survives it."""
+    """The machine has lost its power. This is a BaseException, so that no `except Exception` handles it."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,8 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Trouble:
-    """A fault: passes the next `spare` operations of these kinds, then raises `error()` on the next `times`."""
+    """A fault: the next `spare` operations of these kinds succeed, and the `times` operations after them raise
+    `error()`."""
 
     kinds: frozenset[Operation]
     spare: int
@@ -66,12 +67,12 @@ class _Trouble:
 
 
 class SimDisk:
-    """One machine's disk; it outlives processes. `rng` draws the outcome of crashes and faults."""
+    """The disk of one machine; it outlives processes. `rng` draws the outcomes of crashes and faults."""
 
     def __init__(self, rng: random.Random, name: str = "disk") -> None:
         self.name = name
         self.num_operations = 0
-        """Operations so far, for choosing where `cut_power` and `fail` strike."""
+        """The number of operations so far, from which a test can choose the one that `cut_power` or `fail` hits."""
         self._rng = rng
         self._root = _Folder()
         self._capacity_bytes: int | None = None
@@ -129,7 +130,7 @@ class SimDisk:
     # Faults --------------------------------------------------------------------------------------------------------
 
     def limit(self, free_bytes: int | None) -> None:
-        """Leave room for `free_bytes` more than now; removals make room. None: no limit."""
+        """Limit the disk to `free_bytes` more than it holds now; removing files makes room. None: no limit."""
         self._capacity_bytes = None if free_bytes is None else _bytes(self._root) + free_bytes
 
     def fail(
@@ -140,17 +141,17 @@ class SimDisk:
         only: Collection[Operation] = EVERYTHING,
         code: int = errno.EIO,
     ) -> None:
-        """Pass the next `after` operations of these kinds, then fail `times` (maybe `math.inf`) with an OSError.
+        """Let the next `after` operations of these kinds succeed. The following `times` (maybe infinite) raise OSError.
 
-        By a draw, a failed operation has happened, not happened, or (a write, a removal) happened in part.
+        A draw decides whether a failed operation has had its whole effect, none, or (a write, a removal) a part of it.
         """
         self._troubles.append(_Trouble(frozenset(only), after, times, lambda: OSError(code, os.strerror(code))))
 
     def cut_power(self, *, after: int = 0, then: Callable[[], object] = lambda: None) -> None:
-        """Raise PowerCut from the operation after the next `after`, which by a draw has happened, wholly, in part or
-        not.
+        """Let the next `after` operations succeed, and raise PowerCut from the one that follows. A draw decides whether
+        that operation has had its whole effect, a part of it, or none.
 
-        `then` is called first, to stop other processes of the machine; it may call `crash`.
+        `then` is called just before, to stop other processes of the machine; it may call `crash`.
         """
 
         def cut() -> BaseException:
@@ -165,7 +166,7 @@ class SimDisk:
         self._troubles.clear()
 
     def rot(self, path: PurePosixPath, *, bit: int | None = None) -> None:
-        """Flip a bit of a file's durable content (drawn unless given)."""
+        """Flip one bit of a file's durable content: bit number `bit`, or a random one."""
         file = self._file(path)
         bit = self._rng.randrange(8 * len(file.data)) if bit is None else bit
         data = bytearray(file.data)
@@ -173,7 +174,8 @@ class SimDisk:
         file.data = file.synced = bytes(data)
 
     def crash(self) -> "SimDisk":
-        """Cut the power. Returns: the machine's disk afterwards. This object is dead: further calls raise PowerCut."""
+        """Cut the power now. Returns: the disk of the machine after its restart. Calls of this object then raise
+        PowerCut."""
         self._is_dead = True
         after = SimDisk(self._rng, self.name)
         after._root = self._survivor(self._root)
@@ -189,7 +191,7 @@ class SimDisk:
         trouble = self._strikes(kind)
         if trouble is None:
             return whole()
-        with suppress(OSError):  # it fails in any case
+        with suppress(OSError):  # `trouble.error()` is raised in any case
             self._rng.choice((lambda: None, part, whole))()
         raise trouble.error()
 
@@ -303,7 +305,7 @@ class SimDisk:
         return node
 
     def _folder_of(self, path: PurePosixPath) -> _Folder:
-        _parts(path)  # `..` is in the root by its parent
+        _parts(path)  # refuses the path `..`, as its parent would be the root
         return self._folder(path.parent)
 
     # What a crash leaves -------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ class SimDisk:
                 return b""
             case 3:
                 return new[: self._rng.randrange(len(new) + 1)]
-        # The length may be durable without the blocks, and the blocks in any order.
+        # A file's length may be durable before its blocks, and blocks become durable in any order.
         length = self._rng.choice((len(old), len(new)))
         sources = [content[:length].ljust(length, b"\0") for content in (old, new, b"")]
         cuts = [0, *sorted(self._rng.randrange(length + 1) for _ in range(3)), length]

@@ -1,7 +1,7 @@
-"""Frames in flight, from the first byte sent to the last one received; `links.py` explains the arithmetic.
+"""Frames in flight, from the first byte sent to the last byte received; `links.py` explains the timing.
 
-If a path's rate changes, the unsent bytes of a frame go on at the new rate. Otherwise a frame that began on a slow path
-would block it for minutes after it has recovered.
+If a path's rate changes, the unsent bytes of a frame are sent at the new rate. Otherwise a frame that began on a slow
+path would block the path for minutes after the path has recovered.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame in flight. While it is being sent it is its stream's last, so its arrival may still move forward."""
+    """A frame in flight. While it is being sent, no later frame of its stream is, so its arrival may still change."""
 
     frame: SimFrame
     rate_bytes_per_s: float
     leaves_s: float
     delay_s: float
-    """Time from sent to received if the downlink is free."""
+    """Time from the last byte sent to the last byte received, if the downlink is free."""
     left: asyncio.TimerHandle
     arrival: asyncio.TimerHandle | None = None
-    """Set once the downlink has seen the first byte."""
+    """Set once the first byte has reached the downlink."""
     through_card_s: float = 0.0
     arrived_before_s: float = 0.0
 
@@ -34,9 +34,8 @@ class Flights:
     """The frames in flight of all streams.
 
     Args:
-        link: two places -> the present path between them.
-        left, arrived: called when a frame's last byte leaves or reaches the receiver, unless its stream broke
-            meanwhile.
+        link: returns the present path between two places.
+        left, arrived: called when a frame's last byte leaves, or reaches the receiver, unless the stream broke before.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Flights:
             self._agenda.at(stream.first_byte_s, self._first_byte, stream, flight)
 
     def path_changed(self) -> None:
-        """Continue all frames that are being sent at their paths' present rates."""
+        """Send the rest of each frame that is being sent at the present rate of its path."""
         now_s = self._agenda.now_s()
         for stream, flight in self._leaving.items():
             link = self._link(stream.source.place, stream.destination.place)

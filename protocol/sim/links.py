@@ -1,24 +1,25 @@
 """Moves frames between the network cards of a simulated world, and breaks streams that make no progress.
 
 Theory of operation. A frame of n bytes waits in its stream's queue (by priority, then in order) until the stream's path
-is free, the receiver has credit, and the sender's uplink selects this stream. Then, with `start`:
+is free, the receiver has credit, and the sender's uplink selects this stream. This moment is `start`:
 
     leaves     start + n / min(path rate, uplink rate)        the sender is told; the path takes the next frame
     uplink     busy until start + n / uplink rate             so a slow path does not block the card
     arrives    leaves + latency                               if the receiver's downlink is free all the while
                max(first byte, downlink free) + n / downlink  if that is later; first byte = start + latency
 
-With unshared cards this is max(now, free) + n / rate + latency. An uplink takes the most urgent waiting frame of all
-streams, as `live/throttle.py` does; at least a sixth of it is for the stream that has waited longest, and frames of one
-priority share it by start-time fair queueing in bytes. A downlink serves frames in the order of their first bytes. A
-frame being sent is not preempted, but goes on at the path's new rate if that changes (`flights.py`). Credit returns one
-latency after the handler ends.
+If no other stream uses the two cards, a frame arrives at max(now, free) + n / rate + latency. An uplink selects the
+most urgent waiting frame of all streams, as `live/throttle.py` does. At least a sixth of its bytes go to the stream
+that has waited longest, and frames of one priority share it by start-time fair queueing in bytes. A downlink serves
+frames in the order of their first bytes. A frame that is being sent is not preempted; if the path's rate changes, its
+rest is sent at the new rate (`flights.py`). Credit returns one latency after the receiver's handler ends.
 
 Loss and spikes delay a frame: a reliable stream retransmits and keeps its order. A damaged frame, or a damaged credit,
-breaks the stream where the codec finds it: earlier frames are still handled, later ones are not.
+breaks its stream when the decoder finds the damage: earlier frames are still handled, later ones are not.
 
-A stream with waiting frames breaks when its path, either way, has been cut for `stall_s`, or one latency after the
-receiver's process or daemon ended. Opening a stream costs nothing, and one round trip if no daemon answers.
+A stream with waiting frames breaks when its path has been cut in either direction for `stall_s`, or one latency after
+the receiver's process or network daemon ended. Opening a stream takes no time; if no daemon answers, it fails after one
+round trip.
 """
 
 import math
@@ -39,14 +40,14 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Credit of the longest-waiting stream for each byte of others: a sixth of the uplink (`live/throttle.py`)."""
+"""Bytes that the longest-waiting stream earns for each byte of others: a sixth of the uplink (`live/throttle.py`)."""
 
 
 class Links:
     """The streams between the peers of one world.
 
     Args:
-        rng: name -> its own generator, the same in every run.
+        rng: returns the random generator of a name, the same in every run.
         stall_s: time without progress after which a stream breaks.
     """
 
@@ -61,13 +62,13 @@ class Links:
         self._flights = Flights(paths.link, agenda, left=self._left, arrived=self._arrive)
         self.cuts = Cuts()
         self.sent_bytes: dict[tuple[int, int], int] = {}
-        """(from, to) by place -> bytes of all frames that began to leave."""
+        """(place of the sender, place of the receiver) -> bytes of all frames that began to leave."""
         self.stall_s = stall_s
 
     # Frames -------------------------------------------------------------------------------------------------------
 
     def send(self, source: NetworkCard, destination: NetworkCard, frame: SimFrame) -> None:
-        """Queue `frame`; `frame.left` reports the outcome."""
+        """Queue `frame`. The future `frame.left` is done when it has left, or gets the error if its stream breaks."""
         stream = self.stream(source, destination)
         stream.put(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
@@ -78,12 +79,12 @@ class Links:
             self._later(there.latency_s + back.latency_s, self._unanswered, stream, stream.epoch)
 
     def given_up(self, source: NetworkCard, destination: NetworkCard) -> None:
-        """Offer the next frame, since a sender has given up on its own."""
+        """Offer the stream's next frame to the uplink, since a sender has given up its frame."""
         if (stream := source.outgoing.get(destination.number)) is not None:
             self._offer(stream)
 
     def handled(self, stream: Stream, frame: SimFrame) -> None:
-        """Return the credit of a handled frame."""
+        """Send the credit of a handled frame back to its sender."""
         self._record(Kind.FRAME_HANDLED, stream, frame)
         if frame.is_repeated:
             return
@@ -94,7 +95,7 @@ class Links:
             self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
 
     async def flush(self, card: NetworkCard) -> None:
-        """Wait until all sent frames of `card` are handled, or their streams broke."""
+        """Wait until each frame that `card` has sent is handled, or its stream has broken."""
         while any(stream.window.outstanding_bytes for stream in card.outgoing.values()):
             card.flushed = self._agenda.loop.create_future()
             await card.flushed
@@ -104,7 +105,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of it; the sender learns it one latency later."""
+        """End the stream at the receiver, which handles no more of its frames. The sender learns it a latency later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
@@ -114,7 +115,7 @@ class Links:
         self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
 
     def stream(self, source: NetworkCard, destination: NetworkCard) -> Stream:
-        """Return the stream between these two processes, made if missing."""
+        """Return the stream from one process to another; make it if there is none yet."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
             stream = Stream(source, destination, partial(self._rng, f"link {source.number} {destination.number}"))
@@ -123,7 +124,7 @@ class Links:
         return stream
 
     def set_card(self, plug: Plug, card: CardSpec) -> None:
-        """Change the rates of all streams through the plug; a frame in flight keeps its time."""
+        """Change the rates of a plug, and so of all streams through it. A frame that is being sent keeps its rate."""
         plug.spec = card
         for stream in self._streams.values():
             if plug in (stream.source.plug, stream.destination.plug):
@@ -157,7 +158,7 @@ class Links:
             plug.offers.remove(stream)
             stream.is_offered = False
             if not stream.destination.is_serving or self.cuts.is_cut(stream.source.place, stream.destination.place):
-                continue  # blocked since the offer; healing and serving offer it again
+                continue  # blocked since the offer; `heal` and `opened` offer the stream again
             priority, tag, *_ = stream.rank()
             nbytes = self._start(stream, now_s)
             if nbytes is not None:
@@ -168,12 +169,12 @@ class Links:
             plug.grant = self._agenda.at(plug.up_free_s, self._grant_again, plug)
 
     def _has_earned(self, plug: Plug) -> bool:
-        """True if the longest-waiting stream is next, however urgent other frames are."""
+        """True if the longest-waiting stream has earned enough bytes to go before more urgent frames."""
         frame = plug.offers[0].next_frame()
         return frame is not None and plug.earned_bytes >= frame.nbytes
 
     def _start(self, stream: Stream, now_s: float) -> int | None:
-        """Start the stream's next frame, if it still has one. Returns: the frame's bytes."""
+        """Start sending the stream's next frame. Returns: the frame's bytes; None: the stream has no frame any more."""
         frame = stream.take_next()
         if frame is None:
             return None
@@ -202,7 +203,7 @@ class Links:
         if frame.is_damaged and not self._passes(stream, frame):
             return
         self._record(Kind.FRAME_ARRIVED, stream, frame)
-        if frame.epoch != stream.arrived_epoch:  # a new stream drops what its predecessor left
+        if frame.epoch != stream.arrived_epoch:  # a new stream drops unhandled frames of the broken one
             stream.arrived.clear()
             stream.arrived_epoch = frame.epoch
         link = self.link(stream.source.place, stream.destination.place)
@@ -216,13 +217,13 @@ class Links:
             stream.destination.frame_arrived(stream)
 
     def _repeat(self, stream: Stream, frame: SimFrame) -> None:
-        """Deliver a frame again, on the present stream: a real repetition opens one."""
+        """Deliver a frame a second time, on the present stream (a real sender would open a new one for it)."""
         if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
             self._record(Kind.FRAME_REPEATED, stream, frame)
             self._hand_over(stream, frame)
 
     def _passes(self, stream: Stream, frame: SimFrame) -> bool:
-        """True if the codec accepts the damaged frame; otherwise the receiver ends the stream."""
+        """Return whether the decoder accepts the damaged frame. If it does not, the receiver ends the stream."""
         self._record(Kind.FRAME_DAMAGED, stream, frame)
         outcome = damaged_data(frame.meta, frame.payload, source=stream.source.peer_id, rng=stream.rng)
         if isinstance(outcome, str):
@@ -252,7 +253,7 @@ class Links:
         self._watch(stream)
 
     def path_changed(self) -> None:
-        """Continue frames in flight at the new rate, with the latency that they began with."""
+        """Send the rest of frames in flight at the new rates; they keep the latency with which they began."""
         self._flights.path_changed()
         for stream in self._streams.values():
             stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())
@@ -260,13 +261,14 @@ class Links:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def opened(self, card: NetworkCard) -> None:
-        """Start serving at `card`."""
+        """Mark `card` as serving, and offer the frames that wait for it."""
         card.is_serving = True
         for stream in card.incoming.values():
             self._revive(stream)
 
     def disconnected(self, card: NetworkCard, *, why: str) -> None:
-        """Handle the death of the card's daemon. Its own senders learn it at once, other peers' by a reset."""
+        """Handle the death of the card's network daemon. Its own senders get Unreachable at once; other peers learn of
+        the death by a reset of their streams, one latency later."""
         card.is_serving = card.is_up = False
         card.came_up.clear()
         card.num_daemons_died += 1
@@ -285,7 +287,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its own senders get Unreachable, or with `why` None are frozen."""
+        """Handle the end of the card's process. Its own senders get Unreachable (`why`); None: they are frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

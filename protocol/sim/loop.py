@@ -1,15 +1,15 @@
 """An asyncio event loop in virtual time: when nothing is ready, the clock jumps to the next timer.
 
-Theory of operation. Ordinary asyncio code (sleep, queues, `asyncio.timeout`, task groups) cannot tell this loop from a
-real one, except that waiting is free. Three properties make two runs of one program equal, event for event:
+Theory of operation. Ordinary asyncio code (sleep, queues, `asyncio.timeout`, task groups) behaves as on a real loop,
+except that waiting takes no real time. Three properties make two runs of one program equal, event for event:
 
-- timers due at the same instant fire in the order in which they were set (asyncio's own heap leaves that open); - tasks
-hash by creation order, so that sets of tasks (`TaskGroup`, `asyncio.wait`) iterate in the same order; - nothing real
-gets in: threads, executors, sockets and signals are refused with a sentence.
+- timers due at the same instant fire in the order in which they were set (asyncio's own heap leaves the order open);
+- tasks hash by creation order, so that sets of tasks (`TaskGroup`, `asyncio.wait`) iterate in the same order;
+- threads, executors, sockets and signals are refused with an error, because their timing differs from run to run.
 
-A program without progress (nothing ready, no timer, main not done) raises `Deadlock`, which lists the waiting tasks.
-Work can belong to an owner (`owned_context`), and an owner can be frozen: its callbacks, timers and wake-ups stop until
-it is thawed. A world pauses peers in this way, and kills them without their cleanup.
+If nothing is ready, no timer is set and the main coroutine is not done, the loop raises `Deadlock`, which lists the
+waiting tasks. Work can belong to an owner (`owned_context`), for example a peer. The callbacks, timers and wake-ups of
+a frozen owner do not run until the owner is thawed: so a world pauses peers, and kills them without their cleanup.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ _PURGE_TIMERS_MIN = 128
 
 
 class Deadlock(LocalError):
-    """Nothing is ready, no timer is set, and the main coroutine is not done."""
+    """No callback is ready and no timer is set, but the main coroutine is not done."""
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """One thread, virtual seconds from `start_s`, no input or output."""
+    """An event loop on one thread, without input and output. Its clock begins at `start_s` virtual seconds."""
 
     # Attributes of Python 3.11's `BaseEventLoop` that its stubs omit.
     _ready: deque[asyncio.Handle]
@@ -113,7 +113,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     # Freezing -----------------------------------------------------------------------------------------------------
 
     def freeze(self, owner: Hashable) -> None:
-        """Run nothing of `owner` until `thaw`; its callbacks, timers and wake-ups are kept in order."""
+        """Run no work of `owner` until `thaw`. Its callbacks, timers and wake-ups are kept in order."""
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: Hashable) -> None:
@@ -124,7 +124,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self.thaw(owner)
 
     def drop_timers(self) -> None:
-        """Drop every timer."""
         self._timers.clear()
         self._num_timers_cancelled = 0
 
@@ -139,7 +138,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._now_s = max(self._now_s, self._timers[0][0])
         while self._timers and self._timers[0][0] <= self._now_s:
             ready.append(self._pop_timer())
-        # As in asyncio, callbacks that these make ready run in the next round, after the timers due by then.
+        # As in asyncio, callbacks that these callbacks make ready run in the next round, after the timers due by then.
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -161,7 +160,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         if not handle._scheduled:  # type: ignore[attr-defined]
-            return  # it has fired; `asyncio.sleep` cancels its timer all the same
+            return  # the timer has fired; `asyncio.sleep` cancels its timer all the same
         self._num_timers_cancelled += 1
         if self._num_timers_cancelled > max(_PURGE_TIMERS_MIN, len(self._timers) // 2):
             self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
@@ -204,7 +203,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 class _Handle(asyncio.Handle):
-    """A handle that is made in half of asyncio's time: no debug mode. This loop makes a million a minute."""
+    """A handle without asyncio's debug mode, made in half the time: this loop makes a million a minute."""
 
     __slots__ = ()
 
@@ -247,7 +246,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _OrderedTask(asyncio.Task[T]):
-    """Hashes by creation order, so that sets of tasks iterate in the same order in every process."""
+    """A task that hashes by creation order, so that sets of tasks iterate in the same order in every process."""
 
     def __init__(self, order: int, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **arguments: Any) -> None:
         self._order = order  # first: asyncio puts the task into a set while constructing it
@@ -258,9 +257,9 @@ class _OrderedTask(asyncio.Task[T]):
 
 
 def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
-    """`asyncio.run` in virtual time: run `main`, cancel leftover tasks, close the loop.
+    """Do what `asyncio.run` does, in virtual time: run `main`, cancel leftover tasks, close the loop.
 
-    Raises: Deadlock: no progress is possible. LocalError: real input or output was tried.
+    Raises: Deadlock: no progress is possible. LocalError: the program tried real input or output.
     """
     loop = VirtualTimeLoop(start_s=start_s)
     try:
@@ -274,7 +273,7 @@ def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
 
 
 def owned_context(owner: Hashable) -> contextvars.Context:
-    """Return a new context; tasks, timers and children started in it belong to `owner`."""
+    """Return a new context. Tasks and timers that are started in it, and those that they start, belong to `owner`."""
     context = contextvars.Context()
     context.run(_OWNER.set, owner)
     return context
@@ -284,7 +283,7 @@ def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     loop.thaw_all()
     # Several rounds, since a `finally` may start new work.
     for _ in range(_CANCEL_ROUNDS_MAX):
-        loop.drop_timers()  # a driver's timer would start new work for ever
+        loop.drop_timers()  # a peer's timer would start new work for ever
         leftovers = loop.tasks()
         if not leftovers and not loop.has_callbacks:
             return

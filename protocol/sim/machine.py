@@ -14,6 +14,6 @@ class Machine:
     disk: SimDisk
     clock_ahead_s: float = 0.0
     slowdown: float = 1.0
-    """Factor on the time of its device's jobs."""
+    """The factor by which jobs on its device take longer."""
     pace: DevicePace | None = None
-    """The progress of jobs on a dirty device; None: it is clean."""
+    """The progress of jobs on a device with varying speed (`dirt.py`); None: the device's speed is constant."""

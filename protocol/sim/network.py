@@ -1,6 +1,6 @@
 """A simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
 
-Places are numbered; a world assigns the first free one to each new peer.
+A place is a position in the network, given by its number; a world assigns the first free place to each new peer.
 """
 
 import math
@@ -17,27 +17,27 @@ class LinkSpec:
     """The path from one peer to another."""
 
     latency_s: float
-    """One way, from the last byte sent to its arrival."""
+    """One way: from the moment when a byte is sent to its arrival."""
     rate_bytes_per_s: float = math.inf
-    """Rate of the path alone; the two network cards limit it further."""
+    """The rate of the path alone; the network cards of both peers limit traffic further."""
     jitter_s: float = 0.0
-    """Longest extra delay of a message, uniform; streams keep their order."""
+    """The longest extra delay of a message; delays are uniform. Frames of a stream keep their order."""
     loss: float = 0.0
-    """Probability per message. A lost frame comes a round trip late (TCP's fast retransmit) or more; a call never."""
+    """Probability per message. A lost frame is late by a round trip or more (TCP retransmits); a call never comes."""
     spikes: float = 0.0
-    """Probability per message of a delay spike: a delayed call is overtaken, a delayed frame blocks its stream."""
+    """Probability per message of a delay spike: a delayed call can be overtaken; a delayed frame blocks its stream."""
     spike_s: float = 1.0
-    """Longest spike, uniform."""
+    """The longest spike; spikes are uniform."""
     corruption: float = 0.0
     """Probability per message of flipped bits. A damaged frame breaks its stream; a damaged request reaches its
     handler, but its caller gets Unreachable, as for a damaged reply."""
     duplication: float = 0.0
-    """Probability per message of a second delivery, as after a resend on a new stream; TCP itself never repeats."""
+    """Probability per message of a second delivery, as when a sender resends on a new stream; TCP never repeats."""
     repeat_s: float = 1.0
-    """Longest delay of the second delivery, uniform."""
+    """The longest time from the first to the second delivery; times are uniform."""
 
     def __post_init__(self) -> None:
-        # Written so that NaN fails each of them.
+        # Each condition is written so that NaN fails it.
         if not 0.0 <= self.latency_s < math.inf:
             raise LocalError(f"a link's latency must be 0 s or more, not {self.latency_s}")
         if not self.rate_bytes_per_s > 0.0:
@@ -69,7 +69,7 @@ class CardSpec:
 
 
 class Network:
-    """The same link between any two of any number of places."""
+    """A network without a limit on places, with the same link between any two of them."""
 
     def __init__(self, spec: LinkSpec) -> None:
         self._spec = spec
@@ -87,11 +87,12 @@ def uniform(
 
 
 _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
-"""A path that outlasts any run: calls time out, frames never leave."""
+"""A path so slow that calls time out and frames do not leave before the end of any run."""
 
 
 class MatrixNetwork(Network):
-    """A network of two matrices; device i of the topology is at place i. `World.add_peer` takes its network card."""
+    """A network given by matrices of latency and rate; device i of the topology is at place i. The rates of network
+    cards are not part of it: `World.add_peer` takes them."""
 
     def __init__(self, topology: Topology) -> None:
         self._latency_s = topology.latency_s
@@ -101,7 +102,8 @@ class MatrixNetwork(Network):
         self.typical_latency_s = float(others_s[(len(others_s) - 1) // 2]) if len(others_s) else 0.0
         self._known: dict[tuple[int, int], LinkSpec] = {}
         self._of_kind: dict[tuple[float, float], LinkSpec] = {}
-        """Shared specs: regions have few kinds of links, but a thousand peers have a million pairs."""
+        """(latency, rate) -> the spec that all pairs with these values share: a thousand peers have a million pairs,
+        but few kinds of links."""
 
     def link(self, source: int, destination: int) -> LinkSpec:
         known = self._known.get((source, destination))

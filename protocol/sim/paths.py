@@ -1,4 +1,4 @@
-"""The present path between two places: the network's link or a replacement, disturbances, and cuts."""
+"""The present path between two places: the network's link or its replacement, changed by disturbances and cuts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -9,21 +9,22 @@ from shoal.protocol.sim.network import LinkSpec, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """A temporary change of a `LinkSpec`, with the same fields unless described here.
+    """A temporary change of a `LinkSpec`. Fields without a description here mean the same as in `LinkSpec`.
 
-    Several on one path combine in any order: seconds add, probabilities are independent.
+    Several disturbances of one path combine, in any order: seconds add, probabilities are independent.
     """
 
     slowness: float = 1.0
-    """Factor on the path's rate, if finite. Of several the largest counts: the narrowest place sets the speed."""
+    """The factor by which the path's rate falls, if the rate is finite. Of several disturbances the largest factor
+    counts: the narrowest point of a path sets its speed."""
     delay_s: float = 0.0
-    """Added to the latency."""
+    """Seconds to add to the latency."""
     loss: float = 0.0
     corruption: float = 0.0
     duplication: float = 0.0
     spikes: float = 0.0
     spike_s: float = 0.0
-    """The longest spike counts."""
+    """The longest spike; of several disturbances the largest value counts."""
 
     def __post_init__(self) -> None:
         if not self.slowness >= 1.0:
@@ -32,7 +33,8 @@ class Disturbance:
             raise LocalError(f"a disturbed path takes 0 s longer or more, not {self.delay_s}")
 
     def on(self, spec: LinkSpec) -> LinkSpec:
-        """Apply all but the slowness. Raises: LocalError: an invalid probability."""
+        """Return `spec` with this disturbance applied, except for its slowness. Raises: LocalError: an invalid
+        probability."""
         return replace(
             spec,
             latency_s=spec.latency_s + self.delay_s,
@@ -51,7 +53,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Between:
-    """The pairs from each of `sources` to each of `destinations`, and back unless `one_way`."""
+    """The directed pairs from each place in `sources` to each in `destinations`; unless `one_way`, also back."""
 
     sources: frozenset[int]
     destinations: frozenset[int]
@@ -72,7 +74,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disturbed(Between):
-    """A disturbance in force."""
+    """A disturbance that is in force between these places."""
 
     disturbance: Disturbance
 
@@ -92,20 +94,20 @@ class Paths:
         self._set: dict[tuple[int, int], LinkSpec] = {}
         self._disturbed: list[Disturbed] = []
         self._now: dict[tuple[int, int], LinkSpec] = {}
-        """Changed paths, folded once per change because every message reads them."""
+        """The changed paths, computed once per change because every message reads them."""
 
     def link(self, source: int, destination: int) -> LinkSpec:
         return self._now.get((source, destination)) or self._network.link(source, destination)
 
     def set(self, source: int, destination: int, spec: LinkSpec) -> None:
-        """Replace the network's link; disturbances still apply."""
+        """Replace the network's link between two places; disturbances apply to the replacement, too."""
         self._set[source, destination] = spec
         self._fold([(source, destination)])
 
     def disturb(
         self, sources: Iterable[int], destinations: Iterable[int], disturbance: Disturbance, *, one_way: bool
     ) -> Disturbed:
-        """Raises: LocalError: `disturbance` has an invalid probability."""
+        """Begin a disturbance. Returns: it, for `calm`. Raises: LocalError: it has an invalid probability."""
         disturbed = Disturbed(frozenset(sources), frozenset(destinations), one_way, disturbance)
         disturbance.on(LinkSpec(latency_s=0.0))  # raises before anything changes
         self._disturbed.append(disturbed)
@@ -113,7 +115,7 @@ class Paths:
         return disturbed
 
     def calm(self, disturbed: Disturbed | None) -> None:
-        """End one disturbance, or with None all."""
+        """End one disturbance; None: all."""
         ended = [other for other in self._disturbed if disturbed is None or other is disturbed]
         self._disturbed = [other for other in self._disturbed if other not in ended]
         for other in ended:
@@ -139,7 +141,7 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """Cache of `is_cut` since the last change: a network with routers has a cut for each."""
+        """Results of `is_cut` since the last change, cached because a network with routers has a cut for each."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
@@ -148,7 +150,7 @@ class Cuts:
         return cut
 
     def remove(self, cut: Cut | None) -> None:
-        """Heal one cut, or with None all."""
+        """Heal one cut; None: all."""
         self._cuts = [] if cut is None else [other for other in self._cuts if other is not cut]
         self._found.clear()
 
@@ -156,7 +158,7 @@ class Cuts:
         return bool(self._cuts)
 
     def is_cut(self, source: int, destination: int) -> bool:
-        # Called for every frame and call, and usually nothing is cut.
+        # A fast path: every frame and call asks, and usually nothing is cut.
         if not self._cuts:
             return False
         found = self._found.get((source, destination))
@@ -166,7 +168,7 @@ class Cuts:
         return found
 
     def since_s(self, source: int, destination: int) -> float | None:
-        """Return when the pair was cut in either direction; None: it is not."""
+        """Return the time since which the pair is cut in some direction; None: it is not cut."""
         return min(
             (cut.since_s for cut in self._cuts if cut.covers(source, destination) or cut.covers(destination, source)),
             default=None,

@@ -4,7 +4,7 @@ from shoal.protocol.errors import LocalError
 
 
 class Phantom:
-    """Stands for `nbytes` bytes in a world without tensors. Phantoms of one size are equal."""
+    """Takes the place of a payload of `nbytes` bytes in a world without tensors. Phantoms of one size are equal."""
 
     __slots__ = ("nbytes",)
 

@@ -1,8 +1,8 @@
 """Carries control messages: the requests and replies of calls.
 
-They are small and multiplexed with frames: they wait for earlier control messages of the pair, not for frames, and take
-nothing from the frames' rate. Jitter and spikes reorder them. A message that is lost, cut off, or in flight when the
-daemon at either end dies, never arrives.
+Control messages are small and multiplexed with frames: they wait for earlier control messages between the same two
+peers, not for frames, and do not slow frames down. Jitter and spikes reorder them. A message never arrives if it is
+lost, if a cut blocks it, or if the network daemon at either end dies while it is in flight.
 """
 
 import random
@@ -18,13 +18,14 @@ from shoal.protocol.sim.stream import NetworkCard, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Condition = Literal["whole", "damaged", "repeated"]
-"""A message's condition on arrival. "repeated" is a second delivery, damaged or not as the first."""
+"""A message's condition on arrival. "repeated" is a second delivery, with the same bytes as the first."""
 
 Deliver = Callable[[bytes, Condition], object]
 
 
 class Post:
-    """Carries control messages; `stream` gives two cards' stream, for its generator and its queue."""
+    """Carries control messages. Args: stream: returns the stream between two cards, which has their random generator
+    and the time when their earlier control messages are sent."""
 
     def __init__(
         self,

@@ -20,29 +20,30 @@ _NUM_PRIORITIES = len(Priority)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimFrame:
-    """One frame between `send` and the end of its handler."""
+    """One frame, from `send` to the end of the receiver's handler."""
 
     meta: bytes
     payload: bytearray | memoryview | Phantom
     priority: Priority
     nbytes: int
-    """Bytes on the wire, header and trailer included; also its credit."""
+    """Bytes on the wire, header and trailer included; also the credit that the frame takes."""
     digest: int
     left: asyncio.Future[None]
-    """Done when the last byte has left; cancelled when the sender has given up."""
+    """Done when the last byte has left; cancelled if the sender has given up."""
     epoch: int = 0
+    """The stream's epoch when the frame began to leave."""
     is_damaged: bool = False
     is_repeated: bool = False
-    """A second delivery, which costs no credit."""
+    """True for a second delivery, which takes no credit."""
 
     def repeated(self) -> "SimFrame":
-        """Return a copy, independent of what the first frame's handler does with its payload."""
+        """Return a copy for a second delivery; the first delivery's handler cannot change its payload."""
         payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 
 
 class Plug:
-    """One uplink and one downlink. Machines of one household share one, and traffic between them bypasses it."""
+    """One uplink and one downlink. Machines of one household share a plug; traffic between them bypasses it."""
 
     def __init__(self, spec: CardSpec, up_dirt: LineDirt | None = None, down_dirt: LineDirt | None = None) -> None:
         self.spec = spec
@@ -50,7 +51,7 @@ class Plug:
         self.up_free_s = 0.0
         self.down_free_s = 0.0
         self.offers: list[Stream] = []
-        """Streams with a frame ready for the uplink, the longest waiting first."""
+        """Streams with a frame ready for the uplink; the stream that has waited longest is first."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
         """Fair-queueing tag of the last frame that left, by priority."""
         self.earned_bytes = 0.0
@@ -64,9 +65,9 @@ class NetworkCard:
     A peer that returns after a crash has a new card, so that no old message reaches the new process.
 
     Args:
-        number: order of joining; unlike a PeerID never used twice.
-        place: row of the network's matrix.
-        plug: shared by all of its streams, and maybe with other peers.
+        number: the peer's number in joining order; unlike a PeerID it is never used twice.
+        place: the peer's row in the network's matrices.
+        plug: the uplink and downlink of all of the peer's streams, perhaps shared with other peers.
         frame_arrived: called when `stream.arrived` has a frame and no handler runs for that stream.
     """
 
@@ -92,8 +93,8 @@ class NetworkCard:
 class Stream:
     """Frames from `source` to `destination`, by priority.
 
-    `epoch` grows when the sender's side breaks: events of earlier epochs are void. The receiver refuses epochs up to
-    `refused_epoch`, so that nothing is handled behind a gap.
+    `epoch` grows when the stream breaks at the sender: later events of frames of earlier epochs then have no effect.
+    The receiver refuses frames of epochs up to `refused_epoch`, so that no frame after a missing one is handled.
     """
 
     def __init__(self, source: NetworkCard, destination: NetworkCard, make_rng: Callable[[], random.Random]) -> None:
@@ -106,10 +107,11 @@ class Stream:
         self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
-        """When the previous frame reaches the receiver's card, and its handler: jitter reorders no frames."""
+        """When the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver. No later
+        frame comes earlier: jitter does not reorder frames."""
         self.control_free_s = 0.0
         self.connection = 0
-        """Grows when the daemon at either end dies: earlier control messages are lost."""
+        """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
         """Fair-queueing tag of the next frame, by priority."""
         self.is_offered = False
@@ -120,11 +122,11 @@ class Stream:
 
     @cached_property
     def rng(self) -> random.Random:
-        """Made at the first draw: most links of a thousand peers never draw."""
+        """The stream's random generator, made at the first draw: most streams of a thousand peers never draw."""
         return self._make_rng()
 
     def take_rates(self) -> None:
-        """Take the present rates of the plugs at both ends; traffic within one plug is not limited."""
+        """Read the present rates of the plugs at both ends; traffic within one plug is not limited."""
         up, down = self.source.plug, self.destination.plug
         self.up_bytes_per_s = math.inf if up is down else up.spec.up_bytes_per_s
         self.down_bytes_per_s = math.inf if up is down else down.spec.down_bytes_per_s
@@ -132,12 +134,12 @@ class Stream:
         self.down_dirt = None if up is down else down.down_dirt
 
     def queued_s(self, now_s: float) -> float:
-        """Return the delay of a message behind other people's traffic."""
+        """Return the delay of a message in the lines' queues, caused by other people's traffic."""
         up_s = 0.0 if self.up_dirt is None else self.up_dirt.now(now_s).delay_s
         return up_s if self.down_dirt is None else up_s + self.down_dirt.now(now_s).delay_s
 
     def clear(self) -> None:
-        """Begin a new stream for later frames; received frames stay until the first new one arrives."""
+        """Begin a new epoch for later frames. Received frames stay until the first frame of the new epoch arrives."""
         self.epoch += 1
         self.window = CreditWindow()
         self.waiting: tuple[deque[SimFrame], ...] = ()
@@ -159,7 +161,7 @@ class Stream:
         return self.window.outstanding_bytes == 0 and self.next_frame() is None
 
     def next_frame(self) -> SimFrame | None:
-        """Return the next frame, regardless of credit, and drop frames that their senders gave up."""
+        """Return the next frame, whether or not there is credit for it. Drop frames that their senders gave up."""
         for queue in self.waiting:
             while queue and queue[0].left.done():
                 queue.popleft()
@@ -168,7 +170,7 @@ class Stream:
         return None
 
     def take_next(self) -> SimFrame | None:
-        """Remove and return the next frame if the receiver has credit for it."""
+        """Remove and return the next frame, and take its credit; None if there is no frame or not enough credit."""
         frame = self.next_frame()
         if frame is None or not self.window.admits(frame.nbytes):
             return None
@@ -178,13 +180,14 @@ class Stream:
         return frame
 
     def rank(self) -> tuple[int, float, int, int]:
-        """Return the sort key of the next frame on the uplink: priority, then the least bytes sent."""
+        """Return the sort key by which the uplink selects a stream: the next frame's priority, then its fair-queueing
+        tag, which is lowest for the stream that has sent the fewest bytes."""
         frame = self.next_frame()
         priority = 0 if frame is None else int(frame.priority)
         tag = max(self.tags[priority], self.source.plug.tags_served[priority])
         return priority, tag, self.destination.number, self.source.number
 
     def unsent(self) -> list[SimFrame]:
-        """Return the frames that senders still wait for, in the order of leaving."""
+        """Return the frames that have not left and that senders still wait for, in the order of leaving."""
         leaving = [self.leaving] if self.leaving is not None else []
         return [frame for frame in (*leaving, *(f for queue in self.waiting for f in queue)) if not frame.left.done()]

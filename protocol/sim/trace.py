@@ -1,4 +1,4 @@
-"""A running hash over all events between peers: equal hashes mean equal runs, event for event."""
+"""A running hash over all events of a world: equal hashes mean that two runs were equal, event for event."""
 
 import struct
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import xxhash
 
 
 class Kind(IntEnum):
-    """Event kinds. The numbers are part of the hash: add, never renumber."""
+    """Kinds of events. Their numbers are part of the hash: add new ones, never renumber."""
 
     JOINED = 1
     CLOSED = 2
@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `source` and `destination` are the peers' numbers in joining order; -1: none."""
+    """One event. `source` and `destination` are numbers of peers in joining order; -1: no peer."""
 
     at_s: float
     kind: Kind
@@ -65,7 +65,7 @@ _EVENT = struct.Struct("<dBiiQQ")
 
 
 class Trace:
-    """The running hash; `watch` is called with every event, to find the first difference of two runs."""
+    """The running hash. `watch` is called with every event, to find the first difference between two runs."""
 
     def __init__(self, watch: Callable[[Event], None] | None = None) -> None:
         self._hash = xxhash.xxh3_128()

@@ -1,4 +1,4 @@
-"""`Transport` in virtual time."""
+"""The `Transport` port in virtual time."""
 
 import asyncio
 import logging
@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 class SimTransport:
     """Calls and frames between the peers of one world.
 
-    Like libp2p, it reaches peers that were introduced with a valid address, and peers that have called first.
+    As with libp2p, a peer can reach peers that were introduced to it with a valid address, and peers that have called
+    or sent to it first.
 
     Args:
-        acquainted: it can reach every peer.
-        find: PeerID -> the transport of its running or last process.
+        acquainted: if True, this peer can reach every peer.
+        find: returns the transport of a peer's running or last process.
         failed: called with errors of handlers, except `RemoteError`, which is the other peer's fault.
     """
 
@@ -70,7 +71,7 @@ class SimTransport:
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
         self._is_closing = False
         self._handlers: dict[asyncio.Task[None], asyncio.Future[bytes] | None] = {}
-        """Running handler -> the reply that it owes; None: it handles a stream's frames."""
+        """Running handler -> the reply that it must complete; None: it handles frames, or a repeated call."""
 
     @property
     def peer_id(self) -> PeerID:
@@ -95,7 +96,7 @@ class SimTransport:
             self._addresses_of.setdefault(peer, set()).update(addresses)
 
     async def close(self) -> None:
-        """Give sent frames two seconds to be handled, then stop everything. Safe to call twice."""
+        """Wait at most two seconds until sent frames are handled, then stop everything. Safe to call twice."""
         self._is_closing = True
         if self.card.is_alive:
             with suppress(TimeoutError):
@@ -110,7 +111,7 @@ class SimTransport:
     # The daemon's death -------------------------------------------------------------------------------------------
 
     def daemon_died(self, others: "Iterable[SimTransport]") -> None:
-        """Break every connection; the `others` notice later through their own daemons. This process lives."""
+        """Break every connection of this peer; its process lives on. The `others` notice it one latency later."""
         why = "our own network daemon died"
         self._links.disconnected(self.card, why=why)
         for reply, peer in self._calls.items():
@@ -118,7 +119,7 @@ class SimTransport:
                 reply.set_exception(Unreachable(peer, why))
         for task, answered in list(self._handlers.items()):
             if answered is not None:
-                task.cancel()  # as the live daemon's supervision does; received frames are still handled
+                task.cancel()  # as the live transport does when its daemon dies; received frames are still handled
         self.abandon_calls()
         for other in others:
             for reply in [reply for reply, peer in other._calls.items() if peer == self._peer_id]:
@@ -131,7 +132,7 @@ class SimTransport:
             self._links.opened(self.card)
 
     async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
-        """Wait for our daemon. Returns: the seconds that it took. Raises: Unreachable: longer than `timeout_s`."""
+        """Wait until our network daemon runs. Returns: the seconds. Raises: Unreachable: they exceed `timeout_s`."""
         began_s = self._agenda.now_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -141,13 +142,13 @@ class SimTransport:
         return self._agenda.now_s() - began_s
 
     def _hang_up(self, caller: "SimTransport", reply: asyncio.Future[bytes], why: str) -> None:
-        """Tell `caller` that its call fails; this needs no daemon."""
+        """Tell `caller` that its call has failed, even if our network daemon is dead."""
         error = Unreachable(self._peer_id, why)
         accept = caller._accept_reply
         self._post.send(self.card, caller.card, b"", lambda _, how: accept(self, error, 0, how, reply))
 
     def abandon_calls(self) -> None:
-        """Cancel the handlers that answer our calls at other peers."""
+        """Cancel the handlers that are answering our calls at other peers."""
         for reply, peer in self._calls.items():
             if (target := self._find(peer)) is not None:
                 self._abandon(target, reply)
@@ -159,13 +160,13 @@ class SimTransport:
         for task, answered in self._handlers.items():
             if answered is reply:
                 self._record(Kind.CALL_ABANDONED, caller.card, self.card, 0, 0)
-                # In this peer's context: the handler of a paused peer runs to its first wait when it resumes.
+                # The cancellation belongs to this peer: if this peer is paused, it takes effect after `resume`.
                 self._agenda.loop.call_soon(task.cancel, context=owned_context(self.card.number))
 
     # Calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
+        """Return a peer's reply. Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         if not self.card.is_up:
@@ -214,7 +215,8 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Answer a call; a repeated one (`reply` None) gets no answer, a damaged one Unreachable (`_accept_reply`)."""
+        """Handle a call and send the reply. A repeated call (`reply` is None) gets none; the caller of a damaged one
+        gets Unreachable."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)
@@ -242,7 +244,7 @@ class SimTransport:
         reply: asyncio.Future[bytes],
     ) -> None:
         if how == "damaged":
-            # In a real connection, encryption finds the damage and breaks it. Handing it up would blame an honest peer.
+            # A real connection is encrypted, so it finds the damage and breaks; an honest peer must not be blamed.
             answer = Unreachable(answerer.peer_id, "its reply was damaged on the way")
         nbytes = len(answer) if isinstance(answer, bytes) else 0
         self._record(Kind.REPLY_ARRIVED, answerer.card, self.card, nbytes, digest)
@@ -264,7 +266,7 @@ class SimTransport:
         priority: Priority,
         again: bytes | None = None,
     ) -> None:
-        """Return when the frame's last byte has left; `payload` is copied at once. `again` has no effect here.
+        """Send a frame; return when its last byte has left. `payload` is copied at once. `again` has no effect here.
 
         Raises: Unreachable. ValueError: the frame is larger than any peer accepts.
         """
@@ -306,7 +308,7 @@ class SimTransport:
         try:
             while stream.arrived:
                 frame = stream.arrived.pop(0)
-                # Phantoms only reach handlers of modelled peers.
+                # Only simulated peers that compute nothing get phantoms.
                 await self._on_frame(source, frame.meta, cast(Payload, frame.payload))
                 self._links.handled(stream, frame)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Envelopes for a world of honest peers: full size, without checks.
+"""Envelopes (signed wrappers of messages) for a world of honest peers: of full size, but without signatures and checks.
 
-Ed25519 and the nesting check are two thirds of a call's cost in virtual time, and change nothing among our own peers.
-Worlds with damage or forgery use the real seals.
+Ed25519 and the check of nesting depth take two thirds of the real time that a simulated call costs, and change nothing
+among honest peers. Worlds with damage or forgery use the real `Seals`.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 class TrustingSeals(Seals):
-    """`Seals` without signatures, shared by all peers of a world, so that a plan is decoded once."""
+    """`Seals` without signatures. All peers of a world share one, so that each plan is decoded once."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
@@ -65,12 +65,12 @@ class TrustingSeals(Seals):
 
 
 def everybody(run: str) -> Members:
-    """Return the `Members` of an open run."""
+    """Return the `Members` of an open run, which every peer may join."""
     return Members(run, PeerID(""), is_open=True)
 
 
 class OpenGate(Gate):
-    """A gate that allows every message, for tests of a part of a peer without plans."""
+    """A gate that allows every message, for tests of parts of a peer that have no plan."""
 
     def __init__(self, members: Members | None = None) -> None:
         super().__init__(members or everybody(""), PeerID(""))

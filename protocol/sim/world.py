@@ -1,4 +1,4 @@
-"""A world of simulated peers, made from one seed and reproducible event for event."""
+"""A world of simulated peers: made from one seed, and reproducible event for event."""
 
 import asyncio
 import contextvars
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimPeer:
-    """One process: an identity and the five ports.
+    """One process of a peer: an identity and the five ports.
 
-    Start its driver with `spawn`: other tasks survive a crash and ignore a pause.
+    Start the peer's work with `spawn`: tasks started in another way survive a crash and go on during a pause.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SimPeer:
         return owned_context(self.number)
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> "asyncio.Task[T]":
-        """Run `work`, and all it starts, as this peer. After a crash it never ends: do not wait for it."""
+        """Run `work`, and all that it starts, as this peer. After a crash the task never ends: do not await it."""
         return asyncio.get_running_loop().create_task(
             work, name=f"{self.name}: {name or 'work'}", context=self.context()
         )
@@ -73,10 +73,10 @@ class World:
     """Peers and the network between them.
 
     Args:
-        seed: of everything random: identities, jitter, loss, and every `rng(name)`.
+        seed: determines everything random: identities, jitter, loss, and every `rng(name)`.
         stall_s: time without progress after which a stream to a silent peer breaks.
-        acquainted: all peers know all addresses; otherwise a peer that nobody introduced is unreachable.
-        modelled: devices only take their time by default.
+        acquainted: if True, all peers know all addresses; otherwise a peer can be reached only after an introduction.
+        modelled: if True, jobs take their time but compute nothing.
         watch: called with every event of the trace.
     """
 
@@ -94,7 +94,7 @@ class World:
         self.network = network
         self.peers: dict[str, SimPeer] = {}
         self.failures: list[tuple[str, Exception]] = []
-        """(peer's name, error of one of its handlers): a bug in a driver, unless a test expects it."""
+        """(a peer's name, an error of one of its handlers): a bug in that peer's code, unless a test expects it."""
         self._modelled = modelled
         self._acquainted = acquainted
         self._agenda = Agenda()
@@ -123,12 +123,12 @@ class World:
         dirt: Dirt = CLEAN,
         cores: Cores | None = None,
     ) -> SimPeer:
-        """Start a process. A name that crashed or closed returns with its identity, machine and address.
+        """Start the process of a peer. A peer that crashed or closed returns with its identity, machine and address.
 
         Args:
-            plug: peers with an equal one share an uplink and a downlink, at the first peer's rates; None: its own.
-            dirt: of a new machine's device, and of a new plug (`dirt.py`).
-            cores: which a new machine's device shares with those of other peers.
+            plug: peers with equal keys here share one uplink and downlink, with the rates of the first; None: its own.
+            dirt: the dirt of the device if the machine is new, and of the line if the plug is new (`dirt.py`).
+            cores: the cores that the device shares with devices of other peers, if the machine is new.
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.
         """
         if name in self.peers and self.peers[name].is_alive:
@@ -194,7 +194,7 @@ class World:
 
     @property
     def sent_bytes(self) -> Mapping[tuple[int, int], int]:
-        """(from, to) by place -> bytes of all frames that began to leave, without calls."""
+        """(place of the sender, place of the receiver) -> bytes of all frames that began to leave, without calls."""
         return self._links.sent_bytes
 
     def trace_hash(self) -> str:
@@ -213,19 +213,19 @@ class World:
         return random.Random(f"shoal sim/{self.seed}/{name}")  # strings are hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """Change a link one way. Messages in flight keep their latency, streams their queue size; disturbances stay."""
+        """Change the link in one direction. Messages in flight keep their latency; disturbances stay in force."""
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
         self._path_changed()
 
     def set_card(self, peer: SimPeer, card: CardSpec) -> None:
-        """Change the rates of the peer's plug, also for peers that share it, from the next frame on."""
+        """Change the rates of the peer's plug from the next frame on, also for peers that share the plug."""
         self._links.set_card(peer.transport.card.plug, card)
 
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """Cut the peer's power: connections break, no `finally` runs; unsent data is lost, unsynced files may be
-        torn."""
+        """Cut the power of the peer's machine: connections break, no `finally` runs, unsent data is lost, and unsynced
+        files may be torn."""
         if not peer.is_alive:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
@@ -236,7 +236,7 @@ class World:
         self._machines[peer.name].disk = peer.disk.crash()
 
     def pause(self, peer: SimPeer) -> None:
-        """Stop the peer as SIGSTOP does: connections stay, frames and calls pile up, timers fire late at `resume`."""
+        """Stop the peer as SIGSTOP does: connections stay, frames and calls pile up, and timers fire at `resume`."""
         self._trace.add(self.now_s(), Kind.PAUSED, peer.number, -1)
         self._agenda.loop.freeze(peer.number)
 
@@ -254,7 +254,7 @@ class World:
         return cut
 
     def heal(self, cut: Cut | None = None) -> None:
-        """End one partition, or all. Held frames arrive late on streams that have not broken."""
+        """End one partition; None: all. Frames that a cut has held arrive now, on streams that have not broken."""
         self._trace_cut(Kind.HEALED, cut)
         self._links.heal(cut)
 
@@ -263,7 +263,7 @@ class World:
     ) -> Disturbed:
         """Disturb the paths from `a` to `b`, and back unless `one_way`. Returns: the disturbance, for `calm`.
 
-        Raises: LocalError: a peer is on both sides, or an invalid probability.
+        Raises: LocalError: a peer is on both sides, or a probability is invalid.
         """
         disturbed = self._paths.disturb(*_sides(a, b), disturbance, one_way=one_way)
         self._trace_cut(Kind.DISTURBED, disturbed, str(disturbance))
@@ -271,29 +271,30 @@ class World:
         return disturbed
 
     def calm(self, disturbed: Disturbed | None = None) -> None:
-        """End one disturbance, or all."""
+        """End one disturbance; None: all."""
         self._trace_cut(Kind.CALMED, disturbed)
         self._paths.calm(disturbed)
         self._path_changed()
 
     def slow_device(self, peer: SimPeer, factor: float) -> None:
-        """Slow the machine's device by `factor` from the next job on; 1 ends it."""
+        """Make the jobs of the machine's device take `factor` times as long, from the next job on; 1: normal speed."""
         if not 0.0 < factor < math.inf:
             raise LocalError(f"a device cannot be {factor} times slower")
         self._machines[peer.name].slowdown = factor
         self._trace_machine(Kind.DEVICE_SLOWED, peer, factor)
 
     def jump_clock(self, peer: SimPeer, seconds: float) -> None:
-        """Move the machine's wall clock by `seconds`; its processes' `now_s` goes on, as on a real machine."""
+        """Move the machine's wall clock by `seconds`. The monotonic clock (`now_s`) does not jump, as on a real
+        machine."""
         if not math.isfinite(seconds):
             raise LocalError(f"a clock cannot jump by {seconds} s")
         self._machines[peer.name].clock_ahead_s += seconds
         self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
 
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
-        """Kill the peer's network daemon, if it runs; the process lives and restarts it (later if it is paused).
+        """Kill the peer's network daemon, if it runs. The peer's process lives and restarts it (later if paused).
 
-        All its connections break. Until the restart its own operations wait, and others find no peer at its address.
+        All connections of the peer break. Until the restart its operations wait, and nothing answers at its address.
         """
         if not peer.is_alive or not peer.transport.card.is_up:
             return
@@ -309,17 +310,17 @@ class World:
             peer.transport.daemon_restarted()
 
     def limit_disk(self, peer: SimPeer, free_bytes: int | None) -> None:
-        """Leave `free_bytes` free on the machine's disk; None: no limit."""
+        """Leave `free_bytes` of room on the machine's disk; None: no limit."""
         self._machines[peer.name].disk.limit(free_bytes)
         self._trace_machine(Kind.DISK_LIMITED, peer, math.inf if free_bytes is None else free_bytes)
 
     def fail_disk(self, peer: SimPeer, *, times: float = math.inf) -> None:
-        """Fail the next `times` disk operations with EIO; each may have happened, or a part of it."""
+        """Fail the next `times` disk operations with EIO; each may have had its effect, or a part of it."""
         self._machines[peer.name].disk.fail(times=times)
         self._trace_machine(Kind.DISK_FAILING, peer, times)
 
     def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
-        """Crash the peer in the middle of the disk operation after the next `after`, unless `mend_disk` comes first."""
+        """Let `after` disk operations succeed, and crash the peer in the next one, unless `mend_disk` comes first."""
         self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
         self._trace_machine(Kind.POWER_FAILING, peer, after)
 

@@ -1,6 +1,6 @@
-"""Find settings in a run spec that are likely to make its run diverge or waste time, before the run begins. Pure.
+"""Finds settings in a run spec that are likely to make its run diverge or waste time, before the run begins. Pure.
 
-Each setting is compared with the choice of `defaults.py`.
+Each setting is compared with the value that the rules of `defaults.py` would choose.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from shoal.protocol.toml.defaults import (
 )
 
 BATCH_RANGE: Final = 16.0
+"""A step gets a warning if its tokens are more than BATCH_RANGE times those of the rule, or less than 1/BATCH_RANGE."""
 PASSES_MAX: Final = 16.0
 """The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
 PASSES_GOOD: Final = 4.0
@@ -26,7 +27,7 @@ PASSES_GOOD: Final = 4.0
 
 def advice(spec: RunSpec, *, training_tokens: int, text_vocab_size: int) -> list[str]:
     """Return a sentence for each setting of `spec` that is likely to make the run diverge or waste time, with the value
-    to set. Args: training_tokens: of the run's text; text_vocab_size: its tokens are below that."""
+    to set. Args: training_tokens: tokens in the training text; text_vocab_size: tokens of the text are below this."""
     said = [*_adapter_advice(spec), *_rate_advice(spec), *_warmup_advice(spec), *_batch_advice(spec)]
     if training_tokens:
         said += _text_advice(spec, training_tokens)

@@ -1,22 +1,23 @@
 """Default values for a run spec, by rules that follow the model's size. Pure.
 
-`fill_in` replaces fields that a run file leaves out, or sets to "auto", by numbers, before it becomes a `RunSpec`. So
-peers agree on numbers and never on a rule. `advice.py` compares a spec with the same rules. No rule chooses
-`swarm.stages`: "auto" leaves it to the swarm's coordinator.
+`fill_in` puts a number into each field that a run file leaves out or sets to "auto", before the file becomes a
+`RunSpec`. So peers agree on numbers and never on a rule. `advice.py` compares a spec with the same rules. No rule
+chooses `swarm.stages`: with "auto", the swarm's coordinator chooses the number of stages.
 
 | field | rule | source |
 |---|---|---|
-| num_heads | heads of 64, from a width of 2,048 on of 128 | Llama, GPT-3 table 2.1 (2005.14165) |
+| num_heads | heads of size 64; of size 128 if the width is 2,048 or more | Llama, GPT-3 table 2.1 (2005.14165) |
 | num_kv_heads | all heads, at most 8 | grouped-query attention (2305.13245), as Llama 3 |
 | ffn_dim | 8/3 of the width, rounded up | SwiGLU (2002.05202, section 2), Llama (2302.13971) |
 | tokens a step | 0.58 (20 N)^0.571 | Step Law (2503.04715), at 20 tokens a parameter (2203.15556) |
-| microbatches | at least 4 a stage | GPipe (1811.06965): from there on the bubble hardly shows |
+| microbatches | at least 4 a stage | GPipe (1811.06965): with so many the pipeline bubble is small |
 | learning_rate | 0.3118 C^-0.125, less for small steps | DeepSeek LLM (2401.02954, equation 1) |
 | warmup_steps | 2 / (1 - beta2), 1 % of a long run | untuned warm-up (1910.04209, section 5) |
 
-N are the parameters of the decoder layers that a token passes, C the FLOP of the whole run. The step size suits a run
-of 20 N tokens, for any length of the run: a step should be worth its reduction over slow links. `tests/bench/rates.py`
-trains models of several sizes by these rules; `protocol/MEASURED.md` has the results, and says what is extrapolated.
+N is the number of parameters in the decoder layers that a token passes, C the FLOP of the run. The tokens of a step are
+those for a run of 20 N tokens, however long the run is: a step must be worth its all-reduce over slow links.
+`tests/bench/rates.py` trains models of several sizes by these rules; `protocol/MEASURED.md` has the results, and says
+what is extrapolated.
 """
 
 import copy
@@ -31,26 +32,26 @@ from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CRE
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 AUTO: Final = "auto"
-"""The value that means the same as leaving the field out."""
+"""The value of a field that means the same as leaving the field out."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
-"""2203.15556 (Chinchilla), table 3, rounded."""
+"""Compute-optimal training tokens for each parameter: Chinchilla (2203.15556), table 3, rounded."""
 MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
-"""The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
+"""The rate for tuning all weights, as a share of the rate from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
 _ADAPTING: Final = 10 / 15
-"""Adapters take ten times the rate for tuning all weights: QLoRA has 2e-4 for 7 B (2305.14314, table 9)."""
+"""The rate for training adapters is ten times that for tuning all weights: 2e-4 in QLoRA 7B (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""The factor on the rate for a run with a 1,500th of 20 N tokens."""
+"""The largest factor by which the rate of a short run is raised, reached at a 1,500th of 20 N tokens."""
 STAGES_FED: Final = 3
-"""The number of stages for which a step is cut into microbatches if a run leaves their number free. A swarm with more
-stages still works: two microbatches a stage keep six of them busy."""
+"""The number of stages for which a step is cut into microbatches if a run leaves the number of stages open. A swarm
+with more stages still works: at two microbatches a stage, six stages are busy."""
 _SAID_MAX: Final = 2**40
-"""The limit on numbers that the rules compute with. A spec allows none as large, and its decoder reports them."""
+"""The largest number from a file that the rules compute with. No field allows larger ones; the decoder refuses them."""
 
 
 Model = ModelSpec | SimpleNamespace
-"""A model, or those of its numbers that the rules need, before it is complete."""
+"""A model, or a namespace with the numbers that the rules need, while the model is incomplete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +59,23 @@ class FilledField:
     """One field that a rule filled in."""
 
     field: str
-    """The path, such as `optimizer.learning_rate`."""
+    """The path of the field in the run spec, such as `optimizer.learning_rate`."""
     value: int | float
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The size of a model, as the laws count it."""
+    """The size of a model, as scaling laws count it."""
 
     parameters: float
-    """N: of the decoder layers, with the experts that a token passes."""
+    """N: the parameters of the decoder layers, of experts only those that a token passes."""
     flop_per_token: float
     """M: forward and backward of the decoder layers, with attention over the whole context (2401.02954, equation 2)."""
 
     @property
     def tokens(self) -> float:
-        """The tokens that train a model of this size best for its compute."""
+        """The compute-optimal number of training tokens for a model of this size."""
         return TOKENS_PER_PARAMETER * self.parameters
 
 
@@ -88,7 +89,8 @@ def size_of(model: Model) -> Size:
 
 
 def heads_of(dim: int) -> int:
-    """Return the number of query heads, of an even size that divides `dim`, the nearest to 64 (128 if wide)."""
+    """Return the number of query heads. Their size is even, divides `dim`, and is as near to 64 as possible (in a wide
+    model to 128)."""
     wanted = 128 if dim >= 2048 else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
@@ -100,13 +102,13 @@ def kv_heads_of(num_heads: int) -> int:
 
 
 def ffn_dim_of(dim: int) -> int:
-    """Return the hidden width of SwiGLU at which its three matrices are as large as two of 4 D²."""
-    multiple = 32 if dim < 1024 else 256  # rounding to 256 would make a width of 128 half as large again
+    """Return the hidden width at which SwiGLU's three matrices have about 8 D² elements, as the two of a plain MLP."""
+    multiple = 32 if dim < 1024 else 256  # rounding to 256 would turn the 341 of a width of 128 into 512
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
 def batch_tokens_of(size: Size) -> float:
-    """Return the tokens of a step."""
+    """Return the number of tokens of a step by Step Law, at the compute-optimal number of training tokens."""
     return float(0.58 * size.tokens**0.571)
 
 
@@ -119,17 +121,17 @@ def learning_rate_of(
     tunes: bool = False,
     adapts: bool = False,
 ) -> float:
-    """Return the peak of the schedule, to two digits.
+    """Return the peak learning rate, to two digits.
 
-    Steps smaller than `batch_tokens_of` take less, by the square root (2205.10287, section 4; 2405.14578); larger ones
-    do not take more, where the law's own optimum is flat. The law covers runs of 1e17 FLOP and more; a shorter run
-    takes at most `_SHORT` times the rate of a run of 20 N tokens.
+    With fewer tokens a step than `batch_tokens_of`, the rate falls with the square root of their ratio (2205.10287,
+    section 4; 2405.14578). With more tokens it does not rise: there the law's own optimum is flat. The law covers runs
+    of 1e17 FLOP and more; a shorter run gets at most `_SHORT` times the rate of a run of 20 N tokens.
 
     Args:
-        steps: of the whole run.
-        optimizer: its name in the run spec. Muon and NAdam take AdamW's rate (2502.16982); none is known for SGD.
-        tunes: the run begins with weights that are already good.
-        adapts: it trains adapters beside such weights.
+        steps: the steps of the whole run.
+        optimizer: its name in the run spec. Muon and NAdam take AdamW's rate (2502.16982); for SGD no law is known.
+        tunes: True if the run begins with trained weights.
+        adapts: True if the run trains adapters beside trained weights.
     """
     if optimizer == "sgd":
         return 4e-3  # no law is known to us for SGD on language models
@@ -141,10 +143,10 @@ def learning_rate_of(
 
 
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
-    """Return the steps until the rate's peak: twice the memory of Adam's second moment, 1 % of a long run, and at most
-    a tenth of a short one. All runs of 400 to 4,000 steps with a `beta2` of 0.95 get the same."""
+    """Return the number of warm-up steps: twice the memory of Adam's second moment, in a long run 1 % of it if that is
+    more; at most a tenth of the run. With a `beta2` of 0.95, all runs of 400 to 4,000 steps get 40."""
     wanted = max(2.0 / (1.0 - beta2), 0.01 * steps)
-    return round(min(wanted, 2000, 0.1 * steps))  # 2,000 steps have DeepSeek LLM, Step Law and Llama
+    return round(min(wanted, 2000, 0.1 * steps))  # DeepSeek LLM, Step Law and Llama use 2,000 steps
 
 
 def microbatches_of(
@@ -153,11 +155,12 @@ def microbatches_of(
     """Cut a step of about `tokens` into microbatches that keep all stages busy.
 
     Args:
-        model: its activations must not exceed a stream's credit; a token has one for each expert that it is sent to.
-        stages: of the run; None: free.
-        number: of microbatches, if the author gives it.
-        samples: of one microbatch, likewise.
-    Returns: (microbatches a step, samples of each).
+        model: a microbatch's activations must fit into a stream's credit (the bytes that it may send ahead). They are
+            one vector for each token, or with experts one for each expert that a token passes.
+        stages: the number of stages of the run; None: not fixed.
+        number: the number of microbatches a step, if the run file gives it.
+        samples: the number of samples a microbatch, if the run file gives it.
+    Returns: (microbatches a step, samples a microbatch).
     """
     if stages is None:
         stages = min(STAGES_FED, model.num_layers)
@@ -177,9 +180,9 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     Values of a wrong type and impossible values stay: the decoder of the tables reports them.
 
     Args:
-        tables: as TOML has them.
-        base: the values of all other fields that `tables` does not give.
-    Returns: the tables, and the choices in reading order.
+        tables: the tables of the run file as decoded from TOML.
+        base: gives the fields that `tables` leaves out and for which no rule exists.
+    Returns: the tables, and the filled-in fields in the order of the rules above.
     """
     filling = _Filling(tables, base)
     dim, context, num_layers = (filling.number(f"model.{name}") for name in ("dim", "context", "num_layers"))
@@ -224,7 +227,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
 
 
 def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]:
-    """Describe the choices and their reasons, a line each; empty if the author left nothing open."""
+    """Describe the filled-in fields with the reasons, a line for each reason; empty if the run file left none open."""
     if not choices:
         return ()
     lines = [
@@ -251,7 +254,7 @@ class _Filling:
         return found if isinstance(found, dict) else {}
 
     def said(self, path: str, *, least: int = 1, most: int = _SAID_MAX) -> int | None:
-        """Return the file's number; None if the file leaves it to a rule or has an impossible value."""
+        """Return the number that the file gives; None if the file leaves it to a rule or has an impossible value."""
         value = self._value(path)
         fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         return value if fits else None
@@ -277,7 +280,7 @@ class _Filling:
         return operator.attrgetter(path)(self._base)
 
     def choose(self, path: str, value: Any, why: str) -> Any:
-        """Return the file's value, or put `value` there and return it."""
+        """Return the value that the file gives; if it gives none, fill in `value` and return that."""
         section, _, name = path.partition(".")
         table = self.tables.setdefault(section, {})
         if not isinstance(table, dict) or (name in table and table[name] != AUTO):

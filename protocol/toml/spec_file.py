@@ -34,11 +34,11 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def convert_spec(tables: Mapping[str, Any], *, name: str) -> tuple[RunSpec, tuple[FilledField, ...]]:
-    """Turn a run file's tables into their spec.
+    """Turn the tables of a run file into a `RunSpec`.
 
-    Args: name: the file's name, for complaints.
+    Args: name: the file's name, for error messages.
     Returns: the spec, and the fields that a rule filled in.
-    Raises: SpecError.
+    Raises: SpecError: a field is unknown or has an invalid value.
     """
     filled, choices = fill_in(tables, RunSpec())
     try:
