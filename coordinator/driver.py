@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""Refused heartbeats in a row that mean more than a change of coordinator."""
+"""After this many refused heartbeats in a row this peer is turned away; fewer may come from a change of coordinator."""
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
@@ -101,7 +101,7 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
-    """Run a search where it does not block the event loop. After an error the coordinator goes on with repaired
+    """Run a layout search where it does not block the event loop. After an error the coordinator goes on with repaired
     layouts."""
     assert isinstance(allocator, Searching), "only a searching allocator is asked to"
     found: list[tuple[Layout | None, str]] = []
@@ -130,7 +130,7 @@ class Callbacks:
     on_plan: Callable[[SignedPlan], None]
     """Called with every plan that this peer must obey, in order."""
     on_step: Callable[[StepRecord], None] = ignore
-    """Called with every step that completes while this peer coordinates; two peers may report one."""
+    """Called with every step that completes while this peer coordinates; two peers may report one step."""
     on_save: Callable[[int], None] = ignore
     """Called, maybe repeatedly, with the version at which every stage should write a snapshot."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
@@ -149,8 +149,8 @@ class Coordination:
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
             coordinator has them.
-        has_lost_all: as in `ReplanPolicy`.
-        run_blocking: runs layout searches, which may take a minute; inline in virtual time.
+        has_lost_all: returns True if this peer's disk had snapshots and none can be read.
+        run_blocking: runs layout searches, which may take a minute; inline in simulated time.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class Coordination:
             self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
-        """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
+        """Open a plan of our record. None: none, or one that no peer can follow (older releases stored such plans)."""
         me = self._endpoint.peer_id
         if not data:
             return None
@@ -474,7 +474,7 @@ class Coordination:
         return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: messages.StatusRequest) -> msgspec.Struct:
-        """Return the status of the run, which another coordinator may have to be asked for."""
+        """Return the status of the run, or what the coordinator answers if that is another peer."""
         mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
             return mine
@@ -492,7 +492,7 @@ class Coordination:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
 
     async def _ping_for(self, source: PeerID, message: messages.PingRequest) -> msgspec.Struct:
-        """Ping a member for the coordinator, which cannot reach it or suspects so."""
+        """Ping a member for the coordinator, which gets no answer from that member."""
         plan = self.core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
             return Refusal(reason="pings only for the coordinator")
@@ -586,7 +586,7 @@ class Coordination:
         self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Sign the run's end once all that we hold has reached it; empty before."""
+        """Return our signature of the run's end, once all state that we hold has reached it; empty before."""
         plan, steps = self.core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):
@@ -614,7 +614,7 @@ class Coordination:
             await self._endpoint.ask(self.core.coordinator, messages.Leave(), Done, timeout_s=self._timeout_s)
 
     async def _prepare_search(self) -> None:
-        """Compile the kernels in advance."""
+        """Compile the kernels of the layout search before the first search."""
         if isinstance(self._allocator, Searching):
             await self._run_blocking(self._allocator.prepare)
 
