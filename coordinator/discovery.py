@@ -27,7 +27,7 @@ DIALS_MAX = 16
 """Number of peers introduced at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses this often in a row, then once every `MOVE_S`: we dial them, even a victim's."""
+"""A peer may change its addresses this many times, then once every `MOVE_S`: we dial them, even a victim's."""
 
 
 def peers_key(run: str) -> str:

@@ -7,8 +7,8 @@ The coordinator checks a suspicion itself before it removes a member:
 
 | suspicion                             | observation                | conclusion                                      |
 |---------------------------------------|----------------------------|-------------------------------------------------|
-| a heartbeat is late                   | the ping is answered, or a | alive but slow: it stays                        |
-|                                       | frame or call of it comes  |                                                 |
+| a heartbeat is late                   | it answers a ping, or      | alive but slow: it stays                        |
+|                                       | sends a frame or a call    |                                                 |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
 | (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
 |                                       |                            | of it if two neighbours cannot reach it either  |
@@ -41,17 +41,17 @@ PING_HEARTBEATS = 0.25
 CONFIRM_HEARTBEATS = 0.06
 """A refused connection is tried again after this time."""
 CLOSE_FLOOR_HEARTBEATS = 1.2
-"""Five pings stay unanswered in this time. A new plan takes three more round trips, so most of a heartbeat is left of
-the two within which it should be live."""
+"""Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
+after two heartbeats, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
-"""Heartbeats vary by a twentieth: after this time one is missing."""
+"""A member backs a coordinator at least this long after its last sign: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
-"""How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
-peer's network daemon on a busy machine. A roll-back costs more."""
+"""How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
+time of a peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Share of a busy member's timeout for which our own pings must stay unanswered before two reports count."""
+"""Reports of two neighbours count once our own pings stayed unanswered for this share of the member's timeout."""
 ROLL_CALL_HEARTBEATS = 0.15
-"""How long a plan waits for members that are pinged after a first refusal."""
+"""How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
@@ -78,7 +78,7 @@ class Inquiry:
     help_at_s: float = math.inf
     """When others are asked to ping the member; inf: we have not pinged it ourselves yet."""
     vouchers: dict[PeerID, None] = field(default_factory=dict)
-    """Members that it has answered while it did not answer us."""
+    """Members that the peer has answered while it did not answer us."""
     vouched_s: float = math.inf
 
     @property
@@ -95,7 +95,7 @@ class Inquiry:
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
         """Record a refused connection; the first is confirmed by a ping after `again_s`.
-        Returns: whether it is the second in a row. One that was sent before the first came back tells nothing new."""
+        Returns: whether it is the second in a row. A call from before the first refusal tells nothing new."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False
@@ -103,7 +103,7 @@ class Inquiry:
 
 
 class CoordinatorWatch:
-    """Watches one coordinator after the other."""
+    """Watches the coordinator of the live plan; one object serves all terms."""
 
     def __init__(self, *, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -187,7 +187,7 @@ class CoordinatorWatch:
         self._inquiry.refused_s = self._gone_s = None
 
     def obeys(self, *, replaced: PeerID | None, now_s: float) -> None:
-        """Watch the coordinator of a new term. The measured delays stay: they depend as much on us.
+        """Watch the coordinator of a new term. Keep the measured delays, which depend on our machine too.
         Args: replaced: the coordinator that was replaced because it was silent."""
         self._replaced = (replaced, self._sign_s) if replaced is not None else None
         self.excuse(now_s)
@@ -196,7 +196,7 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If it was replaced for a silence, allow such a silence from now on."""
+        """Record an answer of `peer`. If a silence has cost it the coordinator's role, allow such a silence from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None
@@ -264,13 +264,13 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """Return the members that have reached a peer for `OUT_OF_REACH_HEARTBEATS` that we cannot reach."""
+        """Return the members that have reached, for `OUT_OF_REACH_HEARTBEATS`, a peer that we cannot reach."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
 
     def refused(self, peer: PeerID, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float) -> list[Command]:
-        """Record that a ping was refused. Args: irreplaceable: the state of some group would be lost."""
+        """Record that a ping was refused. Args: irreplaceable: some group's state would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -351,7 +351,7 @@ class FailureDetector:
         return any(inquiry.is_open for inquiry in self._inquiries.values())
 
     def is_settled(self, plan: Plan, now_s: float) -> bool:
-        """True if the coordinator may plan now: no check is about to end after another member's failure."""
+        """True if the coordinator may plan now. After a failure it waits for other checks that are about to end."""
         dead = frozenset(peer for peer in plan.members if peer != self._me and self._roster.is_gone(peer, now_s))
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
