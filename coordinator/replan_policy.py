@@ -36,22 +36,22 @@ NOTHING_TO_READ = (
     "the run was saved, but no present peer can read a complete snapshot: waiting for one that can "
     "(another `seed` or `name` in the run file makes a new run)"
 )
-"""The reason of a coordinator with damaged or lost snapshots of its own."""
+"""Why the run waits if the coordinator's own snapshots are damaged or lost."""
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""Time until all members know a plan that ends at a version: a report, two round trips and the votes."""
+"""Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""The same without a reserve of one step."""
+"""The same if that version is chosen without a reserve of one step."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
 SEEN_AHEAD_S = 30.0
 """Minimum time to measure the rate of downloads ahead of a change."""
 FIGURES_HEARTBEATS = 15.0
-"""Longest wait of a search for changing figures: three reports in a row make a new one."""
+"""Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 FETCH_S_MAX = 600.0
-"""No search begins while members download the state of new places, for at most this long."""
+"""While members download the state of new places no search begins, but for at most this long."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
@@ -63,7 +63,7 @@ Next = Layout | SearchJob | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The swarm at one look. `sequence`: of the plan that may follow."""
+    """The swarm at one moment. `sequence`: the number of the plan that may follow."""
 
     peers: tuple[MeasuredPeer, ...]
     catalog: CheckpointCatalog
@@ -84,18 +84,18 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
+        """When we set the end of the live layout, or our term began; and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The fewest bytes that members of the following layout still lacked, and since when."""
+        """The fewest bytes that members of the next layout still lacked, and since when."""
         self._follows_s = 0.0
-        """When we first saw the stages after the live plan's."""
+        """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
-        """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
+        """The cost of the change to that layout, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
         """When every stage, and a holder of every layer, was first seen at the last version; None: not yet."""
         self._too_few_s = math.inf
-        """The last sign of life of the lost stage's members; inf: enough peers are left."""
+        """When a member of the lost stage gave its last sign of life; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
@@ -104,12 +104,12 @@ class ReplanPolicy:
         self._due_s = math.inf
         """When the pending search became due; inf: none is."""
         self._settled_for: Swarm | None = None
-        """The swarm for which the live plan, or the decision against another, is right."""
+        """The swarm at the last decision for the live plan. While it is the same, that decision stands."""
 
     # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
+        """Record a live plan of any coordinator. Args: leads: we coordinate it and its predecessor."""
         before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
@@ -179,7 +179,7 @@ class ReplanPolicy:
         return _restarted(layout, beginning, "restart from disk")
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
-        """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
+        """Return a new layout if a change of the swarm requires one, if a better one is found, or if state is lost.
         Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
         if not view.roster.are_heard(view.roster.alive(now_s)):
@@ -198,7 +198,7 @@ class ReplanPolicy:
             return self._end(live, catalog, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
         if view.certificates.is_due and not (live.cutover_version or lost or under_way):
-            # A leaving member may be the last that can vote for it.
+            # The vote of a member that leaves may be needed for the plan that certifies it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
                 return _next(Layout.of(live, f"step {view.certificates.newest[1]} is certified"))
@@ -293,9 +293,9 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead
-        to a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only
-        while a member drains."""
+        """Return the facts that require a new layout at once when they change. Memory is one, because a peer lowers its
+        claim when its place was too large; the holders of a state are, while a member drains. Speeds are not: they may
+        lead to a search."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
@@ -361,7 +361,7 @@ class ReplanPolicy:
         )
 
     def _compared(self, live: Plan, look: _Look) -> SwarmSnapshot:
-        """Return a snapshot with the measured speed of the live layout and the error of predictions."""
+        """Return the inputs of a search, with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
             self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
@@ -393,8 +393,8 @@ class ReplanPolicy:
         return _next(_same(live, f"{layout.reason}: its members fetch what they lack", next_layout=layout.stages))
 
     def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
-        """Return the end of the live layout once its members have downloaded what they can for the following one,
-        nothing has arrived for long, or a standstill for the rest is cheaper."""
+        """Return the live layout with its end set, once the members of the next layout have all their layers, nothing
+        has arrived for long, or a standstill for the rest is cheaper."""
         now_s, members = look.now_s, dict.fromkeys(peer for stage in live.next_layout for peer in stage.peers)
         beats = dict(self.view.roster.beats(members))
         if len(beats) < len(members) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
@@ -410,7 +410,7 @@ class ReplanPolicy:
         return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
-        """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
+        """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> bytes that it lacks."""
         fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
@@ -472,7 +472,7 @@ class ReplanPolicy:
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
-        """Return the layout after the live one, once all groups are at the version at which that ends."""
+        """Return the next layout, once all groups are at the version at which the live one ends."""
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
@@ -502,14 +502,14 @@ class ReplanPolicy:
     # --- when state is lost ---
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """True if the state of a group of `live` would be lost with `peer`, or returns with it."""
+        """True if `peer` alone holds the state of a group of `live`, or may return with a lost one."""
         return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
 
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait. A
-        peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        """Return the peers to wait for before a roll-back, and a sentence about the wait; none, and empty: do not wait.
+        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
         roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
@@ -593,7 +593,7 @@ def _next(layout: Layout) -> tuple[Layout, str]:
 
 
 def _same(live: Plan, reason: str, **changes: Any) -> Layout:
-    """Return the layout of `live`, with other fields that a plan may change while it lasts, and a new prediction."""
+    """Return the layout of `live` with `changes`, which are fields that a plan may change while its layout stays."""
     return Layout(stages=live.stages, spares=live.spares, reason=reason, **changes)
 
 

@@ -13,11 +13,12 @@
 
 A live plan above ours ends every state: its coordinator is a leader, and its other members are followers.
 
-The pre-vote promises nothing. So half of a partitioned network spends no terms: the coordinator keeps the members'
-votes and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A transfer needs no pre-vote.
+The pre-vote promises nothing. So the side of a partition without a majority uses up no terms: the coordinator keeps the
+members' votes and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A transfer needs no
+pre-vote.
 
-The rank of the peers that may coordinate is no vote either: two peers that see different candidates may both try, and
-`PlanChain` lets only one through."""
+The rank (the order in which peers may take the role) promises nothing either: two peers that know different candidates
+may both try, and `PlanChain` lets only one through."""
 
 import math
 import random
@@ -88,14 +89,14 @@ OVERTIME_HEARTBEATS = 6.0
 SEARCH_HEARTBEATS = 3.0
 """Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
-"""A coordinator that cannot reach a member that others reach transfers the role after this time, or the role would
-never rest where no peer reaches all others."""
+"""A coordinator that cannot reach a member that others reach transfers the role, but not before this time. Otherwise
+the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
 """Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
-"""Number of our round trips to the heir that are added; the heir's own to the members may be longer."""
+"""This many of our round trips to the heir are added, because the heir's own to the members may be longer."""
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
@@ -117,7 +118,8 @@ def standing(run: str, plan: Plan, peer: PeerID) -> int | None:
 
 def heirs(view: ClusterView, plan: Plan, now_s: float, *, vouchers: Collection[PeerID] = ()) -> list[PeerID]:
     """Return the peers that may coordinate the next term, first choice first. Peers that members cannot reach come
-    last, because a coordinator removes members that it cannot hear. Args: vouchers: reach a member that we cannot."""
+    last, because a coordinator removes members that it cannot hear.
+    Args: vouchers: peers that reach a member that we cannot reach; they are preferred."""
     order = rank(view.run, plan.term + 1, (peer for peer in plan.members if view.roster.may_coordinate(peer, now_s)))
     unreached = {peer: sum(map(plan.has, view.links.cannot_reach(peer, now_s))) for peer in order}
     return sorted(order, key=lambda peer: (unreached[peer], peer not in vouchers))
@@ -159,11 +161,11 @@ class Tenure:
 
 
 class CoordinationRole:
-    """One peer's role.
+    """Knows the role of this peer, and acts in it.
 
     Args:
         sign_transfer: signs `transfer_body` in our name.
-        verify_transfer: (coordinator, permit, body) -> whether it has transferred the role so.
+        verify_transfer: (coordinator, permit, body) -> whether the permit is the coordinator's signature of the body.
     """
 
     def __init__(
@@ -294,7 +296,8 @@ class CoordinationRole:
     def grant(
         self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float, *, backs: bool
     ) -> list[Command]:
-        """Answer a request for a term. Args: backs: as `backs_coordinator` before `base` was adopted."""
+        """Answer a peer that asks for a leadership term. Args: backs: True if, before we adopted `base`, we backed the
+        coordinator: it was this peer, or we had just heard it."""
         if backs and source != self._me and not self._may_succeed(source, request.permit, base.plan):
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self.watch.alarm(now_s)
@@ -332,7 +335,7 @@ class CoordinationRole:
         return commands + self._proposer.campaign(live, now_s, permit=message.permit)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
-        """True if the coordinator of `plan` has transferred its role to `heir`, or that of the plan before: an heir
+        """True if `permit` transfers the role to `heir`, from the coordinator of `plan` or of the plan before: an heir
         finishes the plan of an earlier heir that has failed."""
         before = self._chain.links.before_last
         plans = (plan, before.plan) if before is not None else (plan,)
@@ -357,7 +360,7 @@ class CoordinationRole:
         self.hint.replied(peer, reply, now_s)
 
     def answered(self, event: Answered, now_s: float) -> list[Command]:
-        """Handle the answer to a question of the coordinator's, or to a ping."""
+        """Handle an answer to a ping of ours, or to a question that we asked as coordinator."""
         commands: list[Command] = []
         if self.is_coordinator:
             match event.asked:
@@ -399,13 +402,14 @@ class CoordinationRole:
 
     def work(self, live: SignedPlan, now_s: float, *, done: bool) -> list[Command]:
         """Do what is due under the plan `live`, and choose what to propose.
-        Args: done: the run is, and no other peer could know that, so there is nothing to propose."""
+        Args: done: the run is complete. The coordinator then proposes nothing and keeps the role, because an heir might
+        not know that."""
         return self._govern(live, now_s, done=done) if self.is_coordinator else self._follow(live, now_s)
 
     # --- the follower's part ---
 
     def look_up(self, now_s: float) -> list[Command]:
-        """Read the directory if no coordinator answers us. Another peer coordinates, or none."""
+        """Read the directory if no coordinator answers us. Not for the coordinator itself."""
         plan = self.plan
         is_member = plan is not None and plan.has(self._me)
         lost = now_s >= self.watch.suspect_at_s or not (is_member or self.watch.heard_lately(now_s))

@@ -20,17 +20,18 @@ from shoal.protocol.plan import Plan
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping counts as gone; it may return."""
 OVERDUE_HEARTBEATS = 1.1
-"""Heartbeats vary by a twentieth; a later one causes a ping."""
+"""A heartbeat that is later than this causes a ping; heartbeats vary by a twentieth."""
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
 """Maximum number of silent peers in a leadership transfer."""
 TOLD_MAX = 64
-"""The same of adverts, peers with irregular heartbeats and unreachable pairs: they spare the successor a wait."""
+"""Maximum number of adverts, of peers with irregular heartbeats, and of unreachable pairs in a transfer: they spare the
+successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
-"""Above this number of records, those of peers that are neither present nor members go."""
+"""Above this number of records, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
 """A stage may have embeddings and a head beside its layers."""
 
@@ -83,7 +84,7 @@ class Failing:
     since_s: float
     said_s: float
     has_met: bool = True
-    """True if it has ever had an answer of the other."""
+    """True if the one has ever had an answer from the other."""
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class PeerRecord:
     irregular: ArrivalStatistics | None = None
     """Statistics of its heartbeats from before this term, if they were irregular."""
     speed: Estimate = field(default_factory=Estimate)
-    """FLOP/s by its reports with the layers of `speed_of`."""
+    """FLOP/s of its device, from its reports while it had the layers `speed_of`."""
     speed_of: tuple[int, int] | None = None
     links: dict[PeerID, LinkRecord] = field(default_factory=dict)
     """Its reports about its links towards others; the last reported comes last."""
@@ -104,7 +105,7 @@ class PeerRecord:
     asked_s: dict[PeerID, float] = field(default_factory=dict)
     """When it was last asked to measure its link towards each peer."""
     rests_s: float = -math.inf
-    """When the next link towards it may be measured, if its line may have become slow."""
+    """If its line may have become slow: the earliest time to measure the next link towards it."""
     machine: str = ""
     """The machine that it claims to be on; empty: one of its own, or it has not been heard in this term."""
     former_stage: int | None = None
@@ -116,7 +117,7 @@ _NOTHING = PeerRecord()
 
 @dataclass(slots=True)
 class Roster:
-    """The records of all peers that were heard or told of."""
+    """The records of all peers that this peer has heard, or heard of."""
 
     heartbeat_s: float
     records: defaultdict[PeerID, PeerRecord] = field(default_factory=lambda: defaultdict(PeerRecord))
@@ -146,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours: keep what was measured of `members`, how irregular heartbeats are, former stages."""
+        """Begin a term of ours. Keep what was measured of `members`, irregular rhythms and former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -195,7 +196,7 @@ class Roster:
             self.signed(peer, now_s)
 
     def arrivals(self, peer: PeerID) -> Arrivals:
-        """Return the rhythm of a peer that is here."""
+        """Return the heartbeat statistics of a peer that is here."""
         seen = self.at(peer).presence
         assert seen is not None
         return seen.arrivals
@@ -228,7 +229,7 @@ class Roster:
         return seen is None or seen.left or now_s >= seen.arrivals.suspect_at_s
 
     def expect(self, peer: PeerID, advert: Advert | None, now_s: float) -> None:
-        """Count `peer` as alive until its timeout passes; a heartbeat outranks this."""
+        """Count `peer` as alive, without a heartbeat, until its timeout passes. Keep what its heartbeats have told."""
         presence = self.at(peer).presence
         if presence is None:
             if self.has_room_for(peer):
@@ -368,7 +369,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: it is none."""
+        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: no learner."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -5,8 +5,8 @@ A change is answered at once with a repaired layout. The search follows, and ret
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
-- when measurements have changed since the last search (`has_drifted`), or the layout's pace has, or differs much from
-  the prediction (`calibration`), unless the last search for this plan and swarm failed with an error;
+- when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
+  from the prediction (`calibration`); but not if the last search for this plan and swarm failed with an error;
 - never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` if a member is gone.
 
 A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
@@ -34,7 +34,7 @@ LOOK_HEARTBEATS = 10.0
 AFRESH_TERMS = 10
 """One term in this many searches regardless of the predecessor, to find changes that are too slow for one term."""
 FIRST_PATIENCE_S = 10.0
-"""Longest wait of the first plan for a search, which may have to compile its kernels, once a machine."""
+"""Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0
 """Longest wait of the first plan for the links of up to eight peers, at least 5 s. Each further peer adds half a
 heartbeat, because each machine measures one link at a time."""
@@ -210,6 +210,6 @@ def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
 
 
 def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """Return where both figures are known, and more than a factor apart."""
+    """Return a mask: True where both figures are known and more than `factor` apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.fabs(np.log(a / b)) > math.log(factor)

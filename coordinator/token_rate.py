@@ -2,8 +2,8 @@
 
 The run's progress is a curve of committed tokens over time: marks, `MARK_S` or a step apart, whichever is longer, with
 straight lines between them. The rate is the rise of the curve in the window over the window's length: a run that stands
-still for a whole window has a rate of zero. The window ends now, or at the last commit while the next step is not
-slower than usual. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
+still for a whole window has a rate of zero. The window ends at the last commit or, if the next step is slower than
+usual, one usual step before now. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
 The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
 a heartbeat."""
@@ -31,7 +31,8 @@ MUCH = 1.25
 """A slowdown of a layout by this factor shows after two marks of three."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after this multiple of the usual step time, and at least `STANDS_S`."""
+"""A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
+`STANDS_S`."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
@@ -62,7 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. One that we learn of late was counted with the next."""
+        """Record that `step` was committed at `at_s`. Ignore it after a later step, with which it was counted."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -115,7 +116,7 @@ class TokenRate:
 
     def newest(self, now_s: float) -> float:
         """Return the tokens a second of the last mark, at most those of the current step if that is late; 0: unknown.
-        This is quick and noisy, so it needs a second witness."""
+        This figure is quick but noisy, so another should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -128,8 +129,8 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: negative: until that long ago, as if the commit that is due now were late.
-            believed_s: expected time of a step. A late step takes that, or the time that it has already taken.
+            seconds: may be negative: progress up to that long ago, as if a commit that is due now were late.
+            believed_s: predicted time of a step. A late step takes this, or the time that it has already taken.
         """
         if len(self._marks) < 2:
             return None
@@ -158,7 +159,7 @@ class TokenRate:
 
     @property
     def usual_step_s(self) -> float:
-        """Seconds; 0 before the second step. The median over marks ignores a standstill, which is in one mark only."""
+        """Median seconds of a step; 0 before the second step. A standstill is in one mark only, so it hardly counts."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
