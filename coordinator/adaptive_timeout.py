@@ -21,6 +21,7 @@ class Arrivals:
     """Learns how long a regular message may be late before its sender is suspect.
 
     Args:
+        interval_s: the expected time between regular messages. last_s: when the last one came.
         floor_s: a shorter silence is never suspicious.
         memory_s: half-life of the worst gap. The timeout is at most half of this.
     """

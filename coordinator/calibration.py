@@ -50,7 +50,7 @@ SLOW = 0.75
 CHANGED = 1.25
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
+"""Factors are kept for the latest `NUMBERS_KEPT` numbers of stages that were measured."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -83,7 +83,7 @@ class Calibration:
         self._newest = 0.0
         """Tokens/s of `TokenRate.newest`, corrected for synchronous steps."""
         self._noted = 0.0
-        """Measured over predicted rate when the last search began, or when it was first known; 0: not known yet."""
+        """Measured over predicted rate when the last search began, or when first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (log(measured / current prediction), steps behind it), the latest last."""
         self._factor_then = 1.0
@@ -95,7 +95,7 @@ class Calibration:
         self._promised_tokens_per_s = 0.0
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(that / the throughput predicted for the previous layout), at least 0; 0 if the peers are others."""
+        """log(that throughput / the one predicted for the previous layout), at least 0; 0 if the peers are others."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
@@ -142,7 +142,7 @@ class Calibration:
 
     @property
     def is_off(self) -> bool:
-        """True if the layout is slower than predicted, or its pace has changed, and no search has begun since."""
+        """True if the layout is much slower than predicted, or its rate has changed, and no search has begun since."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False

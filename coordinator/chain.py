@@ -153,7 +153,7 @@ class PlanChain:
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
+        """Number of proven plans with the height (`height`) of another plan that we obeyed. It must stay 0."""
         self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
         """The bound of believable terms, as raised by messages with higher terms (`takes_term`)."""
@@ -178,7 +178,7 @@ class PlanChain:
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
         """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan.
-        Returns: why not; empty: it is promised."""
+        Returns: why it is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
             return f"obeys plan {self.order}, not {base.plan.order}"
@@ -198,7 +198,7 @@ class PlanChain:
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> str:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
-        above our plan. Returns: why not; empty: this is our vote."""
+        above our plan. Returns: why we refuse; empty: this is our vote."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
@@ -273,8 +273,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a plan with the height of another that we obeyed. Votes for both mean that electors voted twice; a
-        plan without votes may come from anybody."""
+        """Handle a plan with the height of another that we obeyed. If both have the votes, electors have voted twice:
+        a fork. A plan without votes may come from anybody."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
@@ -318,7 +318,7 @@ class PlanChain:
             self._obeyed.append(live)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
-        """Bind `term` to `candidate`. Returns: why not; empty: it is bound."""
+        """Promise `term` to `candidate`. Returns: why that cannot be; empty: it is promised."""
         if term < self.granted_term:
             return f"granted term {self.granted_term}, above {term}"
         if term == self.granted_term and self.granted_to != candidate:
@@ -329,14 +329,14 @@ class PlanChain:
     # --- answers; make the record durable before sending one ---
 
     def answer_request(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-        """Grant a term or refuse it."""
+        """Answer `source`, which requests a term and obeys `base`."""
         if refusal := self.grant(source, request.term, base):
             return self.no_grant(base, refusal)
         accepted = self.accepted.envelope if self.accepted else b""
         return TermGrant(granted=True, term=self.granted_term, accepted=accepted, accepted_term=self.accepted_term)
 
     def answer_pre_vote(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-        """Say whether the request would be granted, without a promise."""
+        """Answer a pre-vote: say whether the term would be granted, but promise nothing."""
         if self.live is None or self.live.digest != base.digest or not base.plan.has(source):
             return self.no_grant(base, f"obeys plan {self.order}")
         if request.term <= self.granted_term:
@@ -352,7 +352,7 @@ class PlanChain:
     def answer_offer(
         self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None, sign_vote: Callable[[bytes], bytes]
     ) -> PlanVote:
-        """Vote for a plan or refuse it."""
+        """Answer `source`, which offers `plan` as the successor of `base` in `term`: vote for it, or refuse."""
         if refusal := self.vote(source, term, plan, base):
             newer = self._newer(base) if base is not None else b""
             return PlanVote(accepted=False, reason=refusal, term=self.granted_term, live=newer)

@@ -30,10 +30,10 @@ PLANS_OPENED_MAX = 16
 HINT_HEARTBEATS = 5.0
 """How long we believe that a peer coordinates a plan above ours, and send it our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
-"""How long no hint about a peer is believed after it has not shown its plan in that time."""
+"""If the peer has not shown that plan by then, hints about it are not believed for this long."""
 DOUBTED_MAX = 64
 GONE_ON_HEARTBEATS = 3.0
-"""A coordinator that has obeyed another plan for this long has gone on without us: we could have fetched its links."""
+"""Our coordinator has gone on without us after it has named another plan for this long: time to fetch the links."""
 
 
 class VerifiedPlans:
@@ -141,14 +141,14 @@ class LeaderHint:
 
     @property
     def coordinator(self) -> PeerID:
-        """The peer to report to: the coordinator of our plan, or of a higher known one."""
+        """The peer to send heartbeats to: the coordinator of our plan, or of a higher one that a hint names."""
         live = self._chain.live
         if self._hint is not None and self._hint[0] > self._chain.order:
             return self._hint[1]
         return live.plan.coordinator if live else self._owner
 
     def run_exists(self, now_s: float) -> bool:
-        """True if this run has a plan that we lack: the directory or a reporting peer names it."""
+        """True if this run has a plan that we lack: the directory, or a peer that sends us heartbeats, names it."""
         return self._hint is not None or self._is_named or now_s < self._behind_until_s
 
     def has_gone_on(self, now_s: float) -> bool:
@@ -189,7 +189,7 @@ class LeaderHint:
             self.doubted.pop(self._chain.live.plan.coordinator, None)
 
     def excuse(self, now_s: float) -> None:
-        """Give the named peer its full time again, because this peer was suspended."""
+        """Give the peer that a hint names its full time again, because our own process was suspended."""
         self._hint_until_s = now_s + HINT_HEARTBEATS * self._heartbeat_s
 
     def weigh(self, now_s: float) -> None:

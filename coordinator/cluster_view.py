@@ -37,7 +37,7 @@ NETWORK_PEERS_MAX = 256
 """In a larger swarm only layout searches collect the links, because nothing else can wait for that. No throughput is
 predicted then, a repaired plan shares work by speeds only, and state for another division is always fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
-"""Interval between predictions for the live layout."""
+"""Interval between predictions of the live layout's throughput."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
 for a silent peer that holds the only copy of a state."""
@@ -62,7 +62,7 @@ class ClusterView:
         self.roster = Roster(swarm.heartbeat_s)
         self.links = LinkSurvey(self.roster)
         self.workload = Workload.of(spec)
-        """The demands of a step with the narrowest formats that the run allows."""
+        """What a step demands of devices and links, with the narrowest wire formats that the run allows."""
         self._takes = FormatBytes.of(spec)
         """Bytes of activations and sums in each format that a plan of this run may choose."""
         self._layer_costs = layer_costs(spec.model)
@@ -81,7 +81,7 @@ class ClusterView:
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the best formats for its tensors by recent figures)."""
+        """(sequence of a plan, the wire formats for its tensors that are best by recent figures)."""
         self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(spec)
@@ -94,7 +94,7 @@ class ClusterView:
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """The members of the last plan with another membership; they may still report work that they did under it."""
+        """Members of the last plan with other members than now; they may still report work that they did under it."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._num_divisions = 0
@@ -212,7 +212,7 @@ class ClusterView:
         self.experts.records.take_over(handover.records)
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
-        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins."""
+        """Keep our own knowledge, and the peers that the owner's reset names, for the term that the reset begins."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -300,7 +300,7 @@ class ClusterView:
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
         state counts as lost. A wrong True could begin one era twice, with two histories.
-        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate."""
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate `live`."""
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
         return live.not_started and known and max(self.version_max, version or 0) <= live.restore_version
@@ -435,7 +435,7 @@ class ClusterView:
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
 
     def step_s_at_best(self, now_s: float) -> float:
-        """Seconds a step if no device of the present peers ever waited; 0: not known."""
+        """Return the seconds of a step if no device of the present peers ever waited; 0: not known."""
         adverts = (self.roster.advert(peer) for peer in self.roster.alive(now_s))
         flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
         flop = self.workload.microbatches * self.workload.job_flop(0, self.workload.num_layers)
@@ -446,7 +446,7 @@ class ClusterView:
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: as for `snapshot`."""
+        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: see `snapshot`."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)

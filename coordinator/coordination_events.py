@@ -63,7 +63,7 @@ class Unanswered(CoordinationEvent, frozen=True):
 
 
 class Beat(CoordinationEvent, frozen=True):
-    """Our own next heartbeat: this peer's state."""
+    """This peer's own heartbeat, which is about to be sent."""
 
     heartbeat: Heartbeat
 
@@ -122,7 +122,7 @@ class SendHeartbeat(Command, frozen=True):
 
 
 class Ask(Command, frozen=True):
-    """Call `peer`. The answer is an `Answered` or `Unanswered` event with this very message."""
+    """Call `peer`. The result is an `Answered` or `Unanswered` event with this message as `asked`."""
 
     peer: PeerID
     message: msgspec.Struct

@@ -74,7 +74,7 @@ from shoal.protocol.statement import Topic
 SignStatement = Callable[[Topic, bytes], bytes]
 """(topic, body) -> our signature of this statement about this run."""
 VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
-"""(topic, signer, signature, body) -> whether this is the signer's valid statement about this run."""
+"""(topic, signer, signature, body) -> whether the signer has signed this statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
@@ -122,7 +122,7 @@ class CoordinationCore:
         self._verify_end, self._verify_state = partial(verify, "end"), partial(verify, "state")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
-        """The revision of our spec, and the highest revision that a peer has reported."""
+        """The revision of our run spec, and the highest revision that a peer has reported."""
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._proposer = Proposer(
             me=me,
@@ -154,7 +154,7 @@ class CoordinationCore:
         self._heartbeat_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
-        """Continue from `record` after a restart, before any event. Args: opened: opens a plan's bytes; None: none."""
+        """Continue from `record` after a restart, before any event. Args: opened: opens a stored plan, if it is one."""
         self.chain.restore(record, opened)
         live = self.chain.live
         if live is not None:
@@ -198,7 +198,7 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the peers that count when a newcomer wants to join -> their adverts, where known."""
+        """Return the peers to count when a newcomer wants to join: present peers and members -> advert, where known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
@@ -473,7 +473,7 @@ class CoordinationCore:
         return commands
 
     def _tell(self, plan: Plan | None, now_s: float, *, flush: bool) -> list[Command]:
-        """Tell the node which steps are complete. Args: flush: do not wait for further reports of a step."""
+        """Tell the node which steps are complete. Args: flush: do not wait for a step's remaining reports."""
         if plan is None:
             return []
         records = self.view.ledger.tell(now_s, term=plan.term, peers=len(plan.members), flush=flush)

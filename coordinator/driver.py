@@ -80,7 +80,7 @@ TURNED_AWAY_TIMES = 5
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""Minimum interval between two signs of life of one member for the core: hundreds may arrive in a second."""
+"""The core is told of a member's signs of life at most once in this time: hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
 
@@ -97,7 +97,7 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     messages.Leave: Done,
     messages.Reset: Done,
 }
-"""Each call of coordination -> its answer."""
+"""Type of each call between coordinations -> type of its answer."""
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
@@ -142,10 +142,10 @@ class Callbacks:
 
 
 class Coordination:
-    """One peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
+    """One peer's part in the coordination of a run: to choose coordinators, agree on plans and, in a term, make them.
 
     Args:
-        endpoint: answers calls after `start`; its `term` follows the plan.
+        endpoint: sends and answers calls; its `term` is set to that of the live plan.
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
             coordinator has them.
@@ -200,7 +200,7 @@ class Coordination:
         self._allocator, self._run_blocking = allocator, run_blocking
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
-        """Why the coordinator refuses us; empty: it does not, or we have not met it."""
+        """Why the coordinator refuses our heartbeats; empty: it does not, or has not answered yet."""
         self._times_turned_away = 0
         self._store = store
         self._discovery = Discovery(endpoint, directory, clock)
@@ -215,7 +215,7 @@ class Coordination:
         """True until our coordinator has said that the run is done."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
-        """Member -> time of the last sign of life given to the core."""
+        """Member -> time of its last sign of life that the core was told of."""
         self._came_s: dict[PeerID, float] = {}
         self.num_alarms = 0
         """Number of violated invariants."""
@@ -233,7 +233,7 @@ class Coordination:
         return 0.0 if self.core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
-        """The swarm, if this peer coordinates."""
+        """Return the status of the swarm if this peer coordinates; else None."""
         return self.core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
@@ -283,7 +283,7 @@ class Coordination:
         return Done()
 
     async def _put_out(self, order: Exclusion) -> None:
-        """Exclude members. Tell them first, because all peers stop talking to them afterwards."""
+        """Exclude the members that `order` names. Tell them first: all peers stop talking to them afterwards."""
         members, excluded, plan = self._endpoint.members, self.core.excluded, self.core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
@@ -474,7 +474,7 @@ class Coordination:
         return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: messages.StatusRequest) -> msgspec.Struct:
-        """Return the status of the run, or what the coordinator answers if that is another peer."""
+        """Answer with the status of the run. If another peer coordinates, ask it."""
         mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
             return mine

@@ -34,7 +34,7 @@ from shoal.protocol.statement import VerifySignature
 PATIENCE_HEARTBEATS = 3.0
 """How long a living member may lack its group's state, or not have reported it: it may be downloading the state."""
 MISSING_HEARTBEATS = 30.0
-"""Minimum wait for the disks that would make a newer snapshot complete."""
+"""Minimum wait for absent peers' disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0
 """A coordinator that has given up waiting for disks keeps the role this long, to make the plan without them."""
 SAFE_COPIES = 2
@@ -89,7 +89,7 @@ class CheckpointCatalog:
         return frozenset().union(*self.parts.get(snapshot, {}).values())
 
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
-        """True if each of `layers` is on a disk."""
+        """True if each of `layers` of `snapshot` is on some disk."""
         return self.layers(snapshot).issuperset(layers)
 
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
@@ -146,14 +146,14 @@ class HolderWatch:
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
         """True if the wait for absent disks is over. Call only while a stage has lost its state.
-        Args: relearn_s: time to train the steps on those disks again. The wait is as long: waiting in vain then costs
-        about as much as training them again in vain."""
+        Args: relearn_s: time to train the steps on those disks again. The wait lasts as long, or `MISSING_HEARTBEATS`
+        if that is more: a wait in vain then costs about as much as a needless roll-back."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
-        """True during the wait and for `RESIGNED_HEARTBEATS` after it."""
+        """True during the wait for absent disks, and for `RESIGNED_HEARTBEATS` after it."""
         if self._lost_s is None:
             return False
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
@@ -190,14 +190,15 @@ def holders(
 
 
 def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, now_s: float) -> frozenset[int]:
-    """Return the groups with a state that a living peer reports at a version that does not count."""
+    """Return the groups of which a living peer reports the state at a version too old to count."""
     floor = _version_min(live, catalog, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 
 
 def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
-    """Return the lowest version that counts. A peer more than one commit behind a complete snapshot has restarted the
-    era on its own. One commit behind is possible: a group peer committed and crashed before it sent its sums."""
+    """Return the lowest version of a group's state that counts. A peer more than one commit behind a complete snapshot
+    has restarted the era on its own. One commit behind is possible: a peer of the group committed and crashed before it
+    sent its sums."""
     snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -219,7 +220,7 @@ def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, in
 
 
 def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:
-    """True if only `peer` holds the state of some group. Args: held: by group, its holders now (`holders`)."""
+    """True if only `peer` holds the state of some group. Args: held: for each group, its holders (`holders`)."""
     return any((now or _members(plan, group)) == {peer} for group, now in enumerate(held))
 
 
@@ -303,7 +304,7 @@ class Certificates:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(era, version) of the newest completely certified version; (0, 0): none."""
+        """(era, version) of the newest version with all layers certified; (0, 0): none."""
         return _newest(self._all, self._wanted)
 
     @property
