@@ -56,23 +56,23 @@ HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
-"""A member that others have reached for this long, and we have not, is out of our reach."""
+"""A member that others have reached for this long, while we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops a member waits for others that are close to their timeout."""
+"""How long a plan that drops a member waits for other members that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """The check of one peer that may have failed. A member that checks the coordinator needs the first fields only."""
+    """The check of one peer that may have failed. A member's check of the coordinator uses only the first fields."""
 
     since_s: float
     ping_at_s: float
     refused_s: float | None = None
-    """When the first connection in a row was refused."""
+    """When the peer refused our connection for the first time in a row; None: it does not refuse."""
     pinged: bool = False
     answered: bool = False
     returns_by_s: float = -math.inf
-    """The member may return until this time although it refuses us."""
+    """Until this time a member that refuses us may still return, and is not counted as gone."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
@@ -87,14 +87,14 @@ class Inquiry:
         return self.pinged and not self.answered
 
     def takes_ping(self, now_s: float, *, every_s: float) -> bool:
-        """True, once, if a ping is due."""
+        """Return True if a ping is due, and schedule the next one."""
         if now_s < self.ping_at_s:
             return False
         self.ping_at_s = now_s + every_s
         return True
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
-        """Record a refused connection; the first is confirmed by a ping after `again_s`.
+        """Record a refused connection. A ping after `again_s` seconds checks the first one.
         Returns: whether it is the second in a row. A call from before the first refusal tells nothing new."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
@@ -113,7 +113,7 @@ class CoordinatorWatch:
         self._round_trip = RoundTrip(heartbeat_s)
         self._inquiry = Inquiry(since_s=now_s, ping_at_s=now_s)
         self._gone_s: float | None = None
-        """When the coordinator's process was found to be gone."""
+        """When the coordinator's process was found to be gone; None: it was not."""
         self.is_close = False
         """True if we are among the first in rank, and therefore ping the coordinator all the time."""
         self._alarm_until_s = now_s
@@ -137,7 +137,7 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: by the delays so far, its next answer is not late."""
+        """True if we back the coordinator against a candidate: judged by past delays, its next answer is not late."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
@@ -216,7 +216,7 @@ class FailureDetector:
         self._wait_until_s = -math.inf
 
     def begin(self, doubted: Collection[PeerID], now_s: float) -> None:
-        """Start anew, in a new term or after a suspension: only the `doubted` are suspects."""
+        """Start anew, in a new term or after our own suspension. Only the `doubted` members are suspects."""
         self._inquiries.clear()
         self._dead = frozenset()
         for peer in doubted:
@@ -293,7 +293,7 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping suspects, and remove those that neither two neighbours nor we can reach.
+        """Ping suspects, and mark those as gone that neither two neighbours nor we can reach.
         Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
         for peer in plan.members:

@@ -32,7 +32,7 @@ from shoal.protocol.spec import RunSpec
 WAITING_MAX = 4096
 """Reports that a peer keeps while there is no coordinator: one a second for an hour. Then the oldest are dropped."""
 HISTORY_STEPS = 1024
-"""Number of steps with records; a report for an older one counts as a repetition."""
+"""Number of newest steps that are remembered; a report of an older step counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 _NOTICE_HEARTBEATS = 2.5
 """How far ahead a version to save is named: each peer learns of it by its next heartbeat, and that may be late."""
@@ -47,13 +47,14 @@ Ends = tuple[tuple[PeerID, bytes], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the reporting stages."""
+    """One complete step, for the log and the live view. `duplicates` and `given_up` (microbatches) are sums over the
+    stages that have reported."""
 
     step: int
     """Counts from 0; after step s, versions are s + 1."""
     loss: float | None
     validation: ValidationReport | None
-    """The newest validation, told once; None: no new one since the previous record."""
+    """The newest validation result; None: it was in an earlier record, or there is none."""
     tokens_per_s: float
     staleness_mean: float
     """Mean staleness in steps over the stages that have reported."""
@@ -149,7 +150,7 @@ class Ledger:
         return min(self._versions) >= self._steps and (validated or not self._validates)
 
     def divide(self, num_stages: int) -> None:
-        """Set the number of stages of the run's first layout."""
+        """Set the number of stages of the era's first layout; later divisions begin a new era (`rewind`)."""
         if num_stages != self._num_stages:
             self._versions = [self.step] * self._num_groups(num_stages)
             self._num_stages = num_stages
@@ -252,7 +253,7 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that are due, in order. Args: flush: each with a loss is."""
+        """Return the records of steps that are due, in order. Args: flush: every step with a loss is due."""
         records = []
         self._confirm(flush=flush)
         waits = False
@@ -316,7 +317,7 @@ class Ledger:
 
 
 def end_body(*, era: int, steps: int, revision: int) -> bytes:
-    """Encode what a member signs, as an `end` statement, once all that it holds is at the run's last version."""
+    """Encode what a member signs, as an `end` statement, once all state that it holds is at the run's last version."""
     return msgspec.msgpack.encode((era, steps, revision))
 
 
@@ -401,7 +402,7 @@ class SnapshotSchedule:
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float, step_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: every live peer's newest in the live era; read at most twice a heartbeat. step_s: the usual
+        Args: beats: every live peer's newest one in the live era; read at most twice a heartbeat. step_s: the usual
         time of a step; 0: unknown."""
         if self._interval_s <= 0.0 or now_s < self._look_at_s:
             return

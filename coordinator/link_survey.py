@@ -74,7 +74,7 @@ DOUBT_STALE_S = 10.0
 """`APART_HEARTBEATS` and `IN_USE_STALE_S` while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""All links towards a peer with a possibly slow line are measured if they are older, this many a heartbeat."""
+"""All links towards a peer with a possibly slow line are measured if older than this, this many a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -89,10 +89,10 @@ class LinkSurvey:
         self._targets: set[PeerID] = set()
         """Peers towards which another peer has probed its link."""
         self._fallen: set[tuple[PeerID, PeerID]] = set()
-        """(from, towards) of each link that has become slow and has stayed so."""
+        """(reporter, target) of each link that has become slow and has stayed so."""
         self._turn = 0
         self._probed: dict[str, int] = {}
-        """Peer or network card -> turn of the last request to measure a link towards it."""
+        """Peer or network card -> serial number of the last request to measure a link towards it."""
         self._leaving: dict[str, tuple[PeerID, float]] = {}
         """Network card -> the peer last asked to measure links that leave it, and when."""
         self._suspected_s: dict[PeerID, float] = {}
@@ -277,7 +277,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return each peer with several slow links, and more than any peer at their other ends -> their number."""
+        """Return peer -> number of its slow links, if it has several, and each peer at their other ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -289,7 +289,7 @@ class LinkSurvey:
         }
 
     def _slow_lines(self, num_others: int) -> set[PeerID]:
-        """Return the peers with so many slow links that older figures of their other links are out of date."""
+        """Return the peers with a slow line: so many slow links that figures of their other links are out of date."""
         slow_min = max(SLOW_LINE_MIN, SLOW_LINE * num_others)
         return {peer for peer, num_slow in self.degraded_links().items() if num_slow >= slow_min}
 
@@ -304,7 +304,7 @@ class LinkSurvey:
     # --- is enough known? ---
 
     def is_enough(self, peers: Sequence[PeerID], now_s: float) -> bool:
-        """True if a first plan is possible: enough links of each machine are known, or known to be unreachable."""
+        """True if enough links of each machine are known, or known not to exist, for a first plan."""
         found: dict[str, set[PeerID]] = {}
         size = Counter(self._card(peer) for peer in peers)
         for peer in peers:
@@ -316,7 +316,7 @@ class LinkSurvey:
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """True if enough links of `peer` to others are known to place it."""
+        """True if enough links between `peer` and `others` are known to give `peer` a place."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
@@ -415,7 +415,7 @@ class LinkSurvey:
         return self._roster.at(peer).machine or peer
 
     def _is_in_turn(self, peer: PeerID, mates: Sequence[PeerID], now_s: float) -> bool:
-        """True if no other peer behind the same card is measuring or has the next turn."""
+        """True if `peer` may measure now: no other peer behind its network card is measuring or has the next turn."""
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last

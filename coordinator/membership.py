@@ -25,7 +25,7 @@ from shoal.protocol.statement import VerifySignature
 _IP = re.compile(r"^/ip[46]/([^/]+)/")
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
-"""Maximum number of names in one sentence; the remaining keys are counted."""
+"""Maximum number of names in one sentence; of the other keys only their number is said."""
 
 
 class Admission:
@@ -70,7 +70,7 @@ def network_of(advert: Advert) -> str:
 
 
 class Exclusions:
-    """The valid exclusion orders that this peer knows, and the votes for orders that need a majority.
+    """Holds the valid exclusion orders that this peer knows, and the votes for orders that need a majority.
 
     Args:
         owner: the run's owner, whose order needs no votes.
@@ -137,7 +137,7 @@ class Exclusions:
         return exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify)
 
     def _is_news(self, order: Exclusion) -> bool:
-        """True if the order names a new key, or is the owner's newest order."""
+        """True if the order names a key that no known order names, or is the owner's newest order."""
         if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
             return True
         return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)

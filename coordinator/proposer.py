@@ -38,14 +38,14 @@ PROPOSAL_HEARTBEATS = 5.0
 PRE_VOTE_HEARTBEATS = 3.0
 """Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
 ASK_AGAIN_HEARTBEATS = 0.5
-"""A question of a pre-vote without an answer counts as lost after this time."""
+"""In a pre-vote a message without an answer counts as lost after this time."""
 REST_HEARTBEATS = 0.125
 """A member that has refused in a pre-vote is asked again after this time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base plan. `plan` is None while the term is being requested, and in a pre-vote."""
+    """One ballot for the successor of `base`. `plan` is None while the term is being requested, and in a pre-vote."""
 
     base: SignedPlan
     term: int
@@ -55,7 +55,7 @@ class Ballot:
     """The coordinator's signature that transfers the role to us; empty: it does not."""
     prevote: bool = False
     again_s: float = math.inf
-    """Seconds after which a question without an answer counts as lost; inf: only once its call has failed."""
+    """Seconds after which a message without an answer counts as lost; inf: only once its call has failed."""
     rest_s: float = 0.0
     """Seconds until a member that has refused, or was not reached, is asked again."""
     plan: SignedPlan | None = None
@@ -94,7 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our question; a pre-vote may have raised its term since."""
+        """True if `event` answers our present question. A pre-vote may have raised its term since it asked."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -181,7 +181,7 @@ class Proposer:
         return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
-        """End the ballot, because a plan above its base is live. Returns: whether there was one."""
+        """End the ballot, because a plan above its base is live. Returns: whether there was one that is no pre-vote."""
         dropped, self._ballot = self.is_busy, None
         return dropped
 
@@ -192,7 +192,7 @@ class Proposer:
     # --- plans without a ballot ---
 
     def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
-        """Make the first plan alone, as only the owner may, if it is time. Args: own: the snapshots on our disk."""
+        """Make the first plan without votes, as only the owner may, if it is time. Args: own: snapshots on our disk."""
         found, reason = self._policy.first_plan(now_s, own=own)
         commands: list[Command] = [LogReason(text=reason)]
         match found:
@@ -204,7 +204,7 @@ class Proposer:
         return commands
 
     def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
-        """Make the successor of `base` alone, by the owner's mandate."""
+        """Make the successor of `base` without votes, by the owner's mandate."""
         commands = self._adopt(base, now_s)
         live = self._chain.live
         if live is None:
@@ -230,7 +230,7 @@ class Proposer:
     # --- ballots ---
 
     def pre_vote(self, base: SignedPlan, now_s: float, *, round_trip_s: float) -> list[Command]:
-        """Ask whether the next possible term would be granted, and campaign for it if a majority says so."""
+        """Ask members whether they would grant the next possible term; request it if a majority says so."""
         self._ballot = Ballot(
             base=base,
             term=self._next_term(base),
@@ -245,7 +245,7 @@ class Proposer:
         return self._ballot.ask(now_s) + self._advance(now_s)
 
     def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> list[Command]:
-        """Request `term`, or the next possible term, and propose the base's layout in it."""
+        """Request `term` (0: the next possible one), and then propose the layout of `base` in it."""
         term = term or self._next_term(base)
         if self._chain.grant(self._me, term, base):
             return []
@@ -265,7 +265,7 @@ class Proposer:
         return self._begun(self._ballot, now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
-        """Propose a layout in our own term, which needs votes only. We coordinate."""
+        """Propose a layout in our own term, for which we only need votes. We coordinate `base`."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self._ballot, self.make(base, base.plan.term, layout, now_s), now_s)

@@ -47,7 +47,7 @@ END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
 SEEN_AHEAD_S = 30.0
-"""Minimum time to measure the rate of downloads ahead of a change."""
+"""Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
 """Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 FETCH_S_MAX = 600.0
@@ -93,11 +93,11 @@ class ReplanPolicy:
         self._change: Change | None = None
         """The cost of the change to that layout, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
-        """When every stage, and a holder of every layer, was first seen at the last version; None: not yet."""
+        """When every stage, and a holder of each layer, was first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
         """When a member of the lost stage gave its last sign of life; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
-        """Silent members that the run waits for, because it would have to roll back without them."""
+        """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
         self._placed_s = 0.0
         """When we first saw the live plan's places."""
@@ -135,7 +135,7 @@ class ReplanPolicy:
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
-        """Record that a plan has failed, so that the swarm still needs one."""
+        """Record that our proposed plan has failed, so that the swarm still needs one."""
         self._settled_for = None
         self.view.forget_inherited()
         self._schedule.forget()
@@ -150,7 +150,7 @@ class ReplanPolicy:
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
         Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
-        Returns: (layout or search, why not yet)."""
+        Returns: (layout or search; None: not yet, reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -249,7 +249,7 @@ class ReplanPolicy:
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """Return a layout for the reachable peers that the owner has found; a later plan handles lost state."""
+        """Return a layout for the reachable peers that `reset` names. If state is lost, a later plan handles that."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
@@ -281,7 +281,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while a snapshot may still become complete: an heir would start that wait anew."""
+        """True while the run waits for absent disks: an heir would start that wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -301,7 +301,7 @@ class ReplanPolicy:
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
 
     def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
-        """Return a layout at once, by rules that move few peers."""
+        """Return a layout by rules that are quick and move few peers; None, with a reason: there is none."""
         knows = isinstance(self._allocator, Searching) and len(look.peers) <= NETWORK_PEERS_MAX
         snapshot = self.view.snapshot(look.peers, previous, look.catalog, look.now_s, knows_network=knows)
         try:
@@ -351,7 +351,7 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """True if the next search must wait: links are being measured again, or figures are out of date."""
+        """True if the next search must wait, because links are being measured again or figures are out of date."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.links
         return now_s < self._due_s + patience_s and (
@@ -372,7 +372,7 @@ class ReplanPolicy:
         )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:
-        """True if a member still lacks the state of its stage and may get it."""
+        """True if a member still lacks the state of its stage and has time to download it (`FETCH_S_MAX`)."""
         if now_s >= self._placed_s + FETCH_S_MAX:
             return False
         return not self.view.roster.is_whole(live)
@@ -467,7 +467,7 @@ class ReplanPolicy:
         return first + 1 if waits > 0.0 else cutover_version
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-        """True if every member of the plan is present and stays."""
+        """True if every member of the plan is present and none is draining."""
         here = {peer.peer for peer in peers if not peer.draining}
         return here.issuperset(live.members)
 
@@ -588,7 +588,7 @@ def _divided(live: Plan, version: int) -> str:
 
 
 def _next(layout: Layout) -> tuple[Layout, str]:
-    """Return a layout to propose, with the sentence to log."""
+    """Return `layout` as the next to propose, with its reason as the sentence to log."""
     return layout, layout.reason
 
 

@@ -69,12 +69,12 @@ from shoal.protocol.spec import SwarmSpec
 LOOK_UP_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
-"""The same for a peer that is no member, because no message tells it of a coordinator's failure."""
+"""The interval of a peer that is no member: no message tells it of a coordinator's failure."""
 CLOSE_PEERS = 2
-"""Number of next peers in rank that ping the coordinator: two, in case the first fails together with it. With more, the
-coordinator of a thousand peers would get thousands of calls a second."""
+"""Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
+more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
+"""How much later each peer in rank tries than the one before it, in addition to that one's three round trips."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 
@@ -83,7 +83,7 @@ TERM_HEARTBEATS = 1.5
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""The same without a majority: the others may have another coordinator."""
+"""The interval if it hears no majority: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
 """A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0
@@ -94,7 +94,7 @@ the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
-"""Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
+"""Time for an heir's first plan, to which `ROUND_TRIPS` are added: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
 """This many of our round trips to the heir are added, because the heir's own to the members may be longer."""
 
@@ -106,7 +106,7 @@ def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...
 
 @lru_cache(maxsize=4096)
 def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
-    """Return the sort key of a peer; cached, because each look ranks every member."""
+    """Return the sort key of a peer in `rank`; cached, because each tick ranks every member."""
     return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
 
 
@@ -140,9 +140,9 @@ class Tenure:
     publish_at_s: float
     members: frozenset[PeerID]
     lost_s: float = -math.inf
-    """When the plan last lost a member."""
+    """When a plan last dropped a member."""
     heir: PeerID | None = None
-    """The peer that has been asked to take the role. While it has time for its plan, this peer makes none."""
+    """The peer that has been asked to take the role. While it has time for its plan, our own peer makes none."""
     passed_over: set[PeerID] = field(default_factory=set)
 
     def hasten(self, due_s: float) -> None:
@@ -194,8 +194,8 @@ class CoordinationRole:
         """Our last heartbeat."""
         self._leaving = False
         self._is_asking = False
-        """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
-        coordinator."""
+        """True from our first pre-vote until the coordinator answers or a plan of another term is live; later plans
+        of the same coordinator do not end it."""
         self._not_before_s = now_s
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
@@ -225,7 +225,7 @@ class CoordinationRole:
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
-        """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
+        """True if too few peers that obey our plan answer us: the others may have adopted later plans."""
         if self.plan is None:
             return True
         if self.is_coordinator:
@@ -252,7 +252,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, after `before`. Returns: the coordinator of `before`, if it is silent."""
+        """Follow the new live plan, which replaces `before`. Returns: the coordinator of `before`, if it is silent."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:
@@ -313,7 +313,7 @@ class CoordinationRole:
         return [Persist(record=self._chain.record()), Reply(message=reply)]
 
     def _give_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
-        """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
+        """Let `candidate` try first if it ranks before us, so that the two of us do not split the members' promises."""
         theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
             self._proposer.drop_pre_vote()
@@ -401,7 +401,7 @@ class CoordinationRole:
         return []
 
     def work(self, live: SignedPlan, now_s: float, *, done: bool) -> list[Command]:
-        """Do what is due under the plan `live`, and choose what to propose.
+        """Do what our role under the plan `live` requires now.
         Args: done: the run is complete. The coordinator then proposes nothing and keeps the role, because an heir might
         not know that."""
         return self._govern(live, now_s, done=done) if self.is_coordinator else self._follow(live, now_s)
@@ -494,7 +494,7 @@ class CoordinationRole:
         return self.plan is not None and any(peer != self._me for peer in heirs(self._policy.view, self.plan, now_s))
 
     def _finds_out(self, plan: Plan, tenure: Tenure, now_s: float) -> bool:
-        """True if we are about to learn what an heir would have to find out again."""
+        """True if the role stays a while, because we are about to learn what an heir would have to find out again."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

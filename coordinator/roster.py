@@ -33,11 +33,11 @@ DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
 """Above this number of records, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
-"""A stage may have embeddings and a head beside its layers."""
+"""A stage may have two parts beside its layers: the embeddings and the head."""
 
 
 def span(said_s: float | None) -> float | None:
-    """Return a duration that another peer reports, bounded to sane values."""
+    """Return a duration that another peer reports, or 0 if it is negative or not finite."""
     if said_s is None:
         return None
     return said_s if math.isfinite(said_s) and said_s >= 0.0 else 0.0
@@ -55,7 +55,7 @@ class Presence:
     dead: bool = False
     """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
     silent_since_s: float | None = None
-    """When the previous coordinator, or we in an earlier term, heard it last, if it is silent in this term."""
+    """If the peer is silent in this term: when the previous coordinator, or we in an earlier term, heard it last."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since its last heartbeat, or since one was due."""
@@ -73,7 +73,7 @@ class LinkRecord:
     fell_to: float = math.inf
     """Bytes/s, if the link has become slow and has stayed so; inf: it has not."""
     told: tuple[float, int] = 0.0, 0
-    """The last reported (bytes/s, number of probes): an equal report tells of the same measurement again."""
+    """(bytes/s, number of probes) of the last report: an equal report repeats the same measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """None: it is not here; it was here before, or others have told of it."""
+    """None: the peer is not here now; it was here before, or others have told of it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of its heartbeats from before this term, if they were irregular."""
     speed: Estimate = field(default_factory=Estimate)
@@ -103,7 +103,7 @@ class PeerRecord:
     failing: dict[PeerID, Failing] = field(default_factory=dict)
     """The peers that it cannot reach; the last reported comes last."""
     asked_s: dict[PeerID, float] = field(default_factory=dict)
-    """When it was last asked to measure its link towards each peer."""
+    """Peer -> when this peer was last asked to measure its link towards that one."""
     rests_s: float = -math.inf
     """If its line may have become slow: the earliest time to measure the next link towards it."""
     machine: str = ""
@@ -136,7 +136,7 @@ class Roster:
         return {peer: seen for peer, record in self.records.items() if (seen := record.presence) is not None}
 
     def obey(self, plan: Plan) -> None:
-        """Record the stage of each peer in a live plan, and bound the table."""
+        """Record the stage of each peer in a live plan, and keep the table from growing without bound."""
         for index, stage in enumerate(plan.stages):
             for peer in stage.peers:
                 self.of(peer).former_stage = index
@@ -182,7 +182,7 @@ class Roster:
         record.machine = heartbeat.advert.machine
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
-        """Shorten the timeout of `peer`, which others have found silent: one heartbeat can still get through."""
+        """Shorten the timeout of `peer`, which others have found silent; one heartbeat can still get through in it."""
         arrivals = self.arrivals(peer)
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
@@ -220,7 +220,7 @@ class Roster:
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
     def are_heard(self, peers: Iterable[PeerID]) -> bool:
-        """True if a heartbeat of each peer has arrived; an expected peer is alive without one."""
+        """True if a heartbeat of each peer has arrived in this term. (An expected peer counts as alive without one.)"""
         return all(self.beat(peer) is not None for peer in peers)
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
@@ -242,7 +242,7 @@ class Roster:
             presence.advert = presence.advert or advert
 
     def absent(self, members: Iterable[PeerID], now_s: float) -> tuple[Absence, ...]:
-        """Return those of `members` that have been silent for a while."""
+        """Return those of `members` that have been silent for more than `SILENT_HEARTBEATS`."""
         known = ((peer, self.at(peer).presence) for peer in members)
         silent = (
             Absence(peer, seen.advert, seen.silent_s(now_s))
@@ -262,7 +262,7 @@ class Roster:
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
-        """Return the statistics of peers with a longer timeout than regular ones, longest first."""
+        """Return the heartbeat statistics of peers with a longer timeout than the minimum, longest first."""
         here = {peer: seen.arrivals for peer, seen in self.presences.items() if not seen.left}
         irregular = [(-known.patience_s, peer) for peer, known in here.items() if known.patience_s > known.floor_s]
         return tuple(
@@ -271,7 +271,7 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these statistics, if they are possible, from the peers' first heartbeats on."""
+        """Use these heartbeat statistics, if they are possible, from each peer's first heartbeat on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, TOLD_MAX):
             figures = arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s

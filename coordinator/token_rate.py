@@ -19,16 +19,16 @@ from shoal.protocol.messages import PaceMark
 
 WINDOW_S = 60.0
 WINDOW_STEPS = 4
-"""Fewer steps say little about a rate."""
+"""The window has at least this many usual steps: fewer say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
 """Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a changing rate."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over its last marks; a change shows after four."""
+"""A layout's rate is the median over this many of its last marks; a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""A slowdown of a layout by this factor shows after two marks of three."""
+"""If the median of the last `LATE_MARKS` marks is lower by this factor, it counts as the layout's rate."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
@@ -47,11 +47,11 @@ class _Mark:
     num_steps: int
     """The steps since the previous mark."""
     tokens: int
-    """The tokens since the previous mark; for the oldest mark the time span is unknown."""
+    """The tokens since the previous mark (unused for the oldest mark, which has no previous one)."""
 
 
 class TokenRate:
-    """The run's recent progress. Args: tokens_per_step: counted for a step without a report."""
+    """The run's recent progress. Args: tokens_per_step: the tokens that count for a step without a report."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
@@ -95,10 +95,10 @@ class TokenRate:
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
-        """Return (tokens a second, steps behind it) of a layout that works since `version` of `era`; (0, 0): too few
-        steps. The rate is a median over marks, which one standstill does not change. If the last marks are much lower,
-        it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that step's
-        rate."""
+        """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
+        too few steps. The rate is a median over marks, which one standstill does not change. If the last marks are much
+        lower, it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that
+        step's rate."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -184,7 +184,7 @@ class TokenRate:
 
 
 def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
-    """Return how many of the tokens between two marks came after `since_s`."""
+    """Return how many of the tokens between two marks were committed after `since_s`."""
     if mark.at_s <= since_s:
         return 0.0
     if before.at_s >= since_s:

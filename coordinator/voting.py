@@ -35,7 +35,7 @@ from shoal.protocol.messages import Heartbeat, PlanNote, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 PROBATION_HEARTBEATS = 120.0
-"""Two minutes at one heartbeat a second, which is two terms."""
+"""How long a member must have a place before it votes: two minutes, or two terms, at one heartbeat a second."""
 ELECTORS_MIN = 3
 HEARD_HEARTBEATS = 2.0
 """A removed member that was heard within this time is asked whether it is gone. A coordinator's timeout is at least
@@ -58,7 +58,7 @@ KEPT_MAX = 64
 Roll = tuple[tuple[int, ...], ...]
 """The type of `Plan.roll`."""
 InviteOf = Callable[[PeerID], bytes | None]
-"""Returns the key of a member's invite; empty: it needed none; None: unknown."""
+"""Returns the key of a member's invite; empty: the member needed none; None: not known."""
 
 
 class Electorate:
@@ -126,7 +126,7 @@ class Electorate:
         return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
 
     def are_enough(self, signed: Set[PeerID], signers: Sequence[PeerID]) -> bool:
-        """True if a majority has signed, from at least two invites if the signers joined by several."""
+        """True if a majority of `signers` has signed, from at least two invites if `signers` joined by several."""
 
         def invites(peers: Iterable[PeerID]) -> int:
             return len({self._invite_of(peer) or peer for peer in peers})
@@ -168,7 +168,7 @@ def _on_roll(plan: Plan) -> set[PeerID]:
 
 
 def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
-    """Return the groups of the roll, restricted to `among`."""
+    """Return the groups of electors on the plan's roll, restricted to the peers in `among`."""
     return {found for group in plan.groups_on_roll if (found := frozenset(group) & among)}
 
 
@@ -310,14 +310,14 @@ class PlanNotes:
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
     def judge(self, outcome: str) -> None:
-        """Set the outcome of the live plan."""
+        """Set the outcome (predicted and measured speed) of the live plan."""
         if self._notes:
             at_s, note = self._notes[-1]
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
-        outcome, and its age if that is greater."""
+        """Prepend another coordinator's notes that are older than our first one. For a plan that both know, take the
+        other's outcome, and the greater age."""
         told = {
             (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
@@ -335,7 +335,7 @@ class PlanNotes:
 
 
 def _cut(note: PlanNote) -> PlanNote:
-    """Cut a received note to our limits."""
+    """Cut the texts of a received note to our maximum lengths."""
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
     reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
     return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)
@@ -348,7 +348,7 @@ class Refusals:
         self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
 
     def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
-        """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
+        """Record that `voter` has refused plan `sequence`. Returns: a sentence for people; empty: it is no news."""
         reason = "".join(filter(str.isprintable, reason))[:REASON_CHARS_MAX]
         at_s, _ = self._noted.get((voter, reason), (-TOLD_S, ""))
         if now_s < at_s + TOLD_S:
@@ -361,5 +361,5 @@ class Refusals:
         return sentence
 
     def tell(self, now_s: float) -> tuple[str, ...]:
-        """The sentences of the last minutes, at most three for a status, newest last."""
+        """Return the sentences of the last minutes, at most three, newest last."""
         return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-3:]
