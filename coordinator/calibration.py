@@ -23,7 +23,7 @@ one.
 `is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by the factor
 `CHANGED` since the last search. It asks once: each search notes the ratio, and later ratios are compared with it.
 
-The median shows a change two steps late, which is minutes late if a slow device makes steps long. If both the current
+The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
 prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
 includes what was learned; after a crash the successor starts the comparison anew."""
 

@@ -27,8 +27,8 @@ overrides whatever the missing members agreed on. A person decides here between 
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
-term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height raise an
-alarm.
+term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height
+(reign, term, sequence) raise an alarm.
 
 A lying majority of electors is outside the fault model. Inside it is a liar that names a huge term, above which no
 honest candidate could go: each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
@@ -177,7 +177,7 @@ class PlanChain:
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
-        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan.
+        """Promise `term` to `candidate`, which obeys `base`. Adopt `base` first if it is above our plan.
         Returns: why it is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:

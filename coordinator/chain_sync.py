@@ -207,7 +207,7 @@ class LeaderHint:
             if order <= self._hint[0]:
                 return False
             if coordinator == self._hint[1]:
-                self._hint = order, coordinator  # without extending its time
+                self._hint = order, coordinator  # a later plan of the same peer does not extend its time
                 return False
             # otherwise two peers that outbid each other would never have to show a plan
             self._doubt(self._hint[1], now_s)

@@ -138,7 +138,7 @@ class ClusterView:
             record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE)
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. Its time, for the first one, is our estimate of the run's start.
+        """Record a live plan of any coordinator. The time of the first one is our estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         before, members = self.plan, frozenset(plan.members)
         members_before = frozenset(before.members) if before is not None else frozenset()
@@ -177,7 +177,7 @@ class ClusterView:
         self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
-            # Knowledge from an earlier term of ours is stale, except for the irregularity of heartbeats.
+            # What we know from an earlier term of ours is stale; the roster keeps what still counts.
             self.roster.begin_term(members)
             self.links.begin_term(members)
             self._snapshots.begin()
@@ -379,7 +379,7 @@ class ClusterView:
                     flop_per_s=believed[p.peer].flop_per_s,
                     speed_variance=believed[p.peer].variance,
                     upload_bytes_per_s=uploads[p.peer],
-                    # more than the whole model is not useful, whatever it claims
+                    # more than the whole model needs is of no use, whatever the peer claims
                     memory_bytes=min(p.memory_bytes, whole_bytes),
                     failure_probability=chance,
                 )

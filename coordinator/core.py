@@ -381,7 +381,7 @@ class CoordinationCore:
                 if live and event.peer == live.plan.coordinator != self.me and reply.term < live.plan.term:
                     commands.append(
                         Ask(peer=event.peer, message=messages.PlanLive(plan=live.link))
-                    )  # it has lost its disk
+                    )  # that coordinator has lost its disk
                 return commands
             case messages.ChainLinks():
                 lost = self.role.is_out_of_touch(now_s)

@@ -1,4 +1,5 @@
-"""Runs one peer's coordination on its endpoint, directory and clock, and carries out the core's commands.
+"""Runs one peer's coordination: passes events to the core (a state machine without I/O), and carries out the core's
+commands on the peer's endpoint, directory and clock.
 
 The file is long because it answers every coordination call and carries out every command in one place."""
 
@@ -206,7 +207,7 @@ class Coordination:
         self._discovery = Discovery(endpoint, directory, clock)
         self._reports = ReportQueue()
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
-        self.said = ""  # last note as a coordinator, such as the reason why it waits
+        self.said = ""  # the last logged reason, such as why the run waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = Timer(clock, lambda: self._feed(CoordinationTimerFired()))
         self._moved_on = asyncio.Event()

@@ -3,8 +3,8 @@
 An era is a generation of the training state; versions grow within it. It ends when the layers are divided into other
 stages, or when no peer holds a stage's state any more: at once if all its holders are dead, after three heartbeats if
 one lives and may be downloading the state. After a loss the next era begins from the newest snapshot that is complete
-on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on
-disks or in flight under the old number belongs to another history.
+on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on disks or in
+flight under the old number belongs to another history.
 
 The era's first plan is `not_started`: members without state start from the era's beginning. After the first commit
 comes a plan without that flag, so that a peer that restarts or joins late downloads the state. If absent peers' disks
@@ -12,9 +12,9 @@ could complete a newer snapshot, the run waits for them: thirty heartbeats, or a
 would take if that is longer. A swarm that was switched off as a whole recovers by the same rule.
 
 A run may only go back to a version that a majority of each layer group has signed. A coordinator collects the
-attestations in its members' heartbeats, and its next plan contains what a majority of a group has signed, from at least
-two invites if its members joined by several. Voters check the signatures. `protocol/certificate.py` defines the signed
-bytes."""
+signatures (attestations) in its members' heartbeats. Its next plan contains each version that a majority of a group has
+signed, from at least two invites if the group's members joined by several. Voters check the signatures.
+`protocol/certificate.py` defines the signed bytes."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set

@@ -1,7 +1,7 @@
 """Detects failed peers: the coordinator watches the members, and each member watches the coordinator. Pure.
 
 A suspended process keeps its connections and answers nothing, so silence alone needs a timeout (`adaptive_timeout`). A
-refused connection is stronger evidence: two in a row need none.
+refused connection is stronger evidence: after two in a row no timeout is needed.
 
 The coordinator checks a suspicion itself before it removes a member:
 
@@ -274,7 +274,7 @@ class FailureDetector:
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
-        if self._roster.is_dead(peer):  # reported again since, but its time to return is over
+        if self._roster.is_dead(peer):  # others report it again, but its time to return is over
             del self._inquiries[peer]
             return []
         if inquiry.refused_s is None:

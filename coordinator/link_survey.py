@@ -249,7 +249,7 @@ class LinkSurvey:
             for target, link in self._roster.at(reporter).links.items():
                 if (j := number.get(target)) is None:
                     continue
-                # The other links of a slow line were measured before it became slow.
+                # Older figures of a slow line's other links date from before it became slow.
                 is_current = slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf
                 latency_s[i, j], received[j, i] = link.round_trip.log, link.received.log
                 sent[i, j] = link.sent.log if is_current else math.nan
@@ -419,7 +419,7 @@ class LinkSurvey:
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last
-        beats = 2.0 if asker == peer else 1.0  # the peer that had the turn is gone
+        beats = 2.0 if asker == peer else 1.0  # the last asker waits for another's turn first
         return now_s >= asked_s + beats * self._heartbeat_s
 
     def _chosen(self, peer: PeerID, candidates: Iterable[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:

@@ -73,7 +73,7 @@ class Exclusions:
     """Holds the valid exclusion orders that this peer knows, and the votes for orders that need a majority.
 
     Args:
-        owner: the run's owner, whose order needs no votes.
+        owner: the run's owner; an order of the owner needs no votes.
         verify: checks a signature of an order.
         plans: returns the live plan, and its predecessor, by which some peers may still vote.
     """

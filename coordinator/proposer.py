@@ -340,8 +340,8 @@ class Proposer:
         return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`, unless it alone is a majority. Such a vote must be on disk
-        before the plan goes live; then we ask ourselves like any other peer."""
+        """Return our own vote, signed if there is a `body`; none if it alone is a majority. Such a vote must be on disk
+        before the plan goes live, so we ask ourselves for it like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -459,8 +459,8 @@ class Proposer:
 
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`. Raise very small
-    shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim any speed."""
+    """Return `stages` with each member's `since`: as in `before` if its place is the same there, else `sequence`.
+    Raise very small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim any speed."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

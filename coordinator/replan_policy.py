@@ -1,7 +1,7 @@
 """Chooses the next layout and its time, from the coordinator's view of the swarm. Pure.
 
-A change is answered at once with a repaired layout, followed by a search for a better one (`search_schedule`). If a
-stage's state is lost, the run rolls back to a snapshot (`era`).
+A change of the swarm is answered at once with a repaired layout, followed by a search for a better one
+(`search_schedule`). If a stage's state is lost, the run rolls back to a snapshot (`era`).
 """
 
 import math
@@ -444,9 +444,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the first version that every member knows in time, or the one after it, if that costs less than
-        waiting until `cutover_version`. Ending early repeats the started part of the next step. A stage at its maximum
-        lead makes one whole step more after the others' next commit."""
+        """Return the first version of which every member learns in time, or the one after it, if that costs less than
+        waiting until `cutover_version`; else that. Ending early repeats the started part of the next step. A stage at
+        its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

@@ -5,7 +5,7 @@
 | Stranger     | reports to the coordinator that it knows of, or else to  | a plan has a place for it                  |
 |              | the owner; reads the directory                           |                                            |
 | Follower     | watches the coordinator, and backs it against candidates | its silence, on our turn: PreCandidate     |
-| PreCandidate | asks the members whether they miss the coordinator too   | a majority: Candidate; time: Follower      |
+| PreCandidate | asks the members whether they miss the coordinator too   | a majority does: Candidate; else: Follower |
 | Candidate    | requests the term, then the votes for a plan (proposer)  | a live plan: Leader; a failure: Follower   |
 | Leader       | watches the members, and asks for the next layout        | the end of the term: Transferring          |
 | Transferring | asks one heir after the other to take the role, and      | an heir's live plan: Follower; nobody      |

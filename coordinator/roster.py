@@ -1,7 +1,7 @@
 """The table of peers: all that this peer knows of each, and when its silence means that it is gone. Pure.
 
 A record outlives the peer's presence and our terms as coordinator: a peer that returns gets its former stage. What is
-measured of a member stays for our next term; everything else of a term goes when the next one begins."""
+measured of a member stays for our next term; everything else is dropped when that begins."""
 
 import math
 from collections import defaultdict

@@ -7,7 +7,7 @@ A change is answered at once with a repaired layout. The search follows, and ret
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
   from the prediction (`calibration`); but not if the last search for this plan and swarm failed with an error;
-- never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` if a member is gone.
+- but never sooner than `REST_HEARTBEATS` after the last search, or `LOST_REST_HEARTBEATS` if a member is gone.
 
 A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
 that a quiet hour of sixty terms does not cost sixty searches."""

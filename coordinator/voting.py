@@ -14,7 +14,7 @@ standing (what each holds, and whether it leaves). Their answers count; silence 
 
 | a plan                                        | is refused if                                                        |
 |-----------------------------------------------|----------------------------------------------------------------------|
-| leaves this peer out                          | this peer does not leave                                             |
+| leaves this peer out                          | this peer does not mean to leave the run                             |
 | leaves out a member that was heard just now   | the member answers that it stays                                     |
 | discards the state of the live layout         | every stage and every expert has a member that holds its state       |
 | begins before the newest certified version    | that version's layers are on the disks of the peers that answer      |
@@ -277,8 +277,8 @@ def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -
             held += [(peer, group, version) for group, version in each.held]
             if each.synced and each.stage is not None:
                 held.append((peer, each.stage, each.version))
-    # A holder behind the version at which the plan begins loses nothing. But a version that no peer except the
-    # coordinator has reached is no version of this run. Certificates are checked elsewhere.
+    # A holder behind the version at which the plan begins loses nothing, so it does not count. But a version that no
+    # peer except the coordinator has reached is no version of this run. Certificates are checked elsewhere.
     version_max = max((version for peer, _, version in held if peer != plan.coordinator), default=0)
     is_reached = plan.restore_era == live.era and plan.restore_version <= version_max
     floor = plan.restore_version if is_reached else 0
