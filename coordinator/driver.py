@@ -146,7 +146,7 @@ class Coordination:
     """One peer's part in the coordination of a run: to choose coordinators, agree on plans and, in a term, make them.
 
     Args:
-        endpoint: sends and answers calls; its `term` is set to that of the live plan.
+        endpoint: answers calls after `start`; its `term` is set to that of the live plan.
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
             coordinator has them.
