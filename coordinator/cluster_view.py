@@ -31,10 +31,10 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
 LARGE_PEERS = 64
-"""In a larger swarm the coordinator predicts the throughput, and looks for the newest safe snapshot, less often: both
+"""The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""In a larger swarm only layout searches collect the links, because nothing else can wait for that. No throughput is
+"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is
 predicted then, a repaired plan shares work by speeds only, and state for another division is always fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
 """Interval between predictions of the live layout's throughput."""
@@ -62,7 +62,7 @@ class ClusterView:
         self.roster = Roster(swarm.heartbeat_s)
         self.links = LinkSurvey(self.roster)
         self.workload = Workload.of(spec)
-        """What a step demands of devices and links, with the narrowest wire formats that the run allows."""
+        """The demands of a step on devices and links, with the narrowest wire formats that the run allows."""
         self._takes = FormatBytes.of(spec)
         """Bytes of activations and sums in each format that a plan of this run may choose."""
         self._layer_costs = layer_costs(spec.model)

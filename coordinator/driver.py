@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""After this many refused heartbeats in a row this peer is turned away; fewer may come from a change of coordinator."""
+"""This peer is turned away after this many refused heartbeats in a row; fewer may come from a change of coordinator."""
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5

@@ -72,7 +72,7 @@ class Inquiry:
     pinged: bool = False
     answered: bool = False
     returns_by_s: float = -math.inf
-    """Until this time a member that refuses us may still return, and is not counted as gone."""
+    """A member that refuses us may still return until this time, and does not count as gone before."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf

@@ -38,7 +38,7 @@ PROPOSAL_HEARTBEATS = 5.0
 PRE_VOTE_HEARTBEATS = 3.0
 """Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
 ASK_AGAIN_HEARTBEATS = 0.5
-"""In a pre-vote a message without an answer counts as lost after this time."""
+"""A message of a pre-vote without an answer counts as lost after this time."""
 REST_HEARTBEATS = 0.125
 """A member that has refused in a pre-vote is asked again after this time."""
 

@@ -173,7 +173,7 @@ def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
 
 
 class Acquaintance(msgspec.Struct, frozen=True):
-    """What the driver knows of the peers that a plan adds or drops."""
+    """The driver's knowledge of the peers that a plan adds or drops."""
 
     heard: frozenset[PeerID] = frozenset()
     """Dropped members of which a message arrived within `HEARD_HEARTBEATS`."""
