@@ -154,7 +154,7 @@ class CoordinationCore:
         self._heartbeat_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
-        """Continue from `record` after a restart, before any event. Args: opened: a plan's bytes -> the plan, or None."""
+        """Continue from `record` after a restart, before any event. Args: opened: bytes of a plan -> plan, or None."""
         self.chain.restore(record, opened)
         live = self.chain.live
         if live is not None:
