@@ -1,7 +1,7 @@
 """Learns from past gaps how long a peer may be silent before it is suspect. Pure.
 
 Theory of operation. Three numbers describe the gaps between regular messages: the mean and the mean deviation (as for
-TCP's retransmission timer, RFC 6298, with gains 1/8 and 1/4), and the worst recent gap (an envelope that halves every
+TCP's retransmission timer, RFC 6298, with gains 1/8 and 1/4), and the worst recent gap (a maximum that halves every
 `memory_s`). A silence is suspicious when it is longer than
 
     max(floor, mean + 4 deviations, 1.5 worst) + round trip
@@ -21,6 +21,7 @@ class Arrivals:
     """Learns how long a regular message may be late before its sender is suspect.
 
     Args:
+        interval_s: the expected time between regular messages. last_s: when the last one came.
         floor_s: a shorter silence is never suspicious.
         memory_s: half-life of the worst gap. The timeout is at most half of this.
     """
@@ -33,7 +34,7 @@ class Arrivals:
     deviation_s: float = 0.0
     worst_s: float = 0.0
     sign_s: float = field(init=False)
-    """The last sign of life, rhythmic or not."""
+    """When the last sign of life came: a regular message, or any other."""
 
     def __post_init__(self) -> None:
         self.mean_s = self.mean_s or self.interval_s
@@ -41,8 +42,8 @@ class Arrivals:
 
     def arrived(self, now_s: float) -> None:
         """Learn from the gap that ends with this arrival."""
-        # A gap beyond the timeout may be a fault of the link or of our own machine: it counts as at most the timeout,
-        # and as the worst gap at most twice that, or it would be forgotten before the next one.
+        # A gap beyond the timeout may be a fault of the link or of our own machine: it enters the mean as at most the
+        # timeout, and the worst gap as at most twice the timeout. Less would decay before the next such gap.
         silent_s, patience_s = now_s - self.last_s, self.patience_s
         gap_s = min(silent_s, patience_s)
         self.deviation_s += (abs(gap_s - self.mean_s) - self.deviation_s) / 4
@@ -52,7 +53,7 @@ class Arrivals:
         self.last_s = self.sign_s = now_s
 
     def signed(self, now_s: float) -> None:
-        """Record a sign of life that is not part of the rhythm."""
+        """Record a sign of life that is none of the regular messages."""
         self.sign_s = max(self.sign_s, now_s)
 
     def excuse(self, now_s: float) -> None:

@@ -1,27 +1,29 @@
 """Compares the predicted throughput of the live layout with the measured one, and learns the difference. Pure.
 
 Theory of operation. A plan contains the throughput that its coordinator predicted (`Plan.foreseen`). The measured
-throughput is the median over the last marks of the run's curve of tokens (`token_rate`), from `WARM_UP_STEPS` after all
-members have their state. Every few heartbeats the coordinator predicts the same layout again from current figures. This
-separates two differences:
+throughput is the median over the last marks of the run's curve of tokens (`token_rate`). It counts from `WARM_UP_STEPS`
+steps after all members have their state. Every few heartbeats the coordinator predicts the throughput of the same
+layout again, from current figures. This separates two differences:
 
-- Plan's prediction to current prediction: a measurement has changed, for instance a device has become slower.
-- Current prediction to measurement: the error of the objective in this swarm. It is learned for each number of stages,
-  smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`).
+- Between the plan's prediction and the current one: a figure has changed, for instance a device has become slower.
+- Between the current prediction and the measurement: the error of the cost model (the objective) in this swarm. It is
+  learned for each number of stages, smoothed over `LEARN_STEPS`, and corrects predictions for other numbers of stages
+  in part (`cost/forecast_bias.py`).
 
-The first steps of a run are synchronous (`RunSpec.synchronous_steps`). If most of the horizon will be, plans are made
-for such steps (`ClusterView.runs_ahead`), else for the steps after them: then the objective predicts the live layout
-both ways, and the measured rate of a synchronous step is divided by the ratio of the two. (Lost: no division. Layouts
-differ in what they lose by synchronous steps, so early searches chose the wrong number of stages.)
+In the first steps of a run no member runs ahead: they are synchronous (`RunSpec.synchronous_steps`). Plans are made for
+synchronous steps while these fill most of the horizon (`ClusterView.runs_ahead`), and otherwise for the later steps. In
+the second case the objective predicts the live layout for both kinds of step, and a rate measured in synchronous steps
+is divided by the ratio of the two predictions. (Rejected: no division. Layouts differ in what they lose by synchronous
+steps, so early searches chose the wrong number of stages.)
 
-`forecast_error` is the error of past predictions from one layout to the next; it discounts the gain that a search
-predicts. A predicted gain that has not been measured yet counts as an error. Otherwise each search would believe the
-figures that misled the last one.
+`forecast_error` is the error of past predictions; the gain that a search predicts is discounted by it. A predicted gain
+that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
+one.
 
-`is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by `CHANGED` since
-the last search. It asks once: when the search finds nothing better, the ratio becomes the usual one.
+`is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by the factor
+`CHANGED` since the last search. It asks once: each search notes the ratio, and later ratios are compared with it.
 
-The median sees a change two steps late, which is minutes where a slow device makes long steps. If both the current
+The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
 prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
 includes what was learned; after a crash the successor starts the comparison anew."""
 
@@ -43,12 +45,12 @@ LEARN_STEPS = 64
 FACTOR_MAX = 8.0
 """Bound of the learned factor. A larger error means that something is broken, and is reported as slowness."""
 OFF_STEPS = 4
-"""Measured steps that the pace needs before it can be a reason for a search."""
+"""The measured rate can be a reason for a search only after this many measured steps."""
 SLOW = 0.75
 CHANGED = 1.25
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
+"""Factors are kept for the latest `NUMBERS_KEPT` numbers of stages that were measured."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -60,7 +62,8 @@ _WORDS: dict[Bound, str] = {
 
 
 class Calibration:
-    """Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
+    """Compares the live layout's predicted and measured throughput.
+    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
@@ -80,7 +83,7 @@ class Calibration:
         self._newest = 0.0
         """Tokens/s of `TokenRate.newest`, corrected for synchronous steps."""
         self._noted = 0.0
-        """Measured over predicted rate when the last search began, or when it was first known; 0: not known yet."""
+        """Measured over predicted rate when the last search began, or when first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (log(measured / current prediction), steps behind it), the latest last."""
         self._factor_then = 1.0
@@ -92,9 +95,9 @@ class Calibration:
         self._promised_tokens_per_s = 0.0
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(that / the previous plan's prediction of its own layout) if the peers are the same; 0 if negative."""
+        """log(that throughput / the one predicted for the previous layout), at least 0; 0 if the peers are others."""
         self.rejected = ""
-        """Why the last search found no other layout worth a change; empty: it did, or there was none."""
+        """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
         """log(measured / first predicted tokens/s) of each layout before the live one."""
 
@@ -139,7 +142,7 @@ class Calibration:
 
     @property
     def is_off(self) -> bool:
-        """True if the layout is slower than predicted, or its pace has changed, and no search has begun since."""
+        """True if the layout is much slower than predicted, or its rate has changed, and no search has begun since."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False
@@ -149,7 +152,7 @@ class Calibration:
 
     @property
     def is_unexplained(self) -> bool:
-        """True if the layout is far slower than the current figures explain: some are out of date."""
+        """True if the layout is far slower than predicted from current figures, so some figures are out of date."""
         if self._seen[1] < OFF_STEPS:
             return False
         return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
@@ -198,8 +201,9 @@ class Calibration:
         """Record the objective's current prediction for the live layout.
 
         Args:
-            synchronous: the same for synchronous steps, if present steps are such and plans are made for others.
-            runs_ahead: plans are made for steps that run ahead. When that changes, the live plan promises nothing."""
+            synchronous: the prediction for synchronous steps, if the run is in these and plans are made for later ones.
+            runs_ahead: True if plans are made for steps that run ahead. When this changes, the live plan's prediction
+                no longer counts."""
         if runs_ahead != self._runs_ahead:
             self._runs_ahead, self._promised_tokens_per_s, self._promised_gain = runs_ahead, 0.0, 0.0
         self._today = today
@@ -209,7 +213,7 @@ class Calibration:
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
-        Args: version: the highest of the era. is_whole: every member has the state that the plan gives it.
+        Args: version: the highest committed in the era. is_whole: every member has the state that the plan gives it.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return
@@ -234,15 +238,15 @@ class Calibration:
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:
-        """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction would hide
-        an error: if devices slow each other down, it falls together with the measurement."""
+        """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction is not used:
+        if devices slow each other down, it falls together with the measurement and hides the error."""
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
         return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
-        """Return the logarithmic gain over the previous plan that `plan` predicts for a new layout of the same peers;
-        otherwise 0, because other peers change the hardware and not only the layout."""
+        """Return log(throughput that `plan` predicts / that the previous plan predicted), at least 0. It is 0 if the
+        peers are others, because they change the hardware and not only the layout."""
         before, after = self._foreseen, plan.foreseen
         if (
             self._layout is None
@@ -272,7 +276,7 @@ class Calibration:
         return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: LayoutCalibration | None) -> None:
-        """Continue from another coordinator's comparison of the live layout; its corrections apply to any."""
+        """Continue another coordinator's comparison of the live layout; its learned corrections apply to any layout."""
         if told is None or not (
             len(told.learned) <= NUMBERS_KEPT
             and all(_is_possible(*learned) for learned in told.learned)

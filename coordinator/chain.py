@@ -12,26 +12,26 @@ of plan L decides L's successor. The ballot number is the term, which has one co
 | chosen           | live: a majority of L's electors voted for it in one term; `PlanLive` spreads it      |
 
 L's own coordinator needs no prepare phase in L's term: every elector obeys L, and so has granted that term already. A
-candidate that learns of a voted plan must finish that plan before it makes its own, unless so many members deny a vote
-for it that it cannot have a majority (`Ballot.found`). Without this rule the chain forks when a plan became live and
-its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
-later one: only it could have declared the first one live, and it never will.
+candidate that learns of a plan with a vote must finish that plan before it makes its own, unless so many members deny
+a vote for it that it cannot have a majority (`Ballot.found`). Without this rule the chain would fork if a plan became
+live and its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not
+live by a later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote: `voting` refuses plans that contradict what the member knows. Hence the live plans
-of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live plan above its own,
-so every peer that has moved on refuses a coordinator that wakes up after its term.
+So the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A member may refuse its vote
+for any reason (`voting` has the reasons): in Paxos a missing vote does no harm. A peer obeys only a live plan above its
+own, so every peer that has moved on refuses a coordinator that wakes up after its term.
 
 When half of a plan's members are lost for good, the run's owner may let one peer make the successor without votes
-(`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it overrides whatever the missing
-members agreed on. A person decides here between two histories.
+(`Plan.mandate`). That plan begins a new reign (`override_epoch`), a number that is compared before the term. So it
+overrides whatever the missing members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
-term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height raise an
-alarm.
+term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height
+(reign, term, sequence) raise an alarm.
 
-A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
-term far above the known ones is believed only from a peer that repeats it, one increment with each message."""
+A lying majority of electors is outside the fault model. Inside it is a liar that names a huge term, above which no
+honest candidate could go: each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -63,7 +63,7 @@ OBEYED_MAX = 256
 
 
 class Adoption(NamedTuple):
-    """The result of `adopt`. `lacks`: the plan may be live, but a link between ours and it is missing."""
+    """The result of `adopt`. `lacks`: the plan may be live, but a plan between ours and it is missing."""
 
     new: bool
     reason: str = ""
@@ -71,8 +71,8 @@ class Adoption(NamedTuple):
 
 
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The promises that must survive a restart: links of live plans, the envelope of the plan voted for; empty:
-    none."""
+    """The promises and plans that must survive a restart. `live`, `before` and `mandated` are links (signed plans with
+    their votes), `accepted` is the plan that this peer has voted for, without votes; empty: none."""
 
     run: str
     granted_term: int = 0
@@ -87,8 +87,8 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChainLog:
-    """The last live plans with their votes, bounded in bytes: from them returning peers catch up. A peer that was away
-    for longer takes a plan on trust (`chain_sync`)."""
+    """Keeps the last live plans with their votes, bounded in bytes, so that returning peers can catch up. A peer that
+    was away for longer takes a plan on trust (`chain_sync`)."""
 
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
@@ -98,7 +98,7 @@ class ChainLog:
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known. Members that were removed since may still drain."""
+        """The predecessor of the live plan, if known. Members that the live plan removed may still drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
@@ -115,8 +115,8 @@ class ChainLog:
 
     def after(self, digest: str, override_epoch: int) -> tuple[bytes, ...]:
         """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
-        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's
-        `override_epoch` is lower."""
+        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if
+        `override_epoch`, that of the asking peer, is lower."""
         links = list(self._links)
         at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
         wanted = links[at + 1 :] if at is not None else links[-2:]
@@ -134,7 +134,7 @@ class ChainLog:
 
 
 class PlanChain:
-    """One peer's end of the chain: the plan that it obeys (`live`), the plan that it voted for after that, and its
+    """The chain as one peer has it: the plan that it obeys (`live`), the plan that it voted for as the next, and its
     promises.
 
     Args:
@@ -153,10 +153,10 @@ class PlanChain:
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
+        """Number of proven plans with the height (`height`) of another plan that we obeyed. It must stay 0."""
         self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
-        """The highest term to which insisting peers have raised the bound of believable terms."""
+        """The bound of believable terms, as raised by messages with higher terms (`takes_term`)."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -169,16 +169,16 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is believable; else raise the bound by one increment. Without increments liars could lead
-        honest peers so far apart that they never believe each other again."""
+        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise that bound by one jump. If
+        the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
-        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan.
-        Returns: why not; empty: it is promised."""
+        """Promise `term` to `candidate`, which obeys `base`. Adopt `base` first if it is above our plan.
+        Returns: why it is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
             return f"obeys plan {self.order}, not {base.plan.order}"
@@ -198,7 +198,7 @@ class PlanChain:
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> str:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
-        above our plan. Returns: why not; empty: this is our vote."""
+        above our plan. Returns: why we refuse; empty: this is our vote."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
@@ -229,8 +229,8 @@ class PlanChain:
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
-        Args: after: the predecessor of `plan`, taken on trust: this peer knows no plan, or was away for longer than
-        links are kept."""
+        Args: after: the predecessor of `plan` if it is taken on trust, because this peer knows no plan or was away for
+        longer than links are kept."""
         known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
@@ -273,8 +273,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a plan with the height of another that we obeyed. Votes for both mean that electors voted twice; a
-        plan without votes may come from anybody."""
+        """Handle a plan with the height of another that we obeyed. If both have the votes, electors have voted twice:
+        a fork. A plan without votes may come from anybody."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
@@ -301,9 +301,9 @@ class PlanChain:
         )
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None]) -> None:
-        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a promise that no honest candidate
-        could outbid: older releases could be tricked into one.
-        Args: opened: opens a plan of the record; None: it holds none there, or one that no peer can follow."""
+        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a granted term that no candidate
+        could go above: older releases could be tricked into granting one.
+        Args: opened: opens the bytes of a plan; it returns None if they are empty, or no peer can follow that plan."""
         assert record.run == self.run
         live = opened(record.live)
         self.live, self.accepted_term = live, record.accepted_term
@@ -318,7 +318,7 @@ class PlanChain:
             self._obeyed.append(live)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
-        """Bind `term` to `candidate`. Returns: why not; empty: it is bound."""
+        """Promise `term` to `candidate`. Returns: why that cannot be; empty: it is promised."""
         if term < self.granted_term:
             return f"granted term {self.granted_term}, above {term}"
         if term == self.granted_term and self.granted_to != candidate:
@@ -329,14 +329,14 @@ class PlanChain:
     # --- answers; make the record durable before sending one ---
 
     def answer_request(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-        """Grant a term or refuse it."""
+        """Answer `source`, which requests a term and obeys `base`."""
         if refusal := self.grant(source, request.term, base):
             return self.no_grant(base, refusal)
         accepted = self.accepted.envelope if self.accepted else b""
         return TermGrant(granted=True, term=self.granted_term, accepted=accepted, accepted_term=self.accepted_term)
 
     def answer_pre_vote(self, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-        """Say whether the request would be granted, without a promise."""
+        """Answer a pre-vote: say whether the term would be granted, but promise nothing."""
         if self.live is None or self.live.digest != base.digest or not base.plan.has(source):
             return self.no_grant(base, f"obeys plan {self.order}")
         if request.term <= self.granted_term:
@@ -352,7 +352,7 @@ class PlanChain:
     def answer_offer(
         self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None, sign_vote: Callable[[bytes], bytes]
     ) -> PlanVote:
-        """Vote for a plan or refuse it."""
+        """Answer `source`, which offers `plan` as the successor of `base` in `term`: vote for it, or refuse."""
         if refusal := self.vote(source, term, plan, base):
             newer = self._newer(base) if base is not None else b""
             return PlanVote(accepted=False, reason=refusal, term=self.granted_term, live=newer)
@@ -375,7 +375,7 @@ class PlanChain:
         )
 
     def _newer(self, base: SignedPlan) -> bytes:
-        """Return our live plan if it is above `base`, that of the asking peer; else nothing."""
+        """Return our live plan if it is above `base`, the asking peer's; else nothing."""
         return self.live.link if self.live and self.height > base.plan.height else b""
 
 

@@ -1,13 +1,13 @@
-"""Opens the plans that others send, fetches the links of the chain that this peer lacks, and knows who is said to
-coordinate a later plan. Pure.
+"""Opens the plans that others send, fetches the plans of the chain that this peer lacks, and follows hints about the
+coordinator of a later plan. Pure.
 
-A plan that does not follow ours may still be live. We ask the peer that named it for the links after ours, and each
-link proves itself against the one before. A newcomer, and a peer that was away for longer than links are kept, have no
-base for that: they take the oldest link that they receive on trust, and check all later ones against it. A peer that
-hears its coordinator never trusts a link.
+A plan that does not follow ours may still be live. We ask the peer that named it for the links (plans with their votes)
+after ours, and each link proves itself against the one before. A newcomer has no link before, nor has a peer that was
+away for longer than links are kept: such a peer takes the oldest link that it receives on trust, and checks all later
+ones against it. A peer that hears its coordinator takes no link on trust.
 
-The directory, or a peer that follows it, may name the coordinator of a plan above ours. Such a hint proves nothing. We
-report to the named peer, which must answer with that plan."""
+The directory, or another peer's reply to a heartbeat, may name the coordinator of a plan above ours. Such a hint proves
+nothing. We send our heartbeats to the named peer, which must answer with that plan."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from shoal.protocol.seals import Seals
 ASKED_MAX = 8
 """Maximum number of peers that are asked at the same time: a silent peer must not block the sync."""
 PLANS_OPENED_MAX = 16
-"""Plans that are remembered: one that arrives with twenty heartbeats is verified once."""
+"""Number of opened plans that are remembered, so that a plan in twenty heartbeats is verified once."""
 HINT_HEARTBEATS = 5.0
-"""How long we believe that a peer coordinates a plan above ours, and report to it."""
+"""How long we believe that a peer coordinates a plan above ours, and send it our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
-"""How long such a peer that has not shown the plan is not believed again."""
+"""If the peer has not shown that plan by then, hints about it are not believed for this long."""
 DOUBTED_MAX = 64
 GONE_ON_HEARTBEATS = 3.0
-"""A coordinator that obeys another plan names it: a peer that can follow has the missing links by then."""
+"""Our coordinator has gone on without us after it has named another plan for this long: time to fetch the links."""
 
 
 class VerifiedPlans:
@@ -57,7 +57,7 @@ class VerifiedPlans:
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan:
         """Open a plan that should be live, with its votes, which are not checked here.
-        Raises: RemoteError: as `open`."""
+        Raises: RemoteError: `source` sent an invalid plan, or none."""
         envelope, proof = open_link(data, source=source) if data else (b"", None)
         return msgspec.structs.replace(self.open(envelope, source), proof=proof)
 
@@ -94,7 +94,7 @@ class ChainSync:
         self, peer: PeerID, links: Sequence[SignedPlan], now_s: float, *, may_trust: bool
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
         """Check the links that `peer` has sent, oldest first.
-        Args: may_trust: we have no plan, or have lost touch with every peer that obeys ours.
+        Args: may_trust: True if we have no plan, or have lost touch with every peer that obeys ours.
         Returns: ([(plan to adopt, its predecessor if that is taken on trust)], further questions)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
@@ -106,14 +106,14 @@ class ChainSync:
             elif base is not None and not link_flaw(plan, base):
                 found.append((plan, base))
             elif may_trust and plan.plan.override_epoch <= override_epoch:
-                base = plan  # to be obeyed, the next link must be above our plan
+                base = plan  # we do not obey this link, only a later one that is above our plan
                 continue
             else:
                 continue
             last, override_epoch = plan, max(override_epoch, plan.plan.override_epoch)
         if found or base is None or not links or len(self._asked) >= ASKED_MAX:
             return found, []
-        # The first link has filled the message.
+        # The link taken on trust has filled the message: ask for the next ones.
         self._trusted[peer] = base
         self._asked[peer] = now_s + self._patience_s
         return [], [self._question(peer, base)]
@@ -124,7 +124,7 @@ class ChainSync:
 
 
 class LeaderHint:
-    """Args: owner: all peers report to it before the first plan."""
+    """Knows the peer to which this peer sends its heartbeats. Args: owner: gets them before the first plan."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, chain: PlanChain, heartbeat_s: float, now_s: float) -> None:
         self._me, self._owner, self._chain, self._heartbeat_s = me, owner, chain, heartbeat_s
@@ -135,20 +135,20 @@ class LeaderHint:
         self._gone_on_since_s: float | None = None
         """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self.doubted: dict[PeerID, float] = {}
-        """Peers that have not shown the plan that they are said to coordinate -> until when, oldest first."""
+        """Peer that has not shown the plan that a hint named -> until when such hints do not count, oldest first."""
         self.head_known = False
         """True once the directory has been asked for the head of the chain."""
 
     @property
     def coordinator(self) -> PeerID:
-        """The peer to report to: the coordinator of our plan, or of a higher known one."""
+        """The peer to send heartbeats to: the coordinator of our plan, or of a higher one that a hint names."""
         live = self._chain.live
         if self._hint is not None and self._hint[0] > self._chain.order:
             return self._hint[1]
         return live.plan.coordinator if live else self._owner
 
     def run_exists(self, now_s: float) -> bool:
-        """True if this run has a plan that we lack: the directory or a reporting peer names it."""
+        """True if this run has a plan that we lack: the directory, or a peer that sends us heartbeats, names it."""
         return self._hint is not None or self._is_named or now_s < self._behind_until_s
 
     def has_gone_on(self, now_s: float) -> bool:
@@ -189,7 +189,7 @@ class LeaderHint:
             self.doubted.pop(self._chain.live.plan.coordinator, None)
 
     def excuse(self, now_s: float) -> None:
-        """Give the named peer its full time again, because this peer was suspended."""
+        """Give the peer that a hint names its full time again, because our own process was suspended."""
         self._hint_until_s = now_s + HINT_HEARTBEATS * self._heartbeat_s
 
     def weigh(self, now_s: float) -> None:
@@ -207,7 +207,7 @@ class LeaderHint:
             if order <= self._hint[0]:
                 return False
             if coordinator == self._hint[1]:
-                self._hint = order, coordinator  # without extending its time
+                self._hint = order, coordinator  # a later plan of the same peer does not extend its time
                 return False
             # otherwise two peers that outbid each other would never have to show a plan
             self._doubt(self._hint[1], now_s)

@@ -1,4 +1,4 @@
-"""Holds what a peer knows of the swarm when it coordinates, and makes the inputs of layouts from it. Pure.
+"""Holds what a coordinator knows of the swarm, and collects the inputs of a layout search from it. Pure.
 
 Every peer has such a view. Heartbeats fill it, and only the coordinator receives them: while another peer coordinates,
 the view learns only which plans are live."""
@@ -31,13 +31,13 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
 LARGE_PEERS = 64
-"""Above this size the coordinator predicts, and looks for the newest safe snapshot, less often: both read every peer's
-record."""
+"""The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
+read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""Only searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is predicted
-then, the shares of a repaired plan follow speeds only, and state for another division is always downloaded ahead."""
+"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is
+predicted then, a repaired plan shares work by speeds only, and state for another division is always fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
-"""Interval between predictions for the live layout."""
+"""Interval between predictions of the live layout's throughput."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
 for a silent peer that holds the only copy of a state."""
@@ -46,10 +46,10 @@ HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
 
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
-"""Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
-plan leaves no room for all. Plans and absences are for people; records choose among placements. Without loads the heir
-keeps a hot expert's shares until it has measured where tokens go; without unreachable pairs it may group peers that
-cannot talk; without arrivals it may remove a peer with late heartbeats."""
+"""Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
+peers leaves no room for all. `plans` and `absent` are for people; `records` of failures help to choose a placement.
+Without `loads` the next coordinator keeps a busy expert's shares until it has measured where tokens go; without
+`unreachable` it may group peers that cannot talk; without `arrivals` it may remove a peer with late heartbeats."""
 
 
 class ClusterView:
@@ -62,13 +62,13 @@ class ClusterView:
         self.roster = Roster(swarm.heartbeat_s)
         self.links = LinkSurvey(self.roster)
         self.workload = Workload.of(spec)
-        """The demands of a step with the narrowest formats that the run allows."""
+        """The demands of a step on devices and links, with the narrowest wire formats that the run allows."""
         self._takes = FormatBytes.of(spec)
         """Bytes of activations and sums in each format that a plan of this run may choose."""
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], the part of a forward that peers time (`Heartbeat.forward_s`); it contains no placed experts."""
+        """[L], FLOP of each layer in the forward that peers time (`Heartbeat.forward_s`), without placed experts."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -81,7 +81,7 @@ class ClusterView:
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the best formats for its tensors by recent figures)."""
+        """(sequence of a plan, the wire formats for its tensors that are best by recent figures)."""
         self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(spec)
@@ -94,7 +94,7 @@ class ClusterView:
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """The members of the last plan with another membership; they may still report work that they did under it."""
+        """Members of the last plan with other members than now; they may still report work that they did under it."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._num_divisions = 0
@@ -138,7 +138,7 @@ class ClusterView:
             record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE)
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator; the first one is our best estimate of the run's start.
+        """Record a live plan of any coordinator. The time of the first one is our estimate of the run's start.
         Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         before, members = self.plan, frozenset(plan.members)
         members_before = frozenset(before.members) if before is not None else frozenset()
@@ -177,7 +177,7 @@ class ClusterView:
         self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
-            # Knowledge from an earlier term of ours is stale, except for the irregularity of heartbeats.
+            # What we know from an earlier term of ours is stale; the roster keeps what still counts.
             self.roster.begin_term(members)
             self.links.begin_term(members)
             self._snapshots.begin()
@@ -212,7 +212,7 @@ class ClusterView:
         self.experts.records.take_over(handover.records)
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
-        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins."""
+        """Keep our own knowledge, and the peers that the owner's reset names, for the term that the reset begins."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -258,7 +258,7 @@ class ClusterView:
     # --- queries ---
 
     def catalog(self, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
-        """The snapshots to which the run may roll back. Args: among: as in `disks_of`."""
+        """Return the snapshots to which the run may roll back. Args: among: only of this layout's peers; None: all."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
     @property
@@ -300,7 +300,7 @@ class ClusterView:
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
         state counts as lost. A wrong True could begin one era twice, with two histories.
-        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate."""
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate `live`."""
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
         return live.not_started and known and max(self.version_max, version or 0) <= live.restore_version
@@ -310,8 +310,8 @@ class ClusterView:
         return is_last_holder(peer, live, held)
 
     def measured(self, live: Plan, now_s: float) -> tuple[MeasuredPeer, ...]:
-        """Return the peers that are alive, for the allocator. A peer that has not followed into the live era yet holds
-        nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
+        """Return the peers that are alive, for the allocator. A peer that still reports an earlier era counts as
+        without state. A member that its group rejects counts as without memory, so that it becomes a standby."""
 
         def follows(peer: PeerID) -> bool:
             beat = self.roster.beat(peer)
@@ -323,8 +323,8 @@ class ClusterView:
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
 
     def _refused(self, live: Plan) -> set[PeerID]:
-        """Return the members that a stage reports as unsound: a majority of its other members, at least two, and not
-        those of one invite alone."""
+        """Return the peers that a stage rejects: a majority of its other members, at least two, report such a peer as
+        unsound. The reporters must have joined by two invites, if that stage's members joined by several."""
         return {
             accused
             for accused, accusers in self.roster.accusers().items()
@@ -347,7 +347,8 @@ class ClusterView:
 
         Args:
             knows_network: include the links, which takes a while for many peers.
-            runs_ahead: False: for synchronous steps. None: as plans are made now."""
+            runs_ahead: False: for synchronous steps; True: for later ones; None: for the kind that plans are made for.
+        """
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
         whole = catalog.newest_whole(self.layers)
@@ -378,7 +379,7 @@ class ClusterView:
                     flop_per_s=believed[p.peer].flop_per_s,
                     speed_variance=believed[p.peer].variance,
                     upload_bytes_per_s=uploads[p.peer],
-                    # more than the whole model is not useful, whatever it claims
+                    # more than the whole model needs is of no use, whatever the peer claims
                     memory_bytes=min(p.memory_bytes, whole_bytes),
                     failure_probability=chance,
                 )
@@ -407,8 +408,8 @@ class ClusterView:
         )
 
     def runs_ahead(self, now_s: float) -> bool:
-        """False while more than half of the horizon is expected to pass in synchronous steps. Plans are made for those
-        steps then, and for all later ones otherwise."""
+        """False while more than half of the horizon (a layout's expected life) passes in synchronous steps. Plans are
+        made for those steps then, and for all later ones otherwise."""
         step_s = self.ledger.pace.usual_step_s or self.step_s_at_best(now_s)
         return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
@@ -423,7 +424,7 @@ class ClusterView:
 
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
         """Estimate the seconds lost by a roll-back: its own time, plus half a snapshot interval, or the whole run so
-        far if a snapshot is overdue and none exists."""
+        far if snapshots have no interval, or one is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
@@ -434,7 +435,7 @@ class ClusterView:
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
 
     def step_s_at_best(self, now_s: float) -> float:
-        """Seconds a step if no device of the present peers ever waited; 0: not known."""
+        """Return the seconds of a step if no device of the present peers ever waited; 0: not known."""
         adverts = (self.roster.advert(peer) for peer in self.roster.alive(now_s))
         flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
         flop = self.workload.microbatches * self.workload.job_flop(0, self.workload.num_layers)
@@ -445,7 +446,7 @@ class ClusterView:
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: as of `snapshot`."""
+        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: see `snapshot`."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
@@ -466,7 +467,7 @@ class ClusterView:
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the members of these stages as they are now; None: too many for a prediction in time."""
+        """Return the inputs of a prediction for these stages; None: they have too many members for one in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
@@ -475,7 +476,7 @@ class ClusterView:
         return self.snapshot(peers, None, nothing, now_s, knows_network=True, runs_ahead=runs_ahead)
 
     def compare(self, live: Plan, now_s: float) -> None:
-        """Compare the live plan's prediction with the measured throughput, once every member has been heard."""
+        """Compare the live plan's predicted and measured throughput. Call this once every member has been heard."""
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / LARGE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
@@ -505,9 +506,9 @@ class ClusterView:
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
-        """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
-        because a plan that rolls back reads their disks only, and none while the era has not started: members may still
-        roll back."""
+        """(era, version) of the newest snapshot with `SAFE_COPIES` of each layer on live members' disks; (0, 0): none.
+        Only members count, because a roll-back reads only their disks. No snapshot counts before the first commit of an
+        era, because members may still roll back."""
         if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:

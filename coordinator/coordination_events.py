@@ -1,4 +1,5 @@
-"""The events that the core handles and its commands. The driver opens and verifies the plans in them."""
+"""The events that the driver passes to the core, and the commands that the core returns. The driver opens and verifies
+the plans in events."""
 
 import msgspec
 
@@ -14,18 +15,19 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class CoordinationEvent(msgspec.Struct, frozen=True):
-    """What the core handles."""
+    """Base of the events: what has happened."""
 
 
 class Command(msgspec.Struct, frozen=True):
-    """What the driver carries out for the core, in order."""
+    """Base of the commands, which the driver carries out in order."""
 
 
 # --- events ---
 
 
 class Received(CoordinationEvent, frozen=True):
-    """A call from a peer, to which the core replies; `plan` is the message's plan, on `base`."""
+    """A call from a peer, to which the core replies. `plan`: the plan in the message; `base`: its predecessor, or the
+    caller's live plan."""
 
     source: PeerID
     message: msgspec.Struct
@@ -61,13 +63,13 @@ class Unanswered(CoordinationEvent, frozen=True):
 
 
 class Beat(CoordinationEvent, frozen=True):
-    """The current content of our heartbeat."""
+    """This peer's own heartbeat, which is about to be sent."""
 
     heartbeat: Heartbeat
 
 
 class Heard(CoordinationEvent, frozen=True):
-    """Something of `peer` that is no heartbeat has arrived; one event may stand for many."""
+    """A call or frame from `peer` that is no heartbeat has arrived. One event may stand for many of them."""
 
     peer: PeerID
 
@@ -77,7 +79,7 @@ class ReportDue(CoordinationEvent, frozen=True):
 
 
 class HeadFound(CoordinationEvent, frozen=True):
-    """The directory's record of the chain; None: it has none."""
+    """The directory has answered with the head of the chain (its newest plan); None: it knows none."""
 
     head: PlanHead | None
 
@@ -100,11 +102,11 @@ class CoordinationTimerFired(CoordinationEvent, frozen=True):
 
 
 class Leaving(CoordinationEvent, frozen=True):
-    """This peer transfers the role now, because it leaves."""
+    """This peer leaves, and must transfer the coordinator's role if it has it."""
 
 
 class Searched(CoordinationEvent, frozen=True):
-    """A `Search` has ended. `is_bug`: it raised an exception."""
+    """A `Search` has ended. `is_bug`: it raised an unexpected exception."""
 
     job: SearchJob
     reason: str
@@ -120,7 +122,7 @@ class SendHeartbeat(Command, frozen=True):
 
 
 class Ask(Command, frozen=True):
-    """Call `peer`. The answer is an `Answered` or `Unanswered` event with this very message."""
+    """Call `peer`. The result is an `Answered` or `Unanswered` event with this message as `asked`."""
 
     peer: PeerID
     message: msgspec.Struct

@@ -5,17 +5,18 @@ knows, votes (`chain`), and adopts live plans above its own.
 
 The life of a plan:
 
-- Before the first plan every peer reports to the owner. It makes plan (1, 1) alone, once enough peers are present and
-  no peer knows a plan of the run.
+- Before the first plan every peer reports to the run's owner. The owner makes plan (1, 1), which is (term, sequence),
+  alone, once enough peers are present and no peer knows a plan of the run.
 - Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
   live when a majority of its predecessor's electors has voted for it; `PlanLive` and heartbeat replies spread it.
-- At the term's end the coordinator sends `TransferLeadership` to the first peer in the next term's rank, which requests
-  the term, then votes for a plan with the same layout. The old coordinator keeps the role until that plan is live.
+- At the term's end the coordinator sends `TransferLeadership` to the first peer in the rank (order) of the next term.
+  That peer requests the term, and then the members' votes for a plan with the same layout. The old coordinator keeps
+  the role until that plan is live.
 - A silent coordinator is replaced by the first peer in rank that notices, after a pre-vote. A member that still hears
-  the coordinator refuses, and checks it more closely from then on.
+  the coordinator refuses its consent, and pings the coordinator more often from then on.
 - A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
 - If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
-  makes a plan without votes. It begins a reign, which is compared before term and sequence.
+  makes a plan without votes. That plan begins a reign, a number that is compared before term and sequence.
 
 At most one `Ballot` is in flight. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
 failures, otherwise twice."""
@@ -73,7 +74,7 @@ from shoal.protocol.statement import Topic
 SignStatement = Callable[[Topic, bytes], bytes]
 """(topic, body) -> our signature of this statement about this run."""
 VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
-"""(topic, signer, signature, body) -> whether this is the signer's valid statement about this run."""
+"""(topic, signer, signature, body) -> whether the signer has signed this statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
@@ -87,11 +88,11 @@ SLEPT_HEARTBEATS = 1.0
 
 
 class CoordinationCore:
-    """Decides what one peer does in coordination.
+    """Decides what one peer does to choose the coordinator and to agree on plans.
 
     Args:
-        chain: possibly restored from disk.
-        policy: chooses the next layout; its view is the swarm as this peer knows it.
+        chain: the run's chain of plans, empty; `restore` fills it.
+        policy: chooses the next layout from what this peer knows of the swarm.
         sign: signs a plan in our name; deterministic.
         sign_statement: signs a statement in our name.
         verify: checks another peer's statement.
@@ -121,7 +122,7 @@ class CoordinationCore:
         self._verify_end, self._verify_state = partial(verify, "end"), partial(verify, "state")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
-        """The revision of our spec, and the highest revision that a peer has reported."""
+        """The revision of our run spec, and the highest revision that a peer has reported."""
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._proposer = Proposer(
             me=me,
@@ -153,7 +154,7 @@ class CoordinationCore:
         self._heartbeat_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
-        """Continue after a restart, before any event. Args: opened: as in `PlanChain.restore`."""
+        """Continue from `record` after a restart, before any event. Args: opened: bytes of a plan -> plan, or None."""
         self.chain.restore(record, opened)
         live = self.chain.live
         if live is not None:
@@ -197,7 +198,7 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """The peers that count when a newcomer wants to join -> their adverts, where known."""
+        """Return the peers to count when a newcomer wants to join: present peers and members -> advert, where known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
@@ -356,7 +357,7 @@ class CoordinationCore:
             )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
-                # A coordinator that cannot hear us removes us; our vote does not reach it either, so a note is enough.
+                # A coordinator that cannot hear us removes us. Our refusal does not reach it either: log no error.
                 is_ours = not plan.plan.has(self.me)
                 commands += [LogReason(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = messages.PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
@@ -380,7 +381,7 @@ class CoordinationCore:
                 if live and event.peer == live.plan.coordinator != self.me and reply.term < live.plan.term:
                     commands.append(
                         Ask(peer=event.peer, message=messages.PlanLive(plan=live.link))
-                    )  # it has lost its disk
+                    )  # that coordinator has lost its disk
                 return commands
             case messages.ChainLinks():
                 lost = self.role.is_out_of_touch(now_s)
@@ -442,7 +443,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan from `source` if it proves itself. Args: after: as in `PlanChain.adopt`."""
+        """Obey a live plan from `source` if it proves itself. Args: after: its predecessor, if taken on trust."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:
@@ -472,7 +473,7 @@ class CoordinationCore:
         return commands
 
     def _tell(self, plan: Plan | None, now_s: float, *, flush: bool) -> list[Command]:
-        """Tell the node which steps are complete. Args: flush: do not wait for further reports of a step."""
+        """Tell the node which steps are complete. Args: flush: do not wait for a step's remaining reports."""
         if plan is None:
             return []
         records = self.view.ledger.tell(now_s, term=plan.term, peers=len(plan.members), flush=flush)

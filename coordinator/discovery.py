@@ -1,4 +1,4 @@
-"""Posts and reads this peer's records in the directory: the addresses of all peers, and the head of the chain."""
+"""Posts this peer's records in the directory and reads all: each peer's addresses, and the head of the plan chain."""
 
 import asyncio
 import logging
@@ -20,14 +20,14 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""How long a newcomer finds the chain after the last coordinator fell silent. The highest record counts."""
+"""How long newcomers find the chain after the last coordinator fell silent. The highest record counts."""
 READERS = 64
-"""Number of peers that may read all adverts with each renewal of their own."""
+"""A peer that knows fewer peers than this reads all adverts with each renewal of its own; others read less often."""
 DIALS_MAX = 16
-"""Number of peers introduced at the same time. Dialling an absent peer takes seconds."""
+"""Maximum number of peers introduced to the transport at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses so often in a row, then once every `MOVE_S`: they may be a victim's."""
+"""A peer may change its addresses this many times, then once every `MOVE_S`: we dial them, even a victim's."""
 
 
 def peers_key(run: str) -> str:
@@ -41,7 +41,7 @@ def plan_key(run: str) -> str:
 
 
 class Discovery:
-    """Posts and reads records, which count only under their signers' own names."""
+    """Posts and reads records. A record counts only under the name of the peer that signed it."""
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -77,7 +77,7 @@ class Discovery:
         return True
 
     async def advertise(self, advert: Advert) -> None:
-        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer
+        """Post our advert and read the others'. A renewal reads first, to find another process with our key
         (`Endpoint.is_displaced`)."""
         is_renewal, self._has_posted = self._has_posted, True
         if not is_renewal:

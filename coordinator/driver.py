@@ -1,4 +1,5 @@
-"""Runs one peer's coordination on its endpoint, directory and clock, and carries out the core's commands.
+"""Runs one peer's coordination: passes events to the core (a state machine without I/O), and carries out the core's
+commands on the peer's endpoint, directory and clock.
 
 The file is long because it answers every coordination call and carries out every command in one place."""
 
@@ -76,11 +77,11 @@ logger = logging.getLogger(__name__)
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""Refused heartbeats in a row that mean more than a change of coordinator."""
+"""This peer is turned away after this many refused heartbeats in a row; fewer may come from a change of coordinator."""
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""Minimum interval between two signs of life of one member for the core: hundreds may arrive in a second."""
+"""The core is told of a member's signs of life at most once in this time: hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
 
@@ -97,11 +98,11 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     messages.Leave: Done,
     messages.Reset: Done,
 }
-"""Each call of coordination -> its answer."""
+"""Type of each call between coordinations -> type of its answer."""
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
-    """Run a search where it does not block the event loop. After an error the coordinator goes on with repaired
+    """Run a layout search where it does not block the event loop. After an error the coordinator goes on with repaired
     layouts."""
     assert isinstance(allocator, Searching), "only a searching allocator is asked to"
     found: list[tuple[Layout | None, str]] = []
@@ -130,7 +131,7 @@ class Callbacks:
     on_plan: Callable[[SignedPlan], None]
     """Called with every plan that this peer must obey, in order."""
     on_step: Callable[[StepRecord], None] = ignore
-    """Called with every step that completes while this peer coordinates; two peers may report one."""
+    """Called with every step that completes while this peer coordinates; two peers may report one step."""
     on_save: Callable[[int], None] = ignore
     """Called, maybe repeatedly, with the version at which every stage should write a snapshot."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
@@ -142,15 +143,15 @@ class Callbacks:
 
 
 class Coordination:
-    """One peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
+    """One peer's part in the coordination of a run: to choose coordinators, agree on plans and, in a term, make them.
 
     Args:
-        endpoint: answers calls after `start`; its `term` follows the plan.
+        endpoint: answers calls after `start`; its `term` is set to that of the live plan.
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
             coordinator has them.
-        has_lost_all: as in `ReplanPolicy`.
-        run_blocking: runs layout searches, which may take a minute; inline in virtual time.
+        has_lost_all: returns True if this peer's disk had snapshots and none can be read.
+        run_blocking: runs layout searches, which may take a minute; inline in simulated time.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class Coordination:
         self._allocator, self._run_blocking = allocator, run_blocking
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
-        """Why the coordinator refuses us; empty: it does not, or we have not met it."""
+        """Why the coordinator refuses our heartbeats; empty: it does not, or has not answered yet."""
         self._times_turned_away = 0
         self._store = store
         self._discovery = Discovery(endpoint, directory, clock)
         self._reports = ReportQueue()
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
-        self.said = ""  # last note as a coordinator, such as the reason why it waits
+        self.said = ""  # the last logged reason, such as why the run waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = Timer(clock, lambda: self._feed(CoordinationTimerFired()))
         self._moved_on = asyncio.Event()
@@ -215,7 +216,7 @@ class Coordination:
         """True until our coordinator has said that the run is done."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
-        """Member -> time of the last sign of life given to the core."""
+        """Member -> time of its last sign of life that the core was told of."""
         self._came_s: dict[PeerID, float] = {}
         self.num_alarms = 0
         """Number of violated invariants."""
@@ -233,7 +234,7 @@ class Coordination:
         return 0.0 if self.core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
-        """The swarm, if this peer coordinates."""
+        """Return the status of the swarm if this peer coordinates; else None."""
         return self.core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
@@ -283,7 +284,7 @@ class Coordination:
         return Done()
 
     async def _put_out(self, order: Exclusion) -> None:
-        """Exclude members. Tell them first, because all peers stop talking to them afterwards."""
+        """Exclude the members that `order` names. Tell them first: all peers stop talking to them afterwards."""
         members, excluded, plan = self._endpoint.members, self.core.excluded, self.core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
@@ -396,7 +397,7 @@ class Coordination:
             self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
-        """Open a plan of our record. Forget one that no peer can follow, as an older release may have stored."""
+        """Open a plan of our record. None: none, or one that no peer can follow (older releases stored such plans)."""
         me = self._endpoint.peer_id
         if not data:
             return None
@@ -474,7 +475,7 @@ class Coordination:
         return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: messages.StatusRequest) -> msgspec.Struct:
-        """Return the status of the run, which another coordinator may have to be asked for."""
+        """Answer with the status of the run. If another peer coordinates, ask it."""
         mine, coordinator = self.status(), self.core.coordinator
         if mine is not None:
             return mine
@@ -492,7 +493,7 @@ class Coordination:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
 
     async def _ping_for(self, source: PeerID, message: messages.PingRequest) -> msgspec.Struct:
-        """Ping a member for the coordinator, which cannot reach it or suspects so."""
+        """Ping a member for the coordinator, which gets no answer from that member."""
         plan = self.core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
             return Refusal(reason="pings only for the coordinator")
@@ -586,7 +587,7 @@ class Coordination:
         self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Sign the run's end once all that we hold has reached it; empty before."""
+        """Return our signature of the run's end, once all state that we hold has reached it; empty before."""
         plan, steps = self.core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):
@@ -614,7 +615,7 @@ class Coordination:
             await self._endpoint.ask(self.core.coordinator, messages.Leave(), Done, timeout_s=self._timeout_s)
 
     async def _prepare_search(self) -> None:
-        """Compile the kernels in advance."""
+        """Compile the kernels of the layout search before the first search."""
         if isinstance(self._allocator, Searching):
             await self._run_blocking(self._allocator.prepare)
 

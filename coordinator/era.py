@@ -1,19 +1,20 @@
 """Decides when a stage has lost its state, where the next era begins, and to which versions a run may go back. Pure.
 
-Versions grow within an era. An era ends when a stage has lost every holder of its state: at once if all of them are
-dead, after three heartbeats if one lives and may be downloading it. The next era begins from the newest snapshot that
-is complete on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on
-disks or in flight under the old number belongs to another history.
+An era is a generation of the training state; versions grow within it. It ends when the layers are divided into other
+stages, or when no peer holds a stage's state any more: at once if all its holders are dead, after three heartbeats if
+one lives and may be downloading the state. After a loss the next era begins from the newest snapshot that is complete
+on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on disks or in
+flight under the old number belongs to another history.
 
 The era's first plan is `not_started`: members without state start from the era's beginning. After the first commit
-comes a plan that is not fresh, so that a peer that restarts or joins late downloads the state. If a newer snapshot is
-complete except for absent disks, the run waits for them: thirty heartbeats, or as long as training the same steps again
-would take. A swarm that was switched off as a whole recovers by the same rule.
+comes a plan without that flag, so that a peer that restarts or joins late downloads the state. If absent peers' disks
+could complete a newer snapshot, the run waits for them: thirty heartbeats, or as long as training the same steps again
+would take if that is longer. A swarm that was switched off as a whole recovers by the same rule.
 
 A run may only go back to a version that a majority of each layer group has signed. A coordinator collects the
-attestations in its members' heartbeats, and its next plan contains what a majority of a group has signed, from at least
-two invites if its members joined by several. Voters check the signatures. `protocol/certificate.py` defines the signed
-bytes."""
+signatures (attestations) in its members' heartbeats. Its next plan contains each version that a majority of a group has
+signed, from at least two invites if the group's members joined by several. Voters check the signatures.
+`protocol/certificate.py` defines the signed bytes."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -31,15 +32,15 @@ from shoal.protocol.spec import ModelSpec
 from shoal.protocol.statement import VerifySignature
 
 PATIENCE_HEARTBEATS = 3.0
-"""How long a living holder may lack its state, or not have reported it: it may be downloading it."""
+"""How long a living member may lack its group's state, or not have reported it: it may be downloading the state."""
 MISSING_HEARTBEATS = 30.0
-"""Minimum wait for the disks that would make a newer snapshot complete."""
+"""Minimum wait for absent peers' disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0
 """A coordinator that has given up waiting for disks keeps the role this long, to make the plan without them."""
 SAFE_COPIES = 2
 """Each layer of a snapshot must be on this many disks before older snapshots may be deleted."""
 AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
-"""(members of a jury that have signed, the jury) -> whether this certifies a version (`Electorate.are_enough`)."""
+"""(signers, jury: all members that may sign) -> whether the signers can certify a version (`Electorate.are_enough`)."""
 
 KEPT = 2
 """Plans keep this many complete versions, as many as each peer keeps of each layer group on disk."""
@@ -49,7 +50,7 @@ ATTESTED_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCatalog:
-    """The snapshots on disks: (era, version) -> peer -> its layers."""
+    """The snapshots on disks. `parts`: (era, version) -> peer -> the layers on its disk."""
 
     parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
 
@@ -88,7 +89,7 @@ class CheckpointCatalog:
         return frozenset().union(*self.parts.get(snapshot, {}).values())
 
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
-        """True if each of `layers` is on a disk."""
+        """True if each of `layers` of `snapshot` is on some disk."""
         return self.layers(snapshot).issuperset(layers)
 
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
@@ -105,7 +106,7 @@ class CheckpointCatalog:
 
 
 class HolderWatch:
-    """Tracks since when each stage, and each placed expert, has had no holder of its state."""
+    """Tracks, for each stage and each placed expert, since when no peer has held its state."""
 
     def __init__(self, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -126,8 +127,8 @@ class HolderWatch:
         """Return the groups of `plan` with lost state, which only a roll-back can restore.
 
         Args:
-            holders: by group, the peers that hold its state now, or can rebuild it alone.
-            behind: groups with a state that a living peer reports at a version too old to count, so far.
+            holders: for each group, the peers that hold its state now, or can rebuild it alone.
+            behind: groups with a state that a living peer reports, but so far at a version too old to count.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -145,14 +146,14 @@ class HolderWatch:
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
         """True if the wait for absent disks is over. Call only while a stage has lost its state.
-        Args: relearn_s: time to train the steps on those disks again: waiting in vain and training in vain cost the
-        same at most."""
+        Args: relearn_s: time to train the steps on those disks again. The wait lasts as long, or `MISSING_HEARTBEATS`
+        if that is more: a wait in vain then costs about as much as a needless roll-back."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
-        """True during the wait and for `RESIGNED_HEARTBEATS` after it."""
+        """True during the wait for absent disks, and for `RESIGNED_HEARTBEATS` after it."""
         if self._lost_s is None:
             return False
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
@@ -173,7 +174,7 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None) -> Checkpoin
 def holders(
     live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, not_started: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """Return the peers that hold each group's state or, under a `not_started` plan, can rebuild it."""
+    """Return, for each group, the peers that hold its state or, under a `not_started` plan, can rebuild it."""
     floor = _version_min(live, catalog, model)
     holding: dict[int, set[PeerID]] = {}
     for peer, group, version in _said(live, roster, now_s):
@@ -189,14 +190,15 @@ def holders(
 
 
 def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, now_s: float) -> frozenset[int]:
-    """Return the groups with a state that a living peer reports at a version that does not count."""
+    """Return the groups of which a living peer reports the state at a version too old to count."""
     floor = _version_min(live, catalog, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 
 
 def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
-    """Return the lowest version that counts. A peer more than one commit behind a complete snapshot has restarted the
-    era on its own. One commit behind is possible: a group peer committed and crashed before it sent its sums."""
+    """Return the lowest version of a group's state that counts. A peer more than one commit behind a complete snapshot
+    has restarted the era on its own. One commit behind is possible: a peer of the group committed and crashed before it
+    sent its sums."""
     snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -218,7 +220,7 @@ def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, in
 
 
 def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:
-    """True if only `peer` holds the state of some group. Args: held: by group, its holders now (`holders`)."""
+    """True if only `peer` holds the state of some group. Args: held: for each group, its holders (`holders`)."""
     return any((now or _members(plan, group)) == {peer} for group, now in enumerate(held))
 
 
@@ -236,8 +238,8 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 def next_beginning(
     live: Plan | None, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, placed: bool
 ) -> Beginning:
-    """Return the beginning of the next era, after all reported eras: the newest snapshot that is complete on
-    `catalog`."""
+    """Return the beginning of the next era: the newest complete snapshot in `catalog`, else version 0. The new era's
+    number is above all reported ones."""
     heard = (beat.era for _, beat in roster.beats(roster.presences))
     last = live.era if live else 0
     # A later era is not believed: no peer would follow a plan with such a jump.
@@ -251,8 +253,8 @@ def next_beginning(
 
 
 class Certificates:
-    """Versions that the live plan certifies, or that the next plan can. Args: placed: plans assign experts to
-    members."""
+    """Collects members' signatures of versions, and knows which versions the live plan certifies or the next one can.
+    Args: placed: plans assign experts to members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough
@@ -302,7 +304,7 @@ class Certificates:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(era, version) of the newest completely certified version; (0, 0): none."""
+        """(era, version) of the newest version with all layers certified; (0, 0): none."""
         return _newest(self._all, self._wanted)
 
     @property
@@ -310,7 +312,7 @@ class Certificates:
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """Return the layers certified at (era, version); None before the first plan, when nothing can be."""
+        """Return the layers certified at (era, version); None before the first plan, when no layer can be."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
@@ -327,7 +329,7 @@ class Certificates:
         return known + self._new
 
     def _proven(self, plan: Plan) -> Iterator[Certified]:
-        """Yield what a majority of a group's jury has signed."""
+        """Yield a certificate for each version that a majority of its group's jury has signed."""
         heard = {keys for keys, _ in self._said}
         for group in range(len(plan.stages) + len(plan.experts)):
             keys = group_keys(self._model, plan, group)

@@ -1,14 +1,14 @@
 """Detects failed peers: the coordinator watches the members, and each member watches the coordinator. Pure.
 
 A suspended process keeps its connections and answers nothing, so silence alone needs a timeout (`adaptive_timeout`). A
-refused connection is stronger evidence: two in a row need none.
+refused connection is stronger evidence: after two in a row no timeout is needed.
 
 The coordinator checks a suspicion itself before it removes a member:
 
 | suspicion                             | observation                | conclusion                                      |
 |---------------------------------------|----------------------------|-------------------------------------------------|
-| a heartbeat is late                   | the ping is answered, or a | alive but slow: it stays                        |
-|                                       | frame or call of it comes  |                                                 |
+| a heartbeat is late                   | it answers a ping, or      | alive but slow: it stays                        |
+|                                       | sends a frame or a call    |                                                 |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
 | (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
 |                                       |                            | of it if two neighbours cannot reach it either  |
@@ -41,44 +41,44 @@ PING_HEARTBEATS = 0.25
 CONFIRM_HEARTBEATS = 0.06
 """A refused connection is tried again after this time."""
 CLOSE_FLOOR_HEARTBEATS = 1.2
-"""Five pings stay unanswered in this time. A new plan takes three more round trips, so most of a heartbeat is left of
-the two within which it should be live."""
+"""Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
+after two heartbeats, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
-"""Heartbeats vary by a twentieth: after this time one is missing."""
+"""A member backs a coordinator at least this long after its last sign: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
-"""How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
-peer's network daemon on a busy machine. A roll-back costs more."""
+"""How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
+time of a peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Share of a busy member's timeout for which our own pings must stay unanswered before two reports count."""
+"""Reports of two neighbours count once our own pings stayed unanswered for this share of the member's timeout."""
 ROLL_CALL_HEARTBEATS = 0.15
-"""How long a plan waits for members that are pinged after a first refusal."""
+"""How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
-"""A member that others have reached for this long, and we have not, is out of our reach."""
+"""A member that others have reached for this long, while we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops a member waits for others that are close to their timeout."""
+"""How long a plan that drops a member waits for other members that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """The check of one peer that may have failed. A member that checks the coordinator needs the first fields only."""
+    """The check of one peer that may have failed. A member's check of the coordinator uses only the first fields."""
 
     since_s: float
     ping_at_s: float
     refused_s: float | None = None
-    """When the first connection in a row was refused."""
+    """When the peer refused our connection for the first time in a row; None: it does not refuse."""
     pinged: bool = False
     answered: bool = False
     returns_by_s: float = -math.inf
-    """The member may return until this time although it refuses us."""
+    """A member that refuses us may still return until this time, and does not count as gone before."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
     """When others are asked to ping the member; inf: we have not pinged it ourselves yet."""
     vouchers: dict[PeerID, None] = field(default_factory=dict)
-    """Members that it has answered while it did not answer us."""
+    """Members that the peer has answered while it did not answer us."""
     vouched_s: float = math.inf
 
     @property
@@ -87,15 +87,15 @@ class Inquiry:
         return self.pinged and not self.answered
 
     def takes_ping(self, now_s: float, *, every_s: float) -> bool:
-        """True, once, if a ping is due."""
+        """Return True if a ping is due, and schedule the next one."""
         if now_s < self.ping_at_s:
             return False
         self.ping_at_s = now_s + every_s
         return True
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
-        """Record a refused connection; the first is confirmed by a ping after `again_s`.
-        Returns: whether it is the second in a row. One that was sent before the first came back tells nothing new."""
+        """Record a refused connection. A ping after `again_s` seconds checks the first one.
+        Returns: whether it is the second in a row. A call from before the first refusal tells nothing new."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False
@@ -103,7 +103,7 @@ class Inquiry:
 
 
 class CoordinatorWatch:
-    """Watches one coordinator after the other."""
+    """Watches the coordinator of the live plan; one object serves all terms."""
 
     def __init__(self, *, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -113,7 +113,7 @@ class CoordinatorWatch:
         self._round_trip = RoundTrip(heartbeat_s)
         self._inquiry = Inquiry(since_s=now_s, ping_at_s=now_s)
         self._gone_s: float | None = None
-        """When the coordinator's process was found to be gone."""
+        """When the coordinator's process was found to be gone; None: it was not."""
         self.is_close = False
         """True if we are among the first in rank, and therefore ping the coordinator all the time."""
         self._alarm_until_s = now_s
@@ -137,7 +137,7 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: by the delays so far, its next answer is not late."""
+        """True if we back the coordinator against a candidate: judged by past delays, its next answer is not late."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
@@ -187,7 +187,7 @@ class CoordinatorWatch:
         self._inquiry.refused_s = self._gone_s = None
 
     def obeys(self, *, replaced: PeerID | None, now_s: float) -> None:
-        """Watch the coordinator of a new term. The measured delays stay: they depend as much on us.
+        """Watch the coordinator of a new term. Keep the measured delays, which depend on our machine too.
         Args: replaced: the coordinator that was replaced because it was silent."""
         self._replaced = (replaced, self._sign_s) if replaced is not None else None
         self.excuse(now_s)
@@ -196,7 +196,7 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If it was replaced for a silence, allow such a silence from now on."""
+        """Record an answer of `peer`. If it has lost the coordinator's role by a silence, tolerate that from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None
@@ -216,7 +216,7 @@ class FailureDetector:
         self._wait_until_s = -math.inf
 
     def begin(self, doubted: Collection[PeerID], now_s: float) -> None:
-        """Start anew, in a new term or after a suspension: only the `doubted` are suspects."""
+        """Start anew, in a new term or after our own suspension. Only the `doubted` members are suspects."""
         self._inquiries.clear()
         self._dead = frozenset()
         for peer in doubted:
@@ -264,17 +264,17 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """Return the members that have reached a peer for `OUT_OF_REACH_HEARTBEATS` that we cannot reach."""
+        """Return the members that have reached, for `OUT_OF_REACH_HEARTBEATS`, a peer that we cannot reach."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
 
     def refused(self, peer: PeerID, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float) -> list[Command]:
-        """Record that a ping was refused. Args: irreplaceable: the state of some group would be lost."""
+        """Record that a ping was refused. Args: irreplaceable: some group's state would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
-        if self._roster.is_dead(peer):  # reported again since, but its time to return is over
+        if self._roster.is_dead(peer):  # others report it again, but its time to return is over
             del self._inquiries[peer]
             return []
         if inquiry.refused_s is None:
@@ -293,7 +293,7 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping suspects, and remove those that neither two neighbours nor we can reach.
+        """Ping suspects, and mark those as gone that neither two neighbours nor we can reach.
         Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
         for peer in plan.members:
@@ -351,7 +351,7 @@ class FailureDetector:
         return any(inquiry.is_open for inquiry in self._inquiries.values())
 
     def is_settled(self, plan: Plan, now_s: float) -> bool:
-        """True if the coordinator may plan now: no check is about to end after another member's failure."""
+        """True if the coordinator may plan now. After a failure it waits for other checks that are about to end."""
         dead = frozenset(peer for peer in plan.members if peer != self._me and self._roster.is_gone(peer, now_s))
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s

@@ -1,18 +1,18 @@
-"""Knows what has been committed, from the reports of each stage's leader, and when to save it. Pure.
+"""Knows which steps are committed, from reports of each stage's leader, and decides when all stages save. Pure.
 
-A report may arrive twice (a heartbeat's reply was lost, or the role moved), late, or for a step whose other reports
-went to the previous coordinator. Each (stage, step) counts once. A step is reported to the node once: when the last
-stage's report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have
-passed since all committed it.
+A report may arrive late, twice (a heartbeat's reply was lost, or the role moved), or after other reports of its step
+went to the previous coordinator. Each (stage, step) counts once. The node is told of a step once: when the last stage's
+report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have passed
+since all committed the step.
 
 A report is one peer's claim: a step, its loss and its effect on the rate count only once a majority of the last stage's
-members has passed it (`Confirmations`). When the run rolls back (a new era), steps above the beginning happen, and are
-reported, again.
+members has passed that step (`Confirmations`). When the run rolls back (a new era), the steps after the restored
+version are trained, and reported, again.
 
 A version of a group counts once a majority of the members that hold the group's state report at least that version. The
-end of the run counts once a majority of *all* members of every group has signed it: a member that ends cannot come
-back, so silence is no consent. A learner may sign with the last version's weights alone. The signatures travel with the
-news (`HeartbeatReply.ends`), and each peer checks them before it ends."""
+end of the run counts once a majority of *all* members of every group has signed it: a member that stops cannot come
+back, so silence is no consent. A learner, which has weights but no optimizer state, may sign too. Heartbeat replies
+carry the signatures (`HeartbeatReply.ends`), and each peer checks them before it stops."""
 
 import math
 from collections import deque
@@ -30,12 +30,12 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
 WAITING_MAX = 4096
-"""Reports that a peer keeps while there is no coordinator: an hour of one a second. Then the oldest are dropped."""
+"""Reports that a peer keeps while there is no coordinator: one a second for an hour. Then the oldest are dropped."""
 HISTORY_STEPS = 1024
-"""Number of steps with records; a report for an older one counts as a repetition."""
+"""Number of newest steps that are remembered; a report of an older step counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 _NOTICE_HEARTBEATS = 2.5
-"""Notice of a version to save: each peer's next heartbeat learns of it, with room for a late one."""
+"""How far ahead a version to save is named: each peer learns of it by its next heartbeat, and that may be late."""
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
@@ -47,13 +47,14 @@ Ends = tuple[tuple[PeerID, bytes], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the reporting stages."""
+    """One complete step, for the log and the live view. `duplicates` and `given_up` (microbatches) are sums over the
+    stages that have reported."""
 
     step: int
     """Counts from 0; after step s, versions are s + 1."""
     loss: float | None
     validation: ValidationReport | None
-    """The newest validation, told once; None: no new one since the previous record."""
+    """The newest validation result; None: it was in an earlier record, or there is none."""
     tokens_per_s: float
     staleness_mean: float
     """Mean staleness in steps over the stages that have reported."""
@@ -69,15 +70,15 @@ class StepRecord:
 
 
 class ReportQueue:
-    """Sends a peer's reports, the oldest first, a few a heartbeat, and keeps each until a coordinator has it."""
+    """Sends a peer's reports, oldest first, a few with each heartbeat, and keeps each until a coordinator has it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
         self._sent: tuple[Waiting, ...] = ()
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Queue `heartbeat`'s reports and replace them by the oldest ones; none while others are in flight. A commit
-        contains its age.
+        """Queue the reports in `heartbeat`, and replace them by the oldest in the queue; by none while others are in
+        flight. A commit report contains its age.
         Returns: (the heartbeat to send, the argument for `returned`)."""
         known = [report for _, report in self._waiting]
         new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
@@ -116,7 +117,7 @@ class Ledger:
         self._validates = spec.training.validation_interval_steps > 0
         self._patience_s = PATIENCE_HEARTBEATS * spec.swarm.heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
-        """Step -> group -> report. Stages come first, then the groups of placed experts, of which the norm counts."""
+        """Step -> group -> report. Stages come first, then placed experts, of which only the gradient norm counts."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """Step -> the last stage's report, not yet confirmed by that stage's members, and its arrival time."""
         self._untold: dict[int, float] = {}
@@ -149,7 +150,7 @@ class Ledger:
         return min(self._versions) >= self._steps and (validated or not self._validates)
 
     def divide(self, num_stages: int) -> None:
-        """Set the number of stages of the run's first layout."""
+        """Set the number of stages of the era's first layout; later divisions begin a new era (`rewind`)."""
         if num_stages != self._num_stages:
             self._versions = [self.step] * self._num_groups(num_stages)
             self._num_stages = num_stages
@@ -200,7 +201,7 @@ class Ledger:
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed.
-        Args: flush: also count the steps right after those; other coordinators will see them confirmed."""
+        Args: flush: also count reported steps right after those: another coordinator will see them confirmed."""
         confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
@@ -230,7 +231,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses of confirmed versions; the leader of stage 0 repeats its report until then."""
+        """Record validation losses of confirmed versions. Until then the leader of stage 0 repeats its report."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -252,7 +253,7 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of the steps that are due, in order. Args: flush: all that have a loss are."""
+        """Return the records of steps that are due, in order. Args: flush: every step with a loss is due."""
         records = []
         self._confirm(flush=flush)
         waits = False
@@ -266,7 +267,7 @@ class Ledger:
                 self._untold[step] = now_s  # some stage has not committed it, so it cannot have reported
             due = flush or complete or now_s >= self._untold[step] + self._patience_s
             waits = waits or not due
-            if not waits:  # an earlier step is not waiting: people read steps in their order
+            if not waits:  # people read steps in order, so this one waits for earlier steps
                 del self._untold[step]
                 self._told.append(step)
                 records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
@@ -316,7 +317,7 @@ class Ledger:
 
 
 def end_body(*, era: int, steps: int, revision: int) -> bytes:
-    """Encode what a member signs, as an `end` statement, once all that it holds is at the run's last version."""
+    """Encode what a member signs, as an `end` statement, once all state that it holds is at the run's last version."""
     return msgspec.msgpack.encode((era, steps, revision))
 
 
@@ -329,7 +330,7 @@ def proves_end(plan: Plan, signers: Collection[PeerID]) -> bool:
 
 
 class Confirmations:
-    """The reports of the live plan's members; other peers do not count."""
+    """Knows the versions that the live plan's members report; other peers do not count."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -379,7 +380,7 @@ class Confirmations:
 
 
 class SnapshotSchedule:
-    """Decides when all stages write a snapshot of the same version, which together is a complete one.
+    """Decides when all stages write a snapshot of the same version; together these are a complete snapshot.
 
     Heartbeats report how long ago each stage last wrote a snapshot (`Heartbeat.unsaved_s`). If that is too long for any
     peer, the coordinator's replies name a version that no stage has reached yet (`HeartbeatReply.save_at`). A stage
@@ -401,7 +402,7 @@ class SnapshotSchedule:
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float, step_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: the newest of every live peer in the live era; read at most twice a heartbeat. step_s: the usual
+        Args: beats: every live peer's newest one in the live era; read at most twice a heartbeat. step_s: the usual
         time of a step; 0: unknown."""
         if self._interval_s <= 0.0 or now_s < self._look_at_s:
             return

@@ -1,21 +1,22 @@
 """Knows the links between peers, as both of their ends report them, and chooses those to measure next. Pure.
 
-**Which to measure.** The coordinator asks for unknown links (`HeartbeatReply.probe`). Before the first plan each peer
+**Measurements.** The coordinator asks for unknown links (`HeartbeatReply.probe`). Before the first plan each peer
 measures a few links with each heartbeat, because the lines are idle. While the run trains, a standby measures one link
-with each heartbeat until a search can place it. Every other peer measures one link at a time, in this order: towards an
-unknown standby, in use and a minute old, unknown, old. Links in use are measured far more often while the run is slower
-than the figures explain. If several links of one peer have become slow, all peers measure their link towards it;
-otherwise a search would move its traffic to its other links. Before all that, a peer tries the peers that report it as
-unreachable, and now and then those that it cannot reach. Among several candidates it takes the network card that has
-rested longest.
+with each heartbeat until a search can place it. Every other peer measures one link at a time. It prefers the link
+towards a standby that no peer has probed; then a link in use that was measured a minute ago; then an unknown link; then
+an old one. Links in use are measured far more often while the run is slower than the figures explain. If several links
+of one peer have become slow, all peers measure their link towards it; otherwise a search would move that peer's traffic
+to its other links, of which the figures are old. Before all that, a peer tries the peers that report it as unreachable,
+and now and then those that it cannot reach. Among several candidates the coordinator takes the network card that was
+probed least recently.
 
-Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of it each.
-So before the first plan they take turns with links that leave their machine, and a measurement of one of them counts
-for all. Between them one link each is measured, to check that they are where they say.
+Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of its rate
+each. So before the first plan they take turns with links that leave their machine, and a measurement of one of them
+counts for all. Each also measures a link to another of them, to check that both are on the same machine.
 
-**Which do not exist.** Two peers behind routers may never connect, and a connected pair may lose its connection. Each
+**Unreachable pairs.** Two peers behind routers may never connect, and a connected pair may lose its connection. Each
 peer reports how many tries to reach another have failed since that one last answered (`LinkReport.num_failed`). A pair
-is unreachable if both of its ends report it, with at least one try each and `TRIES_MIN` together, and have not
+is unreachable if both of its ends report failures, with at least one try each and `TRIES_MIN` together, and have not
 connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer can separate
 two others, a peer that calls all others unreachable is not believed, and two liars only harm their own pair. The pair
 is reachable again when either end reports an answer of the other, or when no report has arrived for
@@ -46,11 +47,11 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.plan import Plan
 
 LINKS_KEPT_MAX = 64
-"""Links, and failing links, kept of each reporter, the last reported ones. An honest reporter reports no more."""
+"""Number of links, and of failing links, kept of each reporter: the last reported. An honest peer reports no more."""
 PROBES_CERTAIN = 3
 """Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
+"""A peer's line is slow once this fraction of the peer's links, and at least `SLOW_LINE_MIN` of them, are slow."""
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
@@ -60,7 +61,7 @@ RETRY_HEARTBEATS = 30.0
 EXPIRY_HEARTBEATS = 150.0
 
 PARTNERS_FIRST = 8
-"""Known links of each peer before the first plan, or before the first search with a standby."""
+"""This many links of each peer must be known before the first plan, and of a standby before a search places it."""
 PARTNERS_ENOUGH = 48
 """A peer with this many known links measures no more: the others are estimated from them."""
 APART_HEARTBEATS = 15.0
@@ -70,28 +71,28 @@ IN_USE_STALE_S = 60.0
 """Ages at which a link is measured again: `STALE_S`, or `IN_USE_STALE_S` if the plan uses it."""
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
-"""The same while the run is slower than the figures explain."""
+"""`APART_HEARTBEATS` and `IN_USE_STALE_S` while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""All links of a peer with a suspected line, older than `SUSPECT_STALE_S`, are measured, this many a heartbeat."""
+"""All links towards a peer with a possibly slow line are measured if older than this, this many a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
-"""Time for the answer to such a request: two probes and the next heartbeat."""
+"""Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
 """A requested link without a report is requested again after this time."""
 
 
 class LinkSurvey:
-    """The links in the records of `roster`."""
+    """Reads and writes the links in the records of `roster`."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster, self._heartbeat_s = roster, roster.heartbeat_s
         self._targets: set[PeerID] = set()
         """Peers towards which another peer has probed its link."""
         self._fallen: set[tuple[PeerID, PeerID]] = set()
-        """(from, towards) of each link that has become slow and has stayed so."""
+        """(reporter, target) of each link that has become slow and has stayed so."""
         self._turn = 0
         self._probed: dict[str, int] = {}
-        """Peer or network card -> turn of the last request to measure a link towards it."""
+        """Peer or network card -> serial number of the last request to measure a link towards it."""
         self._leaving: dict[str, tuple[PeerID, float]] = {}
         """Network card -> the peer last asked to measure links that leave it, and when."""
         self._suspected_s: dict[PeerID, float] = {}
@@ -114,7 +115,7 @@ class LinkSurvey:
         self, reporter: PeerID, reports: Iterable[LinkReport], now_s: float, *, busy: Collection[PeerID] = ()
     ) -> None:
         """Record the links in a heartbeat of `reporter`, which is not trusted.
-        Args: busy: peers that work, so that a probe of their lines may meet other traffic."""
+        Args: busy: peers with a stage: a probe of their lines may meet other traffic."""
         record = self._roster.of(reporter)
         for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
             if report.peer != reporter:
@@ -131,10 +132,10 @@ class LinkSurvey:
         link.received.add(report.received_bytes_per_s, now_s, WIDE)
         before = link.sent.value if link.sent.n else 0.0
         if report.has_fallen and report.bytes_per_s < before / ODD:
-            link.sent = Estimate()  # its reporter has measured twice
+            link.sent = Estimate()  # the reporter has measured the lower rate twice
         link.num_probes = PROBES_CERTAIN if report.has_fallen else min(max(report.num_probes, 0), PROBES_CERTAIN)
         probes, told = max(1, link.num_probes), (report.bytes_per_s, report.num_probes)
-        # A probe that is no better than the best one leaves the report as it is.
+        # A report has the best probe, so a later one may leave it unchanged: after our request it still counts as new.
         answers = link.sent.at_s < record.asked_s.get(report.peer, -math.inf) <= now_s - self._heartbeat_s
         variance = WIDE / probes if is_busy else WIDE / probes**2
         link.sent.add(report.bytes_per_s, now_s, variance, is_new=answers or told != link.told)
@@ -187,8 +188,8 @@ class LinkSurvey:
         return tuple(UnreachablePair(one, other, age_s) for age_s, one, other in sorted(told)[:TOLD_MAX])
 
     def take_over(self, pairs: Iterable[UnreachablePair], now_s: float) -> None:
-        """Believe the previous coordinator, as if both ends had reported the pair at that time. It knows of pairs that
-        have met since our last term, so our own knowledge goes."""
+        """Replace our unreachable pairs by the previous coordinator's, as if both ends had reported each pair at its
+        time. That coordinator knows of pairs that have met since our last term."""
         for known in self._roster.records.values():
             known.failing.clear()
         for pair in islice(pairs, TOLD_MAX):
@@ -200,7 +201,7 @@ class LinkSurvey:
                 self._roster.of(one).failing.setdefault(other, claim)
 
     def _apart_s(self, one: PeerID, other: PeerID, now_s: float) -> float | None:
-        """Return when either of two that cannot reach each other said so last; None: they can."""
+        """Return when either end of an unreachable pair last reported it; None: the two can reach each other."""
         ours = self._roster.at(one).failing.get(other)
         theirs = self._roster.at(other).failing.get(one)
         if ours is None or theirs is None:
@@ -221,9 +222,9 @@ class LinkSurvey:
         return frozenset(peer for peer, link in links if link.received.n)
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
-        measurements it counts as it claims, at most as the median of the others, or as that median if it claims
-        nothing."""
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. A peer without
+        measurements counts with its claim, at most with the median of the measured peers; if it claims nothing, with
+        the median of all."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [
@@ -248,7 +249,7 @@ class LinkSurvey:
             for target, link in self._roster.at(reporter).links.items():
                 if (j := number.get(target)) is None:
                     continue
-                # The other links of a slow line were measured before it became slow.
+                # Older figures of a slow line's other links date from before it became slow.
                 is_current = slow_lines.isdisjoint((reporter, target)) or link.fell_to < math.inf
                 latency_s[i, j], received[j, i] = link.round_trip.log, link.received.log
                 sent[i, j] = link.sent.log if is_current else math.nan
@@ -276,7 +277,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return peer -> number of its slow links, if several, and more than at any peer at the other ends."""
+        """Return peer -> number of its slow links, if it has several, and each peer at their other ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -288,7 +289,7 @@ class LinkSurvey:
         }
 
     def _slow_lines(self, num_others: int) -> set[PeerID]:
-        """Return the peers with so many slow links that older figures of their other links are out of date."""
+        """Return the peers with a slow line: so many slow links that figures of their other links are out of date."""
         slow_min = max(SLOW_LINE_MIN, SLOW_LINE * num_others)
         return {peer for peer, num_slow in self.degraded_links().items() if num_slow >= slow_min}
 
@@ -297,13 +298,13 @@ class LinkSurvey:
         return {target for target, link in self._roster.at(peer).links.items() if link.num_probes}
 
     def _found_from(self, peer: PeerID, now_s: float) -> set[PeerID]:
-        """Return the peers to which `peer` has measured its link, or has none."""
+        """Return the peers to which `peer` has measured its link, or which it cannot reach."""
         return self._probed_from(peer) | self.cannot_reach(peer, now_s)
 
     # --- is enough known? ---
 
     def is_enough(self, peers: Sequence[PeerID], now_s: float) -> bool:
-        """True if a first plan is possible: enough links of each machine are known, or known to be unreachable."""
+        """True if enough links of each machine are known, or known not to exist, for a first plan."""
         found: dict[str, set[PeerID]] = {}
         size = Counter(self._card(peer) for peer in peers)
         for peer in peers:
@@ -315,12 +316,12 @@ class LinkSurvey:
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """True if enough links of `peer` to others are known to place it."""
+        """True if enough links between `peer` and `others` are known to give `peer` a place."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """True if one of these may have a slow line and figures of another's link towards it are still expected: not
-        measured since, or requested less than `CONFIRM_HEARTBEATS` ago."""
+        """True if one of these peers may have a slow line, and figures of another's link towards that peer are still
+        expected: not requested since the suspicion, or requested less than `CONFIRM_HEARTBEATS` ago."""
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
             not since_s <= self._asked_s(peer, other) <= lately_s
@@ -385,7 +386,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return members with a possibly slow line, towards which `peer` has not measured its link since."""
+        """Return members with a possibly slow line that `peer` was not asked to measure since the suspicion."""
         return [
             other
             for other, since_s in self._suspects(now_s).items()
@@ -394,8 +395,8 @@ class LinkSurvey:
         ]
 
     def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return members that `peer` should try to reach: those that report it as unreachable, unless `peer` has
-        reported on them; otherwise those that `peer` failed to reach at its last try, a while ago."""
+        """Return members that `peer` should try to reach: those that report it as unreachable, unless `peer` reports
+        them too; otherwise those that `peer` failed to reach at its last try, a while ago."""
         failing, apart_s = self._roster.at(peer).failing, UNANSWERED_HEARTBEATS * self._heartbeat_s
         accusers = [
             other
@@ -414,11 +415,11 @@ class LinkSurvey:
         return self._roster.at(peer).machine or peer
 
     def _is_in_turn(self, peer: PeerID, mates: Sequence[PeerID], now_s: float) -> bool:
-        """True if no other peer behind the same card is measuring or has the next turn."""
+        """True if `peer` may measure now: no other peer behind its network card is measuring or has the next turn."""
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last
-        beats = 2.0 if asker == peer else 1.0  # the peer that had the turn is gone
+        beats = 2.0 if asker == peer else 1.0  # the last asker waits for another's turn first
         return now_s >= asked_s + beats * self._heartbeat_s
 
     def _chosen(self, peer: PeerID, candidates: Iterable[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:

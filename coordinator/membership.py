@@ -1,4 +1,4 @@
-"""Who may join the run, and who is excluded from it: the admission of newcomers, and the orders of exclusion. Pure."""
+"""Decides which newcomers may join the run, and keeps the orders that exclude members from it. Pure."""
 
 import ipaddress
 import re
@@ -25,7 +25,7 @@ from shoal.protocol.statement import VerifySignature
 _IP = re.compile(r"^/ip[46]/([^/]+)/")
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
-"""Maximum number of names in one sentence; the remaining keys are counted."""
+"""Maximum number of names in one sentence; of the other keys only their number is said."""
 
 
 class Admission:
@@ -38,7 +38,7 @@ class Admission:
         """Newcomer on probation in an open run -> the time at which it was let in."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
-        """Admit `newcomer`. Returns: the reason if it may not join; empty: it is admitted, or has a place already."""
+        """Admit `newcomer` if it may join. Returns: why it may not; empty: it is admitted, or is `present` already."""
         if newcomer in present:
             return ""
         if not self._is_open or newcomer == self._members.owner:
@@ -70,12 +70,12 @@ def network_of(advert: Advert) -> str:
 
 
 class Exclusions:
-    """The valid exclusion orders that this peer knows, and the votes for orders of a majority.
+    """Holds the valid exclusion orders that this peer knows, and the votes for orders that need a majority.
 
     Args:
-        owner: the run's owner, whose order needs no votes.
+        owner: the run's owner; an order of the owner needs no votes.
         verify: checks a signature of an order.
-        plans: the live plan, and its predecessor while some peers still vote by that.
+        plans: returns the live plan, and its predecessor, by which some peers may still vote.
     """
 
     def __init__(self, *, owner: PeerID, verify: VerifySignature, plans: Callable[[], Sequence[SignedPlan]]) -> None:
@@ -137,7 +137,7 @@ class Exclusions:
         return exclusion_holds(order, owner=self._owner, plans=self._plans(), verify=self._verify)
 
     def _is_news(self, order: Exclusion) -> bool:
-        """True if the order names a new key, or is the owner's newest order."""
+        """True if the order names a key that no known order names, or is the owner's newest order."""
         if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
             return True
         return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)
@@ -164,7 +164,7 @@ class Exclusions:
         return True
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
-        """Add up votes. Each vote is sent to every peer, so every peer can count."""
+        """Return `order` with all its valid votes so far. Each vote is sent to every peer, so every peer can count."""
         bases = {plan.digest: plan.plan for plan in self._plans()}
         self._voted = {name: voted for name, voted in self._voted.items() if name[0] in bases}
         if order.base not in bases:

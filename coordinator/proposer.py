@@ -34,46 +34,46 @@ from shoal.protocol.plan import Mandate, Plan, PlanProof, SignedPlan, Stage, is_
 from shoal.protocol.statement import VerifySignature
 
 PROPOSAL_HEARTBEATS = 5.0
-"""How long members may take to answer. After that a new proposal is made, from the then current view."""
+"""How long members may take to answer a ballot. After that a new proposal is made, from the view at that time."""
 PRE_VOTE_HEARTBEATS = 3.0
 """Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
 ASK_AGAIN_HEARTBEATS = 0.5
-"""A question of a pre-vote without an answer counts as lost after this time."""
+"""A message of a pre-vote without an answer counts as lost after this time."""
 REST_HEARTBEATS = 0.125
 """A member that has refused in a pre-vote is asked again after this time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base plan. `plan` is None while the term is being requested, and in a pre-vote."""
+    """One ballot for the successor of `base`. `plan` is None while the term is being requested, and in a pre-vote."""
 
     base: SignedPlan
     term: int
     owner: PeerID
     expires_at_s: float
     permit: bytes = b""
-    """The coordinator's, where it has handed the term over."""
+    """The coordinator's signature that transfers the role to us; empty: it does not."""
     prevote: bool = False
     again_s: float = math.inf
-    """When a question without an answer counts as lost; inf: once its call has failed."""
+    """Seconds after which a message without an answer counts as lost; inf: only once its call has failed."""
     rest_s: float = 0.0
-    """When a member that has refused, or was not reached, is asked again."""
+    """Seconds until a member that has refused, or was not reached, is asked again."""
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
-    """Members that have agreed -> the signature of their vote; empty while the term is being requested."""
+    """Member that has agreed -> the signature of its vote; no bytes while the term is being requested."""
     waiting: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Members that have been asked -> the time until which they are not asked again."""
     promised: set[PeerID] = field(init=False, default_factory=set)
     """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """Members that know something to be wrong with our plan, or are not asked."""
+    """Members that have refused our plan for a flaw, or that this ballot does not ask."""
     voted: dict[PeerID, str] = field(init=False, default_factory=dict)
     """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(init=False, default_factory=list)
     """(term of the vote, plan) of each plan that a member has voted for."""
 
     def question(self) -> TermRequest | PlanOffer:
-        """Return what this ballot asks now. Answers to anything else do not count."""
+        """Return the message that this ballot sends now. Answers to other messages do not count."""
         base = self.base.link
         if self.plan is None:
             return TermRequest(term=self.term, live=base, permit=self.permit, prevote=self.prevote)
@@ -82,7 +82,8 @@ class Ballot:
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
     def ask(self, now_s: float) -> list[Command]:
-        """Ask the electors and, with an offer, the newcomers, so that they learn it early; but nobody twice at once."""
+        """Ask the electors and, if a plan is offered, its newcomers, so that these learn it early. Skip members that
+        have answered, or still have time to answer."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
@@ -93,22 +94,22 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our question; a pre-vote may have raised its term since."""
+        """True if `event` answers our present question. A pre-vote may have raised its term since it asked."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
         return asked == self.question()
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """Record that a member has voted for `plan` in `term`, unless that is a lie: no honest member can have."""
+        """Record that a member has voted for `plan` in `term`, unless no honest member can have done so."""
         if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
             self.learned.append((term, plan))
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that has votes and may be live; only the latest can be. A plan cannot be live if the members
-        that granted us the term without a vote for it leave no majority of others. So one liar cannot force on us a
-        plan that the others refused."""
+        """The latest plan that members have voted for and that may be live. A plan cannot be live if the members that
+        granted us the term, and deny a vote for that plan, leave no majority of others. So one liar cannot force on us
+        a plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -136,14 +137,15 @@ class Proposer:
     """Requests terms and votes in this peer's name.
 
     Args:
-        chain: this peer's own. Its vote is the first for each proposal, unless it alone would decide.
+        chain: this peer's chain. This peer votes first for its own proposal, unless its vote alone is a majority.
         policy: chooses layouts; its view knows electors, experts and certificates.
         sign: signs a plan in our name; deterministic.
         sign_vote: signs the body of a vote in our name.
         verify: checks the signature of another peer's vote.
         is_fresh: True if nothing has been committed in the era of this base plan.
         adopt: obeys a plan if it is above ours.
-        lost: called with the time when a ballot has failed, and whether a member has promised a higher term than ours.
+        lost: called when a ballot has failed, with the time, and True if another candidate holds this term or a later
+            one.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Proposer:
         return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
-        """End the ballot, because a plan above its base is live. Returns: whether there was one."""
+        """End the ballot, because a plan above its base is live. Returns: whether there was one that is no pre-vote."""
         dropped, self._ballot = self.is_busy, None
         return dropped
 
@@ -190,7 +192,7 @@ class Proposer:
     # --- plans without a ballot ---
 
     def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
-        """Make the first plan alone, as only the owner may, if it is time. Args: own: the snapshots on our disk."""
+        """Make the first plan without votes, as only the owner may, if it is time. Args: own: snapshots on our disk."""
         found, reason = self._policy.first_plan(now_s, own=own)
         commands: list[Command] = [LogReason(text=reason)]
         match found:
@@ -202,7 +204,7 @@ class Proposer:
         return commands
 
     def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
-        """Make the successor of `base` alone, by the owner's mandate."""
+        """Make the successor of `base` without votes, by the owner's mandate."""
         commands = self._adopt(base, now_s)
         live = self._chain.live
         if live is None:
@@ -228,7 +230,7 @@ class Proposer:
     # --- ballots ---
 
     def pre_vote(self, base: SignedPlan, now_s: float, *, round_trip_s: float) -> list[Command]:
-        """Ask whether the next possible term would be granted, and campaign for it if a majority says so."""
+        """Ask members whether they would grant the next possible term; request it if a majority says so."""
         self._ballot = Ballot(
             base=base,
             term=self._next_term(base),
@@ -243,7 +245,7 @@ class Proposer:
         return self._ballot.ask(now_s) + self._advance(now_s)
 
     def campaign(self, base: SignedPlan, now_s: float, *, permit: bytes = b"", term: int = 0) -> list[Command]:
-        """Request `term`, or the next possible term, and propose the base's layout in it."""
+        """Request `term` (0: the next possible one), and then propose the layout of `base` in it."""
         term = term or self._next_term(base)
         if self._chain.grant(self._me, term, base):
             return []
@@ -263,7 +265,7 @@ class Proposer:
         return self._begun(self._ballot, now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
-        """Propose a layout in our own term, which needs votes only. We coordinate."""
+        """Propose a layout in our own term, for which we only need votes. We coordinate `base`."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self._ballot, self.make(base, base.plan.term, layout, now_s), now_s)
@@ -338,8 +340,8 @@ class Proposer:
         return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`, unless it alone is a majority. Such a vote must be on disk
-        before the plan goes live; then we ask ourselves like any other peer."""
+        """Return our own vote, signed if there is a `body`; none if it alone is a majority. Such a vote must be on disk
+        before the plan goes live, so we ask ourselves for it like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -371,7 +373,7 @@ class Proposer:
         ballot.plan, ballot.expires_at_s = plan, now_s + self._patience_s
         ballot.agreed.clear()
         ballot.waiting.clear()
-        # We judge another peer's plan that we finish like any offered plan: we are asked for our vote, too.
+        # If we finish another peer's plan, we judge it like any offered plan: we ask ourselves for our vote, too.
         is_ours = plan.plan.coordinator == self._me
         if is_ours and not self._chain.vote(self._me, ballot.term, plan, ballot.base):
             ballot.agreed |= self._own_vote(ballot.base, vote_body(ballot.term, plan.digest))
@@ -410,14 +412,15 @@ class Proposer:
         mandate: bytes = b"",
         override_epoch: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`. Args: override_epoch: None: the base's."""
+        """Draft and sign the successor of `base` (None: the first plan) with this layout.
+        Args: mandate: the owner's permission to make it without votes. override_epoch: None: that of `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)
         before, begins = base.plan if base else None, layout.beginning
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
         ended = before if before and begins and _ends_with(before, begins) else None
-        # A new era is no roll-back after the end of its layout, or if all peers had stopped.
+        # A new era is no roll-back if the layout before has ended as planned, or if all peers had stopped.
         goes_back = begins is not None and begins.loses and ended is None
         stages = _placed(layout.stages, goes_on, sequence)
         restored = (before.restore_era, before.restore_version) if before else (0, 0)
@@ -456,8 +459,8 @@ class Proposer:
 
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` of each member: as in `before` if its place is the same there, else `sequence`. Raise very small
-    shares and bandwidths relative to the stage's largest: a member may claim any speed."""
+    """Return `stages` with each member's `since`: as in `before` if its place is the same there, else `sequence`.
+    Raise very small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim any speed."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}
@@ -479,5 +482,5 @@ def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tupl
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
-    """True if the era that `begins` continues where the layout of `before` ends."""
+    """True if the new era, of which `begins` is the start, continues where the layout of `before` ends."""
     return before.cutover_version > 0 and (begins.from_era, begins.version) == (before.era, before.cutover_version)

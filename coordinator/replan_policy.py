@@ -1,7 +1,7 @@
 """Chooses the next layout and its time, from the coordinator's view of the swarm. Pure.
 
-A change is answered at once with a repaired layout, followed by a search for a better one (`search_schedule`). If a
-stage's state is lost, the run rolls back to a snapshot (`era`).
+A change of the swarm is answered at once with a repaired layout, followed by a search for a better one
+(`search_schedule`). If a stage's state is lost, the run rolls back to a snapshot (`era`).
 """
 
 import math
@@ -36,22 +36,22 @@ NOTHING_TO_READ = (
     "the run was saved, but no present peer can read a complete snapshot: waiting for one that can "
     "(another `seed` or `name` in the run file makes a new run)"
 )
-"""The reason of a coordinator with damaged or lost snapshots of its own."""
+"""Why the run waits if the coordinator's own snapshots are damaged or lost."""
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""Time until all members know a plan that ends at a version: a report, two round trips and the votes."""
+"""Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""The same without a reserve of one step."""
+"""The same if that version is chosen without a reserve of one step."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
 SEEN_AHEAD_S = 30.0
-"""Minimum time to measure the rate of downloads ahead of a change."""
+"""Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
-"""Longest wait of a search for changing figures: three reports in a row make a new one."""
+"""Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 FETCH_S_MAX = 600.0
-"""No search begins while members download the state of new places, for at most this long."""
+"""Searches wait while members download the state of new places, but at most for this long."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
@@ -63,7 +63,7 @@ Next = Layout | SearchJob | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The swarm at one look. `sequence`: of the plan that may follow."""
+    """The swarm at one moment. `sequence`: the number of the plan that may follow."""
 
     peers: tuple[MeasuredPeer, ...]
     catalog: CheckpointCatalog
@@ -84,32 +84,32 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
+        """When we set the end of the live layout, or our term began; and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The fewest bytes that members of the following layout still lacked, and since when."""
+        """The fewest bytes that members of the next layout still lacked, and since when."""
         self._follows_s = 0.0
-        """When we first saw the stages after the live plan's."""
+        """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
-        """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
+        """The cost of the change to that layout, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
-        """When every stage, and a holder of every layer, was first seen at the last version; None: not yet."""
+        """When every stage, and a holder of each layer, was first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """The last sign of life of the lost stage's members; inf: enough peers are left."""
+        """When a member of the lost stage gave its last sign of life; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
-        """Silent members that the run waits for, because it would have to roll back without them."""
+        """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
         self._placed_s = 0.0
         """When we first saw the live plan's places."""
         self._due_s = math.inf
         """When the pending search became due; inf: none is."""
         self._settled_for: Swarm | None = None
-        """The swarm for which the live plan, or the decision against another, is right."""
+        """The swarm at the last decision for the live plan. While it is the same, that decision stands."""
 
     # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
+        """Record a live plan of any coordinator. Args: leads: we coordinate it and its predecessor."""
         before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
@@ -135,7 +135,7 @@ class ReplanPolicy:
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
-        """Record that a plan has failed, so that the swarm still needs one."""
+        """Record that our proposed plan has failed, so that the swarm still needs one."""
         self._settled_for = None
         self.view.forget_inherited()
         self._schedule.forget()
@@ -150,7 +150,7 @@ class ReplanPolicy:
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
         Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
-        Returns: (layout or search, why not yet)."""
+        Returns: (layout or search; None: not yet, reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -179,7 +179,7 @@ class ReplanPolicy:
         return _restarted(layout, beginning, "restart from disk")
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
-        """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
+        """Return a new layout if a change of the swarm requires one, if a better one is found, or if state is lost.
         Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
         if not view.roster.are_heard(view.roster.alive(now_s)):
@@ -198,7 +198,7 @@ class ReplanPolicy:
             return self._end(live, catalog, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
         if view.certificates.is_due and not (live.cutover_version or lost or under_way):
-            # A leaving member may be the last that can vote for it.
+            # The vote of a member that leaves may be needed for the plan that certifies it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
                 return _next(Layout.of(live, f"step {view.certificates.newest[1]} is certified"))
@@ -251,7 +251,7 @@ class ReplanPolicy:
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """Return a layout for the reachable peers that the owner has found; a later plan handles lost state."""
+        """Return a layout for the reachable peers that `reset` names. If state is lost, a later plan handles that."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
@@ -283,7 +283,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while a snapshot may still become complete: an heir would start that wait anew."""
+        """True while the run waits for absent disks: an heir would start that wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -295,15 +295,15 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead
-        to a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only
-        while a member drains."""
+        """Return the facts that require a new layout at once when they change. Memory is one, because a peer lowers its
+        claim when its place was too large; the holders of a state are, while a member drains. Speeds are not: they may
+        lead to a search."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
 
     def _repaired(self, look: _Look, previous: Plan | None) -> tuple[Layout | None, str]:
-        """Return a layout at once, by rules that move few peers."""
+        """Return a layout by rules that are quick and move few peers; None, with a reason: there is none."""
         knows = isinstance(self._allocator, Searching) and len(look.peers) <= NETWORK_PEERS_MAX
         snapshot = self.view.snapshot(look.peers, previous, look.catalog, look.now_s, knows_network=knows)
         try:
@@ -353,7 +353,7 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """True if the next search must wait: links are being measured again, or figures are out of date."""
+        """True if the next search must wait, because links are being measured again or figures are out of date."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.links
         return now_s < self._due_s + patience_s and (
@@ -363,7 +363,7 @@ class ReplanPolicy:
         )
 
     def _compared(self, live: Plan, look: _Look) -> SwarmSnapshot:
-        """Return a snapshot with the measured speed of the live layout and the error of predictions."""
+        """Return the inputs of a search, with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
             self.view.snapshot(look.peers, live, look.catalog, look.now_s, knows_network=True),
@@ -374,7 +374,7 @@ class ReplanPolicy:
         )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:
-        """True if a member still lacks the state of its stage and may get it."""
+        """True if a member still lacks the state of its stage and has time to download it (`FETCH_S_MAX`)."""
         if now_s >= self._placed_s + FETCH_S_MAX:
             return False
         return not self.view.roster.is_whole(live)
@@ -395,8 +395,8 @@ class ReplanPolicy:
         return _next(_same(live, f"{layout.reason}: its members fetch what they lack", next_layout=layout.stages))
 
     def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
-        """Return the end of the live layout once its members have downloaded what they can for the following one,
-        nothing has arrived for long, or a standstill for the rest is cheaper."""
+        """Return the live layout with its end set, once the members of the next layout have all their layers, nothing
+        has arrived for long, or a standstill for the rest is cheaper."""
         now_s, members = look.now_s, dict.fromkeys(peer for stage in live.next_layout for peer in stage.peers)
         beats = dict(self.view.roster.beats(members))
         if len(beats) < len(members) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
@@ -412,7 +412,7 @@ class ReplanPolicy:
         return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
-        """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
+        """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> bytes that it lacks."""
         fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
@@ -446,9 +446,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the first version that every member knows in time, or the one after it, if that costs less than
-        waiting until `cutover_version`. Ending early repeats the started part of the next step. A stage at its maximum
-        lead makes one whole step more after the others' next commit."""
+        """Return the first version of which every member learns in time, or the one after it, if that costs less than
+        waiting until `cutover_version`; else that. Ending early repeats the started part of the next step. A stage at
+        its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:
@@ -469,12 +469,12 @@ class ReplanPolicy:
         return first + 1 if waits > 0.0 else cutover_version
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-        """True if every member of the plan is present and stays."""
+        """True if every member of the plan is present and none is draining."""
         here = {peer.peer for peer in peers if not peer.draining}
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
-        """Return the layout after the live one, once all groups are at the version at which that ends."""
+        """Return the next layout, once all groups are at the version at which the live one ends."""
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
@@ -504,14 +504,14 @@ class ReplanPolicy:
     # --- when state is lost ---
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """True if the state of a group of `live` would be lost with `peer`, or returns with it."""
+        """True if `peer` alone holds the state of a group of `live`, or may return with a lost one."""
         return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
 
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait. A
-        peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        """Return the peers to wait for before a roll-back, and a sentence about the wait; none, and empty: do not wait.
+        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
         roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
@@ -590,12 +590,12 @@ def _divided(live: Plan, version: int) -> str:
 
 
 def _next(layout: Layout) -> tuple[Layout, str]:
-    """Return a layout to propose, with the sentence to log."""
+    """Return `layout` as the next to propose, with its reason as the sentence to log."""
     return layout, layout.reason
 
 
 def _same(live: Plan, reason: str, **changes: Any) -> Layout:
-    """Return the layout of `live`, with other fields that a plan may change while it lasts, and a new prediction."""
+    """Return the layout of `live` with `changes`, which are fields that a plan may change while its layout stays."""
     return Layout(stages=live.stages, spares=live.spares, reason=reason, **changes)
 
 

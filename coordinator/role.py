@@ -5,7 +5,7 @@
 | Stranger     | reports to the coordinator that it knows of, or else to  | a plan has a place for it                  |
 |              | the owner; reads the directory                           |                                            |
 | Follower     | watches the coordinator, and backs it against candidates | its silence, on our turn: PreCandidate     |
-| PreCandidate | asks the members whether they miss the coordinator too   | a majority: Candidate; time: Follower      |
+| PreCandidate | asks the members whether they miss the coordinator too   | a majority does: Candidate; else: Follower |
 | Candidate    | requests the term, then the votes for a plan (proposer)  | a live plan: Leader; a failure: Follower   |
 | Leader       | watches the members, and asks for the next layout        | the end of the term: Transferring          |
 | Transferring | asks one heir after the other to take the role, and      | an heir's live plan: Follower; nobody      |
@@ -13,11 +13,12 @@
 
 A live plan above ours ends every state: its coordinator is a leader, and its other members are followers.
 
-The pre-vote promises nothing. So half of a partitioned network spends no terms: the coordinator keeps the members'
-votes and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A transfer needs no pre-vote.
+The pre-vote promises nothing. So the side of a partition without a majority uses up no terms: the coordinator keeps the
+members' votes and continues after the partition heals (Ongaro's thesis on Raft, section 9.6). A transfer needs no
+pre-vote.
 
-The rank of the peers that may coordinate is no vote either: two peers that see different candidates may both try, and
-`PlanChain` lets only one through."""
+The rank (the order in which peers may take the role) promises nothing either: two peers that know different candidates
+may both try, and `PlanChain` lets only one through."""
 
 import math
 import random
@@ -68,12 +69,12 @@ from shoal.protocol.spec import SwarmSpec
 LOOK_UP_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
-"""The same for a peer that is no member, because no message tells it of a coordinator's failure."""
+"""The interval of a peer that is no member: no message tells it of a coordinator's failure."""
 CLOSE_PEERS = 2
-"""Number of next peers in rank that ping the coordinator: two, in case the first fails together with it. With more, the
-coordinator of a thousand peers would get thousands of calls a second."""
+"""Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
+more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
+"""How much later each peer in rank tries than the one before it, in addition to that one's three round trips."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 
@@ -82,20 +83,20 @@ TERM_HEARTBEATS = 1.5
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""The same without a majority: the others may have another coordinator."""
+"""The interval if it hears no majority: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
 """A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0
 """Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
-"""A coordinator that cannot reach a member that others reach transfers the role after this time, or the role would
-never rest where no peer reaches all others."""
+"""A coordinator that cannot reach a member that others reach transfers the role, but not before this time. Otherwise
+the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
-"""Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
+"""Time for an heir's first plan, to which `ROUND_TRIPS` are added: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
-"""Number of our round trips to the heir that are added; the heir's own to the members may be longer."""
+"""This many of our round trips to the heir are added, because the heir's own to the members may be longer."""
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
@@ -105,7 +106,7 @@ def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...
 
 @lru_cache(maxsize=4096)
 def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
-    """Return the sort key of a peer; cached, because each look ranks every member."""
+    """Return the sort key of a peer in `rank`; cached, because each tick ranks every member."""
     return blake3(f"{run}/{term}/{peer}".encode()).digest(length=16), peer
 
 
@@ -117,7 +118,8 @@ def standing(run: str, plan: Plan, peer: PeerID) -> int | None:
 
 def heirs(view: ClusterView, plan: Plan, now_s: float, *, vouchers: Collection[PeerID] = ()) -> list[PeerID]:
     """Return the peers that may coordinate the next term, first choice first. Peers that members cannot reach come
-    last, because a coordinator removes members that it cannot hear. Args: vouchers: reach a member that we cannot."""
+    last, because a coordinator removes members that it cannot hear.
+    Args: vouchers: peers that reach a member that we cannot reach; they are preferred."""
     order = rank(view.run, plan.term + 1, (peer for peer in plan.members if view.roster.may_coordinate(peer, now_s)))
     unreached = {peer: sum(map(plan.has, view.links.cannot_reach(peer, now_s))) for peer in order}
     return sorted(order, key=lambda peer: (unreached[peer], peer not in vouchers))
@@ -138,9 +140,9 @@ class Tenure:
     publish_at_s: float
     members: frozenset[PeerID]
     lost_s: float = -math.inf
-    """When the plan last lost a member."""
+    """When a plan last dropped a member."""
     heir: PeerID | None = None
-    """The peer that has been asked to take the role. While it has time for its plan, this peer makes none."""
+    """The peer that has been asked to take the role. While it has time for its plan, our own peer makes none."""
     passed_over: set[PeerID] = field(default_factory=set)
 
     def hasten(self, due_s: float) -> None:
@@ -159,11 +161,11 @@ class Tenure:
 
 
 class CoordinationRole:
-    """One peer's role.
+    """Knows the role of this peer, and acts in it.
 
     Args:
         sign_transfer: signs `transfer_body` in our name.
-        verify_transfer: (coordinator, permit, body) -> whether it has transferred the role so.
+        verify_transfer: (coordinator, permit, body) -> whether the permit is the coordinator's signature of the body.
     """
 
     def __init__(
@@ -192,8 +194,8 @@ class CoordinationRole:
         """Our last heartbeat."""
         self._leaving = False
         self._is_asking = False
-        """True from our first pre-vote of a term until a plan of another term, also under later plans of the same
-        coordinator."""
+        """True from our first pre-vote until the coordinator answers or a plan of another term is live; later plans
+        of the same coordinator do not end it."""
         self._not_before_s = now_s
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
@@ -223,7 +225,7 @@ class CoordinationRole:
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
-        """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
+        """True if too few peers that obey our plan answer us: the others may have adopted later plans."""
         if self.plan is None:
             return True
         if self.is_coordinator:
@@ -250,7 +252,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, after `before`. Returns: the coordinator of `before`, if it is silent."""
+        """Follow the new live plan, which replaces `before`. Returns: the coordinator of `before`, if it is silent."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:
@@ -294,7 +296,8 @@ class CoordinationRole:
     def grant(
         self, source: PeerID, request: TermRequest, base: SignedPlan, now_s: float, *, backs: bool
     ) -> list[Command]:
-        """Answer a request for a term. Args: backs: as `backs_coordinator` before `base` was adopted."""
+        """Answer a peer that asks for a leadership term. Args: backs: True if, before we adopted `base`, we backed the
+        coordinator: it was this peer, or we had just heard it."""
         if backs and source != self._me and not self._may_succeed(source, request.permit, base.plan):
             # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self.watch.alarm(now_s)
@@ -310,7 +313,7 @@ class CoordinationRole:
         return [Persist(record=self._chain.record()), Reply(message=reply)]
 
     def _give_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
-        """Let `candidate`, which we support, try first if it ranks before us, so that we do not split the promises."""
+        """Let `candidate` try first if it ranks before us, so that the two of us do not split the members' promises."""
         theirs, ours = standing(self._run, plan, candidate), self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
             self._proposer.drop_pre_vote()
@@ -332,7 +335,7 @@ class CoordinationRole:
         return commands + self._proposer.campaign(live, now_s, permit=message.permit)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
-        """True if the coordinator of `plan` has transferred its role to `heir`, or that of the plan before: an heir
+        """True if `permit` transfers the role to `heir`, from the coordinator of `plan` or of the plan before: an heir
         finishes the plan of an earlier heir that has failed."""
         before = self._chain.links.before_last
         plans = (plan, before.plan) if before is not None else (plan,)
@@ -357,7 +360,7 @@ class CoordinationRole:
         self.hint.replied(peer, reply, now_s)
 
     def answered(self, event: Answered, now_s: float) -> list[Command]:
-        """Handle the answer to a question of the coordinator's, or to a ping."""
+        """Handle an answer to a ping of ours, or to a question that we asked as coordinator."""
         commands: list[Command] = []
         if self.is_coordinator:
             match event.asked:
@@ -398,14 +401,15 @@ class CoordinationRole:
         return []
 
     def work(self, live: SignedPlan, now_s: float, *, done: bool) -> list[Command]:
-        """Do what is due under the plan `live`, and choose what to propose.
-        Args: done: the run is, and no other peer could know that, so there is nothing to propose."""
+        """Do what our role under the plan `live` requires now.
+        Args: done: the run is complete. The coordinator then proposes nothing and keeps the role, because an heir might
+        not know that."""
         return self._govern(live, now_s, done=done) if self.is_coordinator else self._follow(live, now_s)
 
     # --- the follower's part ---
 
     def look_up(self, now_s: float) -> list[Command]:
-        """Read the directory if no coordinator answers us. Another peer coordinates, or none."""
+        """Read the directory if no coordinator answers us. Not for the coordinator itself."""
         plan = self.plan
         is_member = plan is not None and plan.has(self._me)
         lost = now_s >= self.watch.suspect_at_s or not (is_member or self.watch.heard_lately(now_s))
@@ -490,7 +494,7 @@ class CoordinationRole:
         return self.plan is not None and any(peer != self._me for peer in heirs(self._policy.view, self.plan, now_s))
 
     def _finds_out(self, plan: Plan, tenure: Tenure, now_s: float) -> bool:
-        """True if we are about to learn what an heir would have to find out again."""
+        """True if the role stays a while, because we are about to learn what an heir would have to find out again."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

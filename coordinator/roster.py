@@ -1,7 +1,7 @@
 """The table of peers: all that this peer knows of each, and when its silence means that it is gone. Pure.
 
 A record outlives the peer's presence and our terms as coordinator: a peer that returns gets its former stage. What is
-measured of a member stays for our next term; everything else of a term goes when the next one begins."""
+measured of a member stays for our next term; everything else is dropped when that begins."""
 
 import math
 from collections import defaultdict
@@ -20,23 +20,24 @@ from shoal.protocol.plan import Plan
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping counts as gone; it may return."""
 OVERDUE_HEARTBEATS = 1.1
-"""Heartbeats vary by a twentieth; a later one causes a ping."""
+"""A heartbeat that is later than this causes a ping; heartbeats vary by a twentieth."""
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
 """Maximum number of silent peers in a leadership transfer."""
 TOLD_MAX = 64
-"""The same of adverts, peers with irregular heartbeats and unreachable pairs: they spare the successor a wait."""
+"""Maximum number of adverts, of peers with irregular heartbeats, and of unreachable pairs in a transfer: they spare the
+successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
-"""Above this number of records, those of peers that are neither present nor members go."""
+"""Above this number of records, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
-"""A stage may have embeddings and a head beside its layers."""
+"""A stage may have two parts beside its layers: the embeddings and the head."""
 
 
 def span(said_s: float | None) -> float | None:
-    """Return a duration that another peer reports, bounded to sane values."""
+    """Return a duration that another peer reports, or 0 if it is negative or not finite."""
     if said_s is None:
         return None
     return said_s if math.isfinite(said_s) and said_s >= 0.0 else 0.0
@@ -54,7 +55,7 @@ class Presence:
     dead: bool = False
     """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
     silent_since_s: float | None = None
-    """When the previous coordinator, or we in an earlier term, heard it last, if it is silent in this term."""
+    """If the peer is silent in this term: when the previous coordinator, or we in an earlier term, heard it last."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since its last heartbeat, or since one was due."""
@@ -72,7 +73,7 @@ class LinkRecord:
     fell_to: float = math.inf
     """Bytes/s, if the link has become slow and has stayed so; inf: it has not."""
     told: tuple[float, int] = 0.0, 0
-    """The last reported (bytes/s, number of probes): an equal report tells of the same measurement again."""
+    """(bytes/s, number of probes) of the last report: an equal report repeats the same measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Failing:
     since_s: float
     said_s: float
     has_met: bool = True
-    """True if it has ever had an answer of the other."""
+    """True if the one has ever had an answer from the other."""
 
 
 @dataclass(slots=True)
@@ -91,20 +92,20 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """None: it is not here; it was here before, or others have told of it."""
+    """None: the peer is not here now; it was here before, or others have told of it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of its heartbeats from before this term, if they were irregular."""
     speed: Estimate = field(default_factory=Estimate)
-    """FLOP/s by its reports with the layers of `speed_of`."""
+    """FLOP/s of its device, from its reports while it had the layers `speed_of`."""
     speed_of: tuple[int, int] | None = None
     links: dict[PeerID, LinkRecord] = field(default_factory=dict)
     """Its reports about its links towards others; the last reported comes last."""
     failing: dict[PeerID, Failing] = field(default_factory=dict)
     """The peers that it cannot reach; the last reported comes last."""
     asked_s: dict[PeerID, float] = field(default_factory=dict)
-    """When it was last asked to measure its link towards each peer."""
+    """Peer -> when this peer was last asked to measure its link towards that one."""
     rests_s: float = -math.inf
-    """When the next link towards it may be measured, if its line may have become slow."""
+    """If its line may have become slow: the earliest time to measure the next link towards it."""
     machine: str = ""
     """The machine that it claims to be on; empty: one of its own, or it has not been heard in this term."""
     former_stage: int | None = None
@@ -116,7 +117,7 @@ _NOTHING = PeerRecord()
 
 @dataclass(slots=True)
 class Roster:
-    """The records of all peers that were heard or told of."""
+    """The records of all peers that this peer has heard, or heard of."""
 
     heartbeat_s: float
     records: defaultdict[PeerID, PeerRecord] = field(default_factory=lambda: defaultdict(PeerRecord))
@@ -135,7 +136,7 @@ class Roster:
         return {peer: seen for peer, record in self.records.items() if (seen := record.presence) is not None}
 
     def obey(self, plan: Plan) -> None:
-        """Record the stage of each peer in a live plan, and bound the table."""
+        """Record the stage of each peer in a live plan, and keep the table from growing without bound."""
         for index, stage in enumerate(plan.stages):
             for peer in stage.peers:
                 self.of(peer).former_stage = index
@@ -146,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours: keep what was measured of `members`, how irregular heartbeats are, former stages."""
+        """Begin a term of ours. Keep what was measured of `members`, irregular rhythms and former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -181,7 +182,7 @@ class Roster:
         record.machine = heartbeat.advert.machine
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
-        """Shorten the timeout of `peer`, which others have found silent: one heartbeat can still get through."""
+        """Shorten the timeout of `peer`, which others have found silent; one heartbeat can still get through in it."""
         arrivals = self.arrivals(peer)
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
@@ -195,7 +196,7 @@ class Roster:
             self.signed(peer, now_s)
 
     def arrivals(self, peer: PeerID) -> Arrivals:
-        """Return the rhythm of a peer that is here."""
+        """Return the heartbeat statistics of a peer that is here."""
         seen = self.at(peer).presence
         assert seen is not None
         return seen.arrivals
@@ -219,7 +220,7 @@ class Roster:
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
     def are_heard(self, peers: Iterable[PeerID]) -> bool:
-        """True if a heartbeat of each peer has arrived; an expected peer is alive without one."""
+        """True if a heartbeat of each peer has arrived in this term. (An expected peer counts as alive without one.)"""
         return all(self.beat(peer) is not None for peer in peers)
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
@@ -228,7 +229,7 @@ class Roster:
         return seen is None or seen.left or now_s >= seen.arrivals.suspect_at_s
 
     def expect(self, peer: PeerID, advert: Advert | None, now_s: float) -> None:
-        """Count `peer` as alive until its timeout passes; a heartbeat outranks this."""
+        """Count `peer` as alive, without a heartbeat, until its timeout passes. Keep what its heartbeats have told."""
         presence = self.at(peer).presence
         if presence is None:
             if self.has_room_for(peer):
@@ -241,7 +242,7 @@ class Roster:
             presence.advert = presence.advert or advert
 
     def absent(self, members: Iterable[PeerID], now_s: float) -> tuple[Absence, ...]:
-        """Return those of `members` that have been silent for a while."""
+        """Return those of `members` that have been silent for more than `SILENT_HEARTBEATS`."""
         known = ((peer, self.at(peer).presence) for peer in members)
         silent = (
             Absence(peer, seen.advert, seen.silent_s(now_s))
@@ -261,7 +262,7 @@ class Roster:
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
     def irregular(self) -> tuple[ArrivalStatistics, ...]:
-        """Return the statistics of peers with a longer timeout than regular ones, longest first."""
+        """Return the heartbeat statistics of peers with a longer timeout than the minimum, longest first."""
         here = {peer: seen.arrivals for peer, seen in self.presences.items() if not seen.left}
         irregular = [(-known.patience_s, peer) for peer, known in here.items() if known.patience_s > known.floor_s]
         return tuple(
@@ -270,7 +271,7 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these statistics, if they are possible, from the peers' first heartbeats on."""
+        """Use these heartbeat statistics, if they are possible, from each peer's first heartbeat on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, TOLD_MAX):
             figures = arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s
@@ -368,7 +369,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: it is none."""
+        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: no learner."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

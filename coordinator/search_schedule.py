@@ -5,9 +5,9 @@ A change is answered at once with a repaired layout. The search follows, and ret
 - for the first plan, which waits for it a while;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
-- when measurements have changed since the last search (`has_drifted`), or the layout's pace has, or differs much from
-  the prediction (`calibration`), unless the last search for this plan and swarm failed with an error;
-- never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` if a member is gone.
+- when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
+  from the prediction (`calibration`); but not if the last search for this plan and swarm failed with an error;
+- but never sooner than `REST_HEARTBEATS` after the last search, or `LOST_REST_HEARTBEATS` if a member is gone.
 
 A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
 that a quiet hour of sixty terms does not cost sixty searches."""
@@ -24,7 +24,7 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
-"""Time until newcomers have their state and links are reported, four a heartbeat."""
+"""Time until newcomers have their state and their links are reported, four with each heartbeat."""
 REST_HEARTBEATS = 30.0
 LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
@@ -32,15 +32,15 @@ REST_PEERS = 256
 LOOK_HEARTBEATS = 10.0
 """Interval at which the coordinator checks for changed measurements."""
 AFRESH_TERMS = 10
-"""One term in this many searches regardless of the predecessor, to find changes that are too slow for one term."""
+"""One term in this many searches although the predecessor has searched, to see changes that take several terms."""
 FIRST_PATIENCE_S = 10.0
-"""Longest wait of the first plan for a search, which may have to compile its kernels, once a machine."""
+"""Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0
 """Longest wait of the first plan for the links of up to eight peers, at least 5 s. Each further peer adds half a
 heartbeat, because each machine measures one link at a time."""
 
 Swarm = tuple[object, ...]
-"""The facts about the present peers on which layouts depend."""
+"""Facts about the present peers; a change of any may need a new layout (`ReplanPolicy`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -66,7 +66,7 @@ class SearchSchedule:
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
         self._last: SearchJob | None = None
-        """The last search that has ended, or that the predecessor made."""
+        """The last search that has ended, by us or the predecessor."""
         self._is_bug = False
         """The last search raised an exception; another for the same places and swarm would too."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
@@ -84,14 +84,14 @@ class SearchSchedule:
     ) -> None:
         """Begin a term of ours, and drop the stale knowledge of an earlier one.
         Args: searched: the predecessor has searched for a better layout than the plan's. unreachable: the pairs of
-        members that could not reach each other, as far as it knew."""
+        members that could not reach each other, as far as the predecessor knew."""
         self._running = self._found = self._last = self._seen = None
         self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
         self._members = frozenset(plan.members)
         self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
 
     def forget(self) -> None:
-        """Allow the last search again, because its layout failed."""
+        """Allow the same search again, because the layout that the last one found has failed."""
         self._last = None
 
     def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
@@ -118,7 +118,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called. Args: is_off: the pace is a reason for a search."""
+        """True if `begin` should be called. Args: is_off: the measured rate is a reason (`Calibration.is_off`)."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -192,8 +192,8 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
 
 
 def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
-    """True if figures of the same peers have changed by more than noise, or many are new, or steps begin to run
-    ahead."""
+    """True if figures of the same peers have changed by more than noise, many figures are new, or plans are now made
+    for another kind of step (synchronous or not)."""
     if before.workload != after.workload:
         return True
     then, now = (np.array([peer.flop_per_s for peer in snapshot.peers]) for snapshot in (before, after))
@@ -210,6 +210,6 @@ def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
 
 
 def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """Return where both figures are known, and more than a factor apart."""
+    """Return a mask: True where both figures are known and more than `factor` apart."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.fabs(np.log(a / b)) > math.log(factor)

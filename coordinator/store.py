@@ -32,7 +32,7 @@ class PlanStore:
     """Keeps one `ChainRecord` in one file, and holds back commands that depend on a record until it is saved.
 
     Args:
-        disk: None: the record is kept in memory, for worlds in which peers never restart.
+        disk: None: the record is kept in memory, for simulations in which peers never restart.
         path: the file; its folder is made with the first record.
     """
 
@@ -42,7 +42,7 @@ class PlanStore:
         self._record: ChainRecord | None = None
         self._has_folder = False
         self._owed: ChainRecord | None = None
-        """The record that is promised in memory and not durable yet."""
+        """The newest record that is not on disk yet; None: all are."""
         self._complained_s = -math.inf
 
     def load(self, run: str) -> ChainRecord | None:

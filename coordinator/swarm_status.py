@@ -19,7 +19,7 @@ from shoal.protocol.plan import Plan, is_quorum
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 STATUS_PEERS_MAX = 256
-"""A peer's line is about 200 bytes; more would not fit in one message."""
+"""A peer's line is about 200 bytes; more peers would not fit in one message."""
 STATUS_EXPERTS_MAX = 1024
 """An expert's line is about 50 bytes with three holders."""
 NAMED_MAX = 3
@@ -146,7 +146,7 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
 def risks(
     live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, *, step: int, now_s: float
 ) -> tuple[str, ...]:
-    """Name the stages with their training on one machine only: one holder, and no snapshot on another peer's disk."""
+    """Name the stages with state on one machine only: one holder, and no snapshot on another peer's disk."""
     if step <= 0:
         return ()  # the seed can rebuild it
     by_group = holders(live, roster, catalog, model, not_started=False, now_s=now_s)
@@ -179,7 +179,7 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members whose contributions others refuse, a sentence each."""
+    """Name the members of which others refuse the gradients, a sentence each."""
     sentences, accusers = [], roster.accusers()
     placed = [peer for stage in live.stages for peer in stage.peers]
     for accused in live.members:

@@ -2,8 +2,8 @@
 
 The run's progress is a curve of committed tokens over time: marks, `MARK_S` or a step apart, whichever is longer, with
 straight lines between them. The rate is the rise of the curve in the window over the window's length: a run that stands
-still for a whole window has a rate of zero. The window ends now, or at the last commit while the next step is not
-slower than usual. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
+still for a whole window has a rate of zero. The window ends at the last commit or, if the next step is slower than
+usual, one usual step before now. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
 The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
 a heartbeat."""
@@ -19,19 +19,20 @@ from shoal.protocol.messages import PaceMark
 
 WINDOW_S = 60.0
 WINDOW_STEPS = 4
-"""Fewer steps say little about a rate."""
+"""The window has at least this many usual steps: fewer say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
 """Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a changing rate."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over its last marks; a change shows after four."""
+"""A layout's rate is the median over this many of its last marks; a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""A slowdown of a layout by this factor shows after two marks of three."""
+"""If the median of the last `LATE_MARKS` marks is lower by this factor, it counts as the layout's rate."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after this multiple of the usual step time, and at least `STANDS_S`."""
+"""A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
+`STANDS_S`."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
@@ -46,11 +47,11 @@ class _Mark:
     num_steps: int
     """The steps since the previous mark."""
     tokens: int
-    """The tokens since the previous mark; for the oldest mark the time span is unknown."""
+    """The tokens since the previous mark (unused for the oldest mark, which has no previous one)."""
 
 
 class TokenRate:
-    """The run's recent progress. Args: tokens_per_step: counted for a step without a report."""
+    """The run's recent progress. Args: tokens_per_step: the tokens that count for a step without a report."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
@@ -62,7 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. One that we learn of late was counted with the next."""
+        """Record that `step` was committed at `at_s`. Ignore it after a later step, with which it was counted."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -94,10 +95,10 @@ class TokenRate:
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
-        """Return (tokens a second, steps behind it) of a layout that works since `version` of `era`; (0, 0): too few
-        steps. The rate is a median over marks, which one standstill does not change. If the last marks are much lower,
-        it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that step's
-        rate."""
+        """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
+        too few steps. The rate is a median over marks, which one standstill does not change. If the last marks are much
+        lower, it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that
+        step's rate."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -115,7 +116,7 @@ class TokenRate:
 
     def newest(self, now_s: float) -> float:
         """Return the tokens a second of the last mark, at most those of the current step if that is late; 0: unknown.
-        This is quick and noisy, so it needs a second witness."""
+        This figure is quick but noisy, so another should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -128,8 +129,8 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: negative: until that long ago, as if the commit that is due now were late.
-            believed_s: expected time of a step. A late step takes that, or the time that it has already taken.
+            seconds: may be negative: progress up to that long ago, as if a commit that is due now were late.
+            believed_s: predicted time of a step. A late step takes this, or the time that it has already taken.
         """
         if len(self._marks) < 2:
             return None
@@ -158,7 +159,7 @@ class TokenRate:
 
     @property
     def usual_step_s(self) -> float:
-        """Seconds; 0 before the second step. The median over marks ignores a standstill, which is in one mark only."""
+        """Median seconds of a step; 0 before the second step. A standstill is in one mark only, so it hardly counts."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
@@ -183,7 +184,7 @@ class TokenRate:
 
 
 def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
-    """Return how many of the tokens between two marks came after `since_s`."""
+    """Return how many of the tokens between two marks were committed after `since_s`."""
     if mark.at_s <= since_s:
         return 0.0
     if before.at_s >= since_s:

@@ -1,24 +1,25 @@
-"""Decides who votes on the next plan and which plans a voter refuses, and keeps the reasons for people. Pure.
+"""Decides which members vote on the next plan and which plans a voter refuses; keeps the reasons for people. Pure.
 
-**The roll.** A vote follows work. The first roll has all members with a place. Later a member joins the roll after
+**The roll.** A plan's roll lists its electors: the members that vote on the next plan. A vote must be earned by work.
+The first roll has all members with a place (a stage or an expert). Later a member joins the roll after
 `PROBATION_HEARTBEATS` in a place, and stays on it while it is a member. If fewer than `ELECTORS_MIN` are left, members
-with places join at once, the oldest first. Members that came by one invite form one group for good. A coordinator may
-not have seen every certificate, so it assigns newcomers to groups and moves no other member. Voters check the groups by
-what they know (`Electorate.flaw`).
+with places join at once, the oldest first. Electors that joined the run by the same invite form one group for good. A
+coordinator may not have seen every certificate, so it assigns newcomers to groups and moves no other member. Voters
+check the groups by what they know (`Electorate.flaw`).
 
-**The judgement.** Before a peer votes for a plan: does it contradict what this peer knows? A plan need not be the best
-one. What a voter does not know is no objection, otherwise a run of strangers would stand still. Before it objects, a
-voter asks the removed members, or the holders of the state that a plan discards, for their standing. Their answers
-count; silence does not.
+**The judgement.** Before a peer votes for a plan, it checks that the plan does not contradict what it knows. The plan
+need not be the best one. What a voter does not know is no objection, otherwise a run of strangers would stand still.
+Before it objects, a voter asks the removed members, or the holders of the state that a plan discards, for their
+standing (what each holds, and whether it leaves). Their answers count; silence does not.
 
 | a plan                                        | is refused if                                                        |
 |-----------------------------------------------|----------------------------------------------------------------------|
-| leaves this peer out                          | this peer does not leave                                             |
+| leaves this peer out                          | this peer does not mean to leave the run                             |
 | leaves out a member that was heard just now   | the member answers that it stays                                     |
 | discards the state of the live layout         | every stage and every expert has a member that holds its state       |
-| begins before the newest certified version    | its layers are on the disks of those who answer                      |
-| has shares or bandwidths                      | one is two million times another of its stage                        |
-| has many members that this peer has not met   | they are more than all others                                        |
+| begins before the newest certified version    | that version's layers are on the disks of the peers that answer      |
+| has shares or bandwidths                      | one is over two million times another of its stage                   |
+| has members that this peer has not met        | they are more than 16, and more than half of all members             |
 
 Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick."""
 
@@ -34,7 +35,7 @@ from shoal.protocol.messages import Heartbeat, PlanNote, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 PROBATION_HEARTBEATS = 120.0
-"""Two minutes at one heartbeat a second, which is two terms."""
+"""How long a member must have a place before it votes: two minutes, or two terms, at one heartbeat a second."""
 ELECTORS_MIN = 3
 HEARD_HEARTBEATS = 2.0
 """A removed member that was heard within this time is asked whether it is gone. A coordinator's timeout is at least
@@ -44,8 +45,8 @@ ANSWER_HEARTBEATS = 0.5
 ASKED_MAX = 64
 """Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
-"""The largest share or bandwidth over the smallest within a stage: a data centre's card beside a single core. A
-proposer stays within it for any claims, and a voter objects to twice as much."""
+"""Maximum ratio of two shares or bandwidths within a stage (a data centre's GPU beside a single CPU core). A proposer
+keeps it whatever members claim, and a voter refuses more than twice this ratio."""
 UNMET_MIN = 16
 """A plan may always have this many members that a voter has not met: a small run may grow at once."""
 NOTES_MAX = 16
@@ -57,7 +58,7 @@ KEPT_MAX = 64
 Roll = tuple[tuple[int, ...], ...]
 """The type of `Plan.roll`."""
 InviteOf = Callable[[PeerID], bytes | None]
-"""Returns the key of a member's invite; empty: it needed none; None: unknown."""
+"""Returns the key of a member's invite; empty: the member needed none; None: not known."""
 
 
 class Electorate:
@@ -79,7 +80,8 @@ class Electorate:
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """Record that `plan`, ours, was refused. If it may be for its roll, newcomers join one by one."""
+        """Record that our `plan` was refused. Its new electors may be the reason: if they are several, they join one by
+        one from now on; a single one does not join in this term."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:
@@ -109,7 +111,7 @@ class Electorate:
         return self._numbered(plan, groups, added if before.roll else [*kept, *added])
 
     def _numbered(self, plan: Plan, groups: Iterable[list[PeerID]], added: Iterable[PeerID]) -> Roll:
-        """Add members to the groups of a roll: to the group of the same invite, if there is one."""
+        """Return `groups` with these members added, as a roll: each in the group of its invite, else in a new group."""
         found = [list(group) for group in groups if group]
         of_invite = {invite: group for group in found for peer in group if (invite := self._invite_of(peer))}
         for peer in added:
@@ -124,7 +126,7 @@ class Electorate:
         return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
 
     def are_enough(self, signed: Set[PeerID], signers: Sequence[PeerID]) -> bool:
-        """True if a majority has signed, from at least two invites if the signers joined by several."""
+        """True if a majority of `signers` has signed, from at least two invites if `signers` joined by several."""
 
         def invites(peers: Iterable[PeerID]) -> int:
             return len({self._invite_of(peer) or peer for peer in peers})
@@ -166,12 +168,12 @@ def _on_roll(plan: Plan) -> set[PeerID]:
 
 
 def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
-    """Return the groups of the roll, restricted to `among`."""
+    """Return the groups of electors on the plan's roll, restricted to the peers in `among`."""
     return {found for group in plan.groups_on_roll if (found := frozenset(group) & among)}
 
 
 class Acquaintance(msgspec.Struct, frozen=True):
-    """A driver's knowledge of the peers that a plan adds or drops."""
+    """The driver's knowledge of the peers that a plan adds or drops."""
 
     heard: frozenset[PeerID] = frozenset()
     """Dropped members of which a message arrived within `HEARD_HEARTBEATS`."""
@@ -187,7 +189,7 @@ class Judge:
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of
         self._digest = ""
-        """The plan that was last asked about."""
+        """Digest of the plan about which members were last asked."""
         self._waiting: set[PeerID] = set()
         self._expires_at_s = 0.0
         self._told: dict[PeerID, Standing] = {}
@@ -232,7 +234,7 @@ class Judge:
             own: our last heartbeat.
             leaves: we are about to leave the run.
             newest: (era, version) of the newest complete version that `live` certifies.
-            layers: its layers.
+            layers: the layers of that version.
         """
         plan, told = offered.plan, self._told
         for peer in _left_out(plan, live, knows):
@@ -268,15 +270,15 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` with a state that a peer reports, at a version that counts."""
+    """Return the groups of `live` of which a peer reports the state at a version that counts."""
     held: list[tuple[PeerID, int, int]] = []
     for peer, each in said.items():
         if each.era == live.era:
             held += [(peer, group, version) for group, version in each.held]
             if each.synced and each.stage is not None:
                 held.append((peer, each.stage, each.version))
-    # A holder behind the version at which the plan begins loses nothing. But a version that no peer except the
-    # coordinator has reached is no version of this run. Certificates are checked elsewhere.
+    # A holder behind the version at which the plan begins loses nothing, so it does not count. But a version that no
+    # peer except the coordinator has reached is no version of this run. Certificates are checked elsewhere.
     version_max = max((version for peer, _, version in held if peer != plan.coordinator), default=0)
     is_reached = plan.restore_era == live.era and plan.restore_version <= version_max
     floor = plan.restore_version if is_reached else 0
@@ -308,14 +310,14 @@ class PlanNotes:
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
     def judge(self, outcome: str) -> None:
-        """Set the outcome of the live plan."""
+        """Set the outcome (predicted and measured speed) of the live plan."""
         if self._notes:
             at_s, note = self._notes[-1]
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
-        outcome, and its age if that is greater."""
+        """Prepend another coordinator's notes that are older than our first one. For a plan that both know, take the
+        other's outcome, and the greater age."""
         told = {
             (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
@@ -333,7 +335,7 @@ class PlanNotes:
 
 
 def _cut(note: PlanNote) -> PlanNote:
-    """Cut a received note to our limits."""
+    """Cut the texts of a received note to our maximum lengths."""
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
     reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
     return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)
@@ -346,7 +348,7 @@ class Refusals:
         self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
 
     def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
-        """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
+        """Record that `voter` has refused plan `sequence`. Returns: a sentence for people; empty: it is no news."""
         reason = "".join(filter(str.isprintable, reason))[:REASON_CHARS_MAX]
         at_s, _ = self._noted.get((voter, reason), (-TOLD_S, ""))
         if now_s < at_s + TOLD_S:
@@ -359,5 +361,5 @@ class Refusals:
         return sentence
 
     def tell(self, now_s: float) -> tuple[str, ...]:
-        """The sentences of the last minutes, at most three for a status, newest last."""
+        """Return the sentences of the last minutes, at most three, newest last."""
         return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-3:]
