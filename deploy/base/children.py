@@ -81,7 +81,7 @@ class Children:
             if os.getppid() != parent:
                 os._exit(1)
 
-        # A daemon that inherited the pipe would keep it open after its peer ended; hivemind gives daemons their own.
+        # A daemon that inherited this pipe would keep it open after its peer ended; hivemind gives it another one.
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -99,7 +99,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write to the child's standard input and close it. A child that is gone is reported by `on_exit`."""
+        """Write to the child's standard input and close it. A child that is gone is ignored: `on_exit` reports it."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())
@@ -107,7 +107,7 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait for its daemon (1.6 s on an idle machine).
+        """SIGKILL the child alone, as a fault would, and wait until its daemon ends (1.6 s on an idle machine).
 
         Returns: the child's descendants that have not ended by themselves; there should be none.
         """
