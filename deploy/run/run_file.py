@@ -62,7 +62,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: as `dump_spec`."""
+    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: LocalError: a path in it is not UTF-8."""
     path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 
