@@ -19,10 +19,10 @@ _SUFFIX: Final = ".shoal"
 
 
 class EventsFile:
-    """The event file beside the record of `folder`; replaces those of earlier starts. Raises: OSError.
+    """TensorBoard's event file beside the record in `folder`; it replaces the files of earlier starts. Raises: OSError.
 
-    The file is rewritten when a peer starts and when the run goes back, and only grows in between, so it never contains
-    a step twice or a void one. Args: record: what is in the record already.
+    The file is rewritten when a peer starts and when the run goes back to a snapshot, and only grows in between. So it
+    never contains a step twice, or one that the run has undone. Args: record: the lines that the record has already.
     """
 
     trouble = "TensorBoard's file cannot be written ({})"

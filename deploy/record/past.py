@@ -58,7 +58,7 @@ class Past:
         self._validations.add((report.era, report.step), self._clock.now_s(), report)
 
     def since(self, request: HistoryRequest) -> History:
-        """Return the oldest of the requested commits and validations."""
+        """Return the oldest requested commits and validations, as many of each as fit into a reply."""
         now_s = self._clock.now_s()
         commits = self._commits.oldest((*request.commits_from, -1), now_s)
         validations = self._validations.oldest(request.validations_from, now_s)

@@ -24,7 +24,7 @@ class Share:
     lines: Sequence[PeerLine]
     work_s: float
     tokens: int
-    """Tokens trained by the run meanwhile: they passed the peer's stage, which it may have shared."""
+    """Tokens on which the run trained in that time: all passed the peer's stage, which other peers may share."""
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ def _rollbacks(steps: Sequence[StepLine]) -> int:
 def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
     """Return the summary for the terminal.
 
-    Args: path: of the record; unsaved: a sentence about steps that no disk has.
+    Args: path: the record's path; unsaved: a sentence about steps that no disk has; empty: there are none.
     """
     found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""

@@ -43,7 +43,7 @@ class RecordFile:
         self._num_lost = 0
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write the lines, or keep them until the disk works."""
+        """Write the lines; while the disk fails, keep them in memory."""
         self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
         self._waiting.extend(encode_line(line) for line in lines)
         if not self._waiting or self._now_s() < self._again_s:
@@ -81,7 +81,7 @@ class RecordFile:
             self._size += written
             self._torn = False
             self._waiting.popleft()
-        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of this time
+        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of the last 30 s
             os.fsync(file)
             self._synced_s = self._now_s()
         if self._size > self._thin_at:

@@ -98,7 +98,7 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """Return the wanted goal (steps, schedule, decay steps). A run file that has the goal of an earlier revision has not
+    """Return the wanted goal (steps, schedule, decay steps). A run file with the goal of an earlier revision has not
     been edited since, so the newest goal is valid."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)

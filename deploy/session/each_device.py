@@ -27,7 +27,7 @@ class Each:
 
     Args:
         listen: a multiaddr; the first peer listens there, the others on ports that the system chooses.
-        threads: torch threads of each peer; 0: divide the spare ones.
+        threads: torch threads of each peer; 0: divide the machine's spare cores.
         flags: passed on to each peer unchanged.
     """
 

@@ -1,4 +1,4 @@
-"""Takes one process through one run on libp2p, until the run is done or a stop is requested."""
+"""Lets one process take part in one run on libp2p, until the run is done or a stop is requested."""
 
 import asyncio
 import contextlib
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""A child that does not coordinate asks for the status every fifth time, since any other child may die."""
+"""Seconds between the status requests of a child that does not coordinate. Each asks, since any other may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
@@ -239,7 +239,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part under the newer revision of the spec, and under each one after it, as after a restart."""
+    """Take part again, as after a restart, under the newer revision of the spec and each later one; None: return."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -267,7 +267,7 @@ def _network(
 async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop: Stop) -> Found | None:
     """Take part until the run is done or a stop is requested.
 
-    Returns: a newer revision of the run's spec, if that is why it ended.
+    Returns: a newer revision of the run's spec, if it ended because of that; else None.
     """
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
@@ -443,7 +443,7 @@ async def _until_done(
 ) -> tuple[bool, Found | None]:
     """Wait until the run is done, a stop is requested, or the spec has a newer revision.
 
-    Returns: True if the run is done; the newer revision.
+    Returns: (True if the run is done, the newer revision or None).
     """
     split = SplitWatch(node.endpoint, transport, own_status=node.status, say=reports.note)
     plan = partial(_plan_of, node)
@@ -476,7 +476,7 @@ async def _until_done(
 
 
 async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None:
-    """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
+    """Report an invite that names other peers too, once there are some: the first invite names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)

@@ -1,4 +1,4 @@
-"""Notes the run's progress on disk, for commands that look when no peer is up."""
+"""Writes the run's progress to disk, for commands that ask for it while no peer is up."""
 
 import os
 import time
