@@ -26,8 +26,8 @@ LINKS_MAX = 16
 class MeteredCompute:
     """Implements `Compute` by passing work on and adding up its cost; the probe does not count.
 
-    Args: used_s: seconds of device time used so far; None: the time in which jobs ran. With a limit on the share of
-    device time, pass the time that the limit counts.
+    Args: used_s: returns the seconds of device time used so far; None: count the time in which jobs ran. With a limit
+    on the share of device time, pass the time that the limit counts.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:

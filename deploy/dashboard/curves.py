@@ -54,7 +54,7 @@ class Curves:
             self.generation += 1
 
     def restore(self, points: Iterable[StepLine]) -> None:
-        """Add the points of earlier starts."""
+        """Add the points that the run's record has from earlier starts."""
         for point in points:
             self.add(point)
         self.generation += 1

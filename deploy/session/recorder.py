@@ -242,7 +242,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """(era, version) from which to request validations: two intervals before the newest known; results come late."""
+        """(era, version) from which to request validations: two intervals before the newest known; some come late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 

@@ -146,7 +146,7 @@ class Presenter:
 
     def _tell_trouble(self, view: View) -> None:
         now = trouble(view)
-        # A single step may be followed by another wait, so the run goes on after three.
+        # Another wait may follow a single step, so say that the run goes on only after three steps.
         is_early = self._stood_at <= view.step < min(self._stood_at + 3, view.steps)
         if now:
             self._stood_at = view.step

@@ -1,4 +1,4 @@
-"""Shows a bar with the time left on standard error during long work, if that is a terminal."""
+"""Shows a bar with the time left during long work, on standard error if it is a terminal."""
 
 import contextlib
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from shoal.deploy.base.words import duration, quantity
 from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 
 EXPERTS_SHOWN = 16
-"""The most experts shown per stage; of more, the busiest."""
+"""The most experts shown per stage; if there are more, the busiest ones are shown."""
 PEERS_SHOWN = 8
 """The most peers of a stage for which the expert table has a row each."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
@@ -56,7 +56,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of these tables that fits, else the last. Each shows less than the one before."""
+    """Draws the first of its tables that fits the width, else the last. Each table shows less than the one before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
