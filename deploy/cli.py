@@ -1,4 +1,4 @@
-"""Lists the subcommands of `shoal`, functions of `commands/`, and maps their errors to exit codes.
+"""Registers the subcommands of `shoal`, which are functions in `commands/`, and maps their errors to exit codes.
 
 Heavy imports are deferred: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
 """

@@ -3,7 +3,7 @@
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
 order. The children's libp2p daemons lead their own sessions too, so no process group covers them; a token in the
 environment, which every descendant inherits, identifies them. If the parent is killed (SIGKILL), the kernel kills the
-children (PR_SET_PDEATHSIG) and their daemons notice.
+children (PR_SET_PDEATHSIG), and their daemons notice that and end.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the child, not its descendants; if the child is gone, do nothing, since `on_exit` reports that."""
+        """Send the child, not its descendants, a signal. A child that is gone is ignored: `on_exit` reports it."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -57,8 +57,8 @@ class Children:
     """Starts children, passes their output lines on, and ends them.
 
     Args:
-        on_line: (child, one line of its standard output without the newline).
-        on_exit: (child, exit status), after the child's output has been read to the end.
+        on_line: called with (child, one line of its standard output without the newline).
+        on_exit: called with (child, exit status), after the child's output has been read to the end.
     """
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
@@ -71,7 +71,7 @@ class Children:
     async def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child:
         """Run `argv`; its standard error goes to `log`, its standard input is a pipe.
 
-        Raises: OSError: it cannot be started.
+        Raises: OSError: the child cannot be started.
         """
         parent = os.getpid()
 

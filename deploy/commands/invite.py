@@ -1,4 +1,4 @@
-"""`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
+"""`shoal invite`: prints, makes, lists and revokes invites. `shoal exclude` shuts a member out, `readmit` undoes it."""
 
 import io
 import re

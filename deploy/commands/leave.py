@@ -1,4 +1,4 @@
-"""`shoal leave`, `pause` and `resume`: commands to the peers on this machine."""
+"""`shoal leave`, `pause` and `resume`: send a command to the peers on this machine."""
 
 import time
 from pathlib import Path

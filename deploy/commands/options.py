@@ -121,7 +121,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of a plan for a network."""
+    """The options of `shoal plan` for a network."""
 
     run: Annotated[
         Path | None,
@@ -237,7 +237,7 @@ def said_parts(text: str) -> tuple[float, ...]:
 
 
 def check_writable(path: Path) -> None:
-    """Check the path before minutes of work. Raises: LocalError: no file can be written there."""
+    """Check that a file can be written at `path`, before minutes of work. Raises: LocalError: it cannot."""
     if path.is_dir():
         raise LocalError(f"cannot write {path}: it is a folder")
     if not path.absolute().parent.is_dir():
@@ -251,7 +251,7 @@ def _scenario_names(incomplete: str) -> list[str]:
 
 
 def start_logging(verbose: bool) -> None:
-    """Start logging. `verbose`: everything, with time and module; else warnings as plain text, without repeats."""
+    """Start logging. Args: verbose: log everything, with time and module; else warnings as text, without repeats."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",

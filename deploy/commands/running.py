@@ -79,7 +79,7 @@ def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str
 def given_invite(text: str) -> Invite:
     """Read a command's invite; `-` stands for a line of standard input, which no other user can read.
 
-    Raises: InviteError: it is invalid, or of another version.
+    Raises: InviteError: the invite is invalid, or of another version.
     """
     if text != "-":
         return parse_invite(text)

@@ -54,8 +54,8 @@ def service(arguments: Sequence[str], *, watches: bool = False, platform: str = 
     """Return the service that runs `shoal join`.
 
     Args:
-        arguments: of `shoal join`, without the invite.
-        watches: the peer must reach the desktop, to ask whether somebody uses the machine.
+        arguments: the arguments of `shoal join`, without the invite.
+        watches: True if the peer must reach the desktop, to learn whether somebody uses the machine.
     Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
     """
     for argument in arguments:
@@ -160,7 +160,7 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """Refuse line breaks and the like, which begin a new setting of the unit even in quotes. Raises: LocalError."""
+    """Refuse line breaks and the like: even in quotes they begin a new setting. Raises: LocalError: there is one."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 

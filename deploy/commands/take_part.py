@@ -107,7 +107,7 @@ class PartOptions:
         return bool(project) or wanted, project
 
     def shown(self) -> Address | None:
-        """Return the address of the dashboard."""
+        """Return the address at which to serve the dashboard; None: serve none."""
         return parse_address(self.dashboard) if self.dashboard else None
 
     def limits(self) -> Limits:

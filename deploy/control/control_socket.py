@@ -28,7 +28,7 @@ _PATH_BYTES_MAX = 107
 """The longest path in `sockaddr_un` on Linux without its terminating zero."""
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Arguments of the request -> value of the answer. A `ShoalError` becomes the error sentence."""
+"""Takes a request's arguments, and returns the answer's value. If it raises a `ShoalError`, that is the error."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class ControlServer:
         self._handlers[verb] = handler
 
     async def start(self) -> None:
-        """Open the socket. Raises: LocalError: it cannot be made."""
+        """Open the socket. Raises: LocalError: the socket cannot be made."""
         try:
             self.path.unlink(missing_ok=True)  # we hold the folder's lock, so a killed process left the socket
             with _reachable(self._folder) as name:

@@ -21,7 +21,7 @@ class HostVerbs:
     """Answers the verbs of `shoal invite`, `exclude` and `readmit` on the control socket.
 
     Args:
-        book: None: this peer is not the run's host, or the run is open to anyone.
+        book: the host's invites; None: this peer is not the run's host, or the run is open to anyone.
         invite: an invite to this run with this peer's key; it is given out with current addresses.
         seats: how many machines may use a new invite at a time.
     """
@@ -78,7 +78,7 @@ class HostVerbs:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Admit a command of this machine, even if this peer's own invite has expired."""
+        """Admit a command on this machine to the run, even if this peer's own invite has expired."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 

@@ -112,7 +112,10 @@ class InviteBook:
     def make(
         self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
     ) -> GivenOut:
-        """Make an invite. `lasts_s` 0: without end. Raises: LocalError: a term is out of bounds; the disk is full."""
+        """Make an invite. Args: lasts_s: seconds for which newcomers can join with it; 0: for ever.
+
+        Raises: LocalError: a term is out of bounds; there are too many invites; the disk is full.
+        """
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
         expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0

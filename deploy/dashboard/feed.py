@@ -98,7 +98,7 @@ class RunFacts:
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
-        """Return what a status alone says, without the run's spec."""
+        """Return the facts that a status has, for a command without the run's spec."""
         layers = max((last for _, last in status.stages), default=1)
         return cls(name=status.name, steps=status.steps, num_layers=layers)
 
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """Take a plan. In a demo every peer reports every plan, and a returning peer starts with an old one."""
+        """List a plan once, and keep the newest. In a demo all peers report each plan, and a returning peer an old one."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -280,7 +280,7 @@ class Feed:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text)))
 
     def _add_change(self, change: ChangeView) -> None:
-        """Add a change. A plan that reports an arrival or departure replaces the line that says only that."""
+        """Add a change. A plan that names an arrival or departure replaces the line about this arrival or departure."""
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]

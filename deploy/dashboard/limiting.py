@@ -21,7 +21,7 @@ from shoal.protocol.messages import PeerStatus
 
 
 def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: int) -> LimitedBy:
-    """Return what limits the peer. Args: peers: from the coordinator's table; empty if unknown."""
+    """Return what limits the peer. Args: peers: the rows of the coordinator's table; empty if unknown."""
     limits = mine.limits
     if limits is not None and limits.paused:
         return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")

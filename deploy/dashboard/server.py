@@ -45,13 +45,13 @@ VIEWERS_MAX = 16
 
 
 class Dashboard:
-    """The web application without a socket.
+    """The dashboard's web application, without its socket.
 
     Args:
         feed: builds views from the reports that `take` receives.
         now_s: the feed's clock.
         names: host names to accept besides addresses and `localhost`.
-        steering: actions for holders of its key; None: none.
+        steering: the actions for holders of the page's key; None: there are none.
     """
 
     def __init__(

@@ -304,5 +304,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: it does not answer."""
         return await self.coordination.ask_status()

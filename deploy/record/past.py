@@ -19,12 +19,12 @@ Report = TypeVar("Report", CommitReport, ValidationReport)
 
 
 class _Kept(Generic[Report]):
-    """The newest reports by key, each with the time when it came."""
+    """Keeps the newest reports by key, each with its time of arrival."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: list[tuple[int, ...]] = []
-        """Sorted."""
+        """The keys of the reports, sorted."""
         self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
 
     def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
@@ -44,7 +44,7 @@ class _Kept(Generic[Report]):
 
 
 class Past:
-    """The newest commits of this peer's groups, and the validations that it led."""
+    """Keeps the newest commits of this peer's groups, and the validations that this peer led."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -68,7 +68,7 @@ class Past:
         )
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Answer requests of other peers."""
+        """Answer other peers' requests for these commits and validations."""
 
         async def answer(source: PeerID, message: HistoryRequest) -> History:
             return self.since(message)

@@ -36,7 +36,7 @@ class Invites(_Report, frozen=True):
 
 
 class Joined(_Report, frozen=True):
-    """The process takes part."""
+    """The process takes part in the run."""
 
     peer: PeerID
     name: str
@@ -97,7 +97,7 @@ class StepDone(_Report, frozen=True, kw_only=True):
 
 
 class Status(_Report, frozen=True):
-    """The swarm's status: every second from the coordinator, more rarely from others, which ask it."""
+    """The swarm's status. The coordinator reports it every second; other peers ask the coordinator more rarely."""
 
     status: SwarmStatus
 

@@ -56,7 +56,7 @@ class Totals:
         tested = record.validations
         best = min(tested, key=lambda line: line.loss, default=None)
         self.validation = (tested[0], tested[-1], best) if best is not None else None
-        """(first, last, best) validation."""
+        """(first, last, best) validation; None: there was none."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
         """The median tokens/s over the steps."""
@@ -77,7 +77,7 @@ class Totals:
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
-    """Compute every peer's share. Args: steps: valid ones; peers: the lines about peers, in order."""
+    """Compute every peer's share of the work. Args: steps: valid steps; peers: the lines about peers, in order."""
     by_time = sorted(steps, key=lambda line: line.time)
     times = [line.time for line in by_time]
     tokens = [0, *accumulate(line.tokens for line in by_time)]

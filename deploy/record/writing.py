@@ -121,7 +121,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """Return `lines` thinned as `thin` describes, in order."""
+    """Return `lines` in order, with two steps merged into one line and without the lines that `thin` drops."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None

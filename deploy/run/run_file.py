@@ -20,7 +20,7 @@ _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
-    """Return `spec` with changes like `{"training.steps": 10, "seed": 1}`, checked as a file is.
+    """Return `spec` with changes like `{"training.steps": 10, "seed": 1}`, checked like a run file.
 
     Raises: SpecError: a change is invalid.
     """
@@ -37,7 +37,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Return TOML that `load_spec` reads back as an equal spec; a None is left out.
+    """Return TOML that `load_spec` reads back as an equal spec; fields that are None are left out.
 
     Raises: LocalError: the spec names a path that is not UTF-8, which TOML cannot hold.
     """
@@ -72,7 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return the tables without this field, if they mean the same without it."""
+    """Return the tables without field `name` of `section`; unchanged if the spec would then differ from `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

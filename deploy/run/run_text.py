@@ -33,7 +33,7 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source: what is read, learnt and left out, and the number of data passes."""
+    """Return sentences about each source: how much is read, learnt and left out, and the number of data passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):

@@ -1,4 +1,4 @@
-"""Estimates the remaining time of a state fetch."""
+"""Estimates the remaining time of a fetch, the download of a stage's state from other peers."""
 
 from shoal.deploy.record.report import Phase
 from shoal.peer.handoff.fetcher import FetchProgress

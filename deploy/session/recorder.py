@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""Groups asked per second: in a run with more groups each is asked more rarely."""
+"""The number of groups asked per second; in a run with more groups, each group is asked more rarely."""
 MISSING_S: Final = 3.0
 """The interval of requests for a missing older step."""
 VALIDATIONS_S: Final = 20.0
@@ -371,7 +371,10 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[None]:
-    """Keep the record inside the context, unless there is neither a folder nor a dashboard. Raises: LocalError."""
+    """Keep the record inside the context, if there is a folder or a dashboard for it.
+
+    Raises: LocalError: Weights & Biases does not start.
+    """
     if recorder.folder is None and dashboard is None:
         yield
         return

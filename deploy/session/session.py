@@ -89,7 +89,8 @@ logger = logging.getLogger(__name__)
 _ASKS_EVERY = 5
 """Seconds between the status requests of a child that does not coordinate. Each asks, since any other may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
+"""Status requests per second to the coordinator, from all peers that show it together: in a larger swarm, each asks
+more rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
@@ -168,7 +169,7 @@ def _seats(spec: RunSpec) -> int:
 async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
     """Start or resume the run `spec`, with its data digest filled in, and take part in it.
 
-    Args: initial: the initial weights; None: from the seed. Raises: ShoalError: one line for the command line.
+    Args: initial: the initial weights; None: drawn from the seed. Raises: ShoalError: its sentence is for the user.
     """
     share_heap()  # before there are threads
     stop = Stop()
@@ -191,7 +192,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None
 
 
 async def join_run(invite: Invite, options: Options) -> None:
-    """Find the run and take part in it. Raises: ShoalError: one line for the command line."""
+    """Find the run and take part in it. Raises: ShoalError: its sentence is for the user."""
     share_heap()  # before there are threads
     if invite.key is not None and not invite.key.delegation.may_train:
         raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")

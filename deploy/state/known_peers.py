@@ -61,7 +61,7 @@ class KnownPeers:
         return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
-        """Add the peers `seen` and their addresses. Raises: OSError."""
+        """Add the peers `seen` and their addresses. Raises: OSError: the disk fails."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
         replace_file(self._disk, self._path, msgspec.json.format(content))
 

@@ -34,12 +34,12 @@ def state_root() -> Path:
 
 
 def cache_root() -> Path:
-    """Return the folder of reproducible files: prepared text."""
+    """Return the folder for files that shoal can make again, such as prepared text."""
     return own_folder("XDG_CACHE_HOME", ".cache")
 
 
 def own_folder(variable: str, usual: str) -> Path:
-    """Return shoal's folder in the one that an environment variable names, else in `usual` in the user's home."""
+    """Return the folder `shoal` in the folder that `variable` of the environment names, else in `usual` of the home."""
     return Path(os.environ.get(variable) or Path.home() / usual) / "shoal"
 
 

@@ -113,7 +113,7 @@ class RunFolder:
                 return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_WithSpec).spec
         return None
 
-    # --- how far it is ---
+    # --- the run's progress ---
 
     def standing(self) -> SavedStanding | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -131,7 +131,7 @@ class RunFolder:
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> Kept:
-        """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
+        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: their folder cannot be read."""
         from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 
@@ -152,7 +152,7 @@ class RunFolder:
         return Kept(layers=layers, damaged=tuple(map(str, damaged)), saved=saved)
 
     def has_met_others(self) -> bool:
-        """True if this peer remembers another one."""
+        """True if this peer remembers another peer of the run."""
         from shoal.deploy.state.known_peers import KnownPeers
         from shoal.protocol.live.disk import LiveDisk
 

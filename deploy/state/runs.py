@@ -122,7 +122,7 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
 
 
 def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """Return the runs of this id, or else of this name."""
+    """Return the runs with this id or, if there are none, those with this name."""
     named = [run for run in runs if wanted in (run.run, run.name)] if wanted else []
     return [run for run in named if run.run == wanted] or named
 
@@ -306,7 +306,7 @@ def _peers_of_demo(folder: Path) -> list[RunFolder]:
 
 
 def _size_of(folder: Path) -> tuple[int, float]:
-    """Return (bytes of all files below it, time of the last write)."""
+    """Return (bytes of all files below `folder`, time of the last write in seconds since 1970)."""
     size, written_s = 0, 0.0
     for place, _, names in os.walk(folder):  # skips a folder that a peer removes meanwhile
         for name in names:

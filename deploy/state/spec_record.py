@@ -43,7 +43,7 @@ def seal_spec(identity: Identity, spec: RunSpec) -> bytes:
 def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunSpec:
     """Verify a record that `source` stored, and return its spec.
 
-    Raises: RemoteError: not signed by the owner, or not the spec after which the run is named.
+    Raises: RemoteError: the owner did not sign the record, or its spec is not the one after which the run is named.
     """
     envelope = unseal(record, "record", run=run, source=source, relayed=True)
     if envelope.sender != owner:
@@ -58,8 +58,8 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
 
 
 def is_newer(spec: RunSpec, than: RunSpec) -> bool:
-    """True if `spec` has the higher revision. An owner that lost its folder may have made two specs of one revision;
-    then the longer run wins, then the greater bytes, so that all peers choose alike."""
+    """True if `spec` has the higher revision. An owner that lost its folder may have made two specs of one revision:
+    then the spec with more steps wins, else the one with the greater bytes, so that all peers choose the same."""
     return _rank(spec) > _rank(than)
 
 

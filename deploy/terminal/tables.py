@@ -41,7 +41,7 @@ _STATES: Mapping[PeerState, tuple[str, str]] = {
 
 
 def tables(view: View) -> list[RenderableType]:
-    """Return the table of stages, and that of experts if they are spread over peers."""
+    """Return the table of stages and, if experts are placed on peers, the table of experts."""
     shown: list[RenderableType] = [stage_table(view)] if view.stages or view.peers else []
     return [*shown, expert_table(view)] if view.experts else shown
 
