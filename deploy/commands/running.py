@@ -29,7 +29,7 @@ def which_peers(
 ) -> list[tuple[str, places.Running]]:
     """Return (label, note) of each peer that the command means.
 
-    Raises: LocalError: none runs here, or several could be meant; the sentence says how to choose.
+    Raises: LocalError: no peer runs here, or several could be meant; the sentence says how to choose.
     """
     labelled = labelled_here()
     if sum([name is not None, everyone, state_dir is not None]) > 1:

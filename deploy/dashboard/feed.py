@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List a plan once, and keep the newest. In a demo all peers report each plan, and a returning peer an old one."""
+        """List a plan once, and keep the newest: in a demo all peers report every plan, returning peers old ones."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -351,7 +351,7 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """Return the newest (steps done, loss, staleness): peers of a demo report steps even without a coordinator."""
+        """Return (steps done, loss, staleness) from the status or a newer `StepDone`, which needs no coordinator."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean

@@ -1,4 +1,4 @@
-"""Renders a run's record as one self-contained HTML page. It loads nothing, and names of peers are only text.
+"""Renders a run's record as one self-contained HTML page, which loads nothing and shows peers' names only as text.
 
 The page shows JSON through the dashboard's scripts (`../dashboard/static/`), embedded with uPlot and their style.
 """

@@ -69,7 +69,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
-    """The norm of each stage."""
+    """The gradient norm of each stage's group; None: unknown."""
     tokens: int
     """The tokens of this step, or of all the steps that the line stands for."""
     tokens_per_s: float | None = None
@@ -79,7 +79,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int
-    """The members of all stages."""
+    """The number of members of all stages' groups."""
     given_up: int = 0
     """Microbatches missing from the step, summed over the stages."""
     duplicates: int = 0

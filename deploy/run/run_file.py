@@ -16,7 +16,7 @@ DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
-"""The tables that people change come first."""
+"""The tables that come first in a written file: those that people change."""
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:

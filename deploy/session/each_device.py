@@ -1,7 +1,7 @@
 """Runs one peer process per device of this machine, all in one run under one command.
 
-Each process is a `shoal join` with one device. The machine's network limits are divided evenly among them, signals are
-forwarded to all, and the command ends with the last one.
+Each process is a `shoal join` with one device. The machine's network limits are divided evenly among these processes,
+signals are forwarded to all, and the command ends when the last one ends.
 """
 
 import asyncio

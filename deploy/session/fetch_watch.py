@@ -5,7 +5,7 @@ from shoal.peer.handoff.fetcher import FetchProgress
 
 
 class FetchWatch:
-    """Reports each change of a fetch, with an estimate from its pace so far."""
+    """Reports the progress of a fetch, with the remaining time estimated from its pace so far."""
 
     def __init__(self) -> None:
         self._progress: FetchProgress | None = None

@@ -521,7 +521,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return what the run waits for; only the host, which makes the first plan, knows how many peers are here."""
+    """Return what delays the first plan. Only the host, which makes that plan, knows how many peers are here."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

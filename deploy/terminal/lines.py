@@ -12,7 +12,7 @@ _SPAN = re.compile(r", for \d+ (s|min|h)")
 
 
 def status_lines(view: View) -> Sequence[str]:
-    """Return the lines above the tables of `shoal status`; a single one before the first plan."""
+    """Return the lines above the tables of `shoal status`; before the first plan, a single line."""
     if view.sequence == 0:
         return (f"run {view.run} ({view.name}): {view.phase}",)
     left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""

@@ -149,7 +149,7 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
 
 
 def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
-    """Return the busiest experts, ordered by number."""
+    """Return the `most` busiest experts, ordered by number."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:most], key=lambda expert: expert.expert)
 
