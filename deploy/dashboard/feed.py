@@ -127,7 +127,7 @@ class Feed:
         """Changes, oldest first. They name peers by the end of their identifiers, as plans do."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
-        """(era, steps done) of the newest point."""
+        """(era, steps done) of the newest point; the era is the training generation."""
         self._step: StepDone | None = None
         """The newest `StepDone`, independent of the coordinator's status."""
         self._is_recorded = False

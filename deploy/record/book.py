@@ -1,8 +1,9 @@
-"""Builds the record of a run, step by step, from the reports of members of each group. Pure.
+"""Builds the record of a run, step by step, from reports by members of each group. Pure.
 
-Each step comes out once, in order, when every group has reported it. If a report is missing, the book waits
-`PATIENCE_S` from the moment when the group must have committed the step. Then it gives the step out without that
-report, or counts the step as lost if the missing report is the last stage's, which has the loss.
+A group is the peers of one stage, or the holders of one expert of a stage. Each step comes out once, in order, when
+every group has reported it. If a report is missing, the book waits `PATIENCE_S` from the moment when the group must
+have committed the step. Then it gives the step out without that report, or counts the step as lost if the missing
+report is the last stage's, which has the loss.
 """
 
 import math
@@ -24,7 +25,7 @@ FIRST_S: Final = 5.0
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
-"""(era, step counted from 0)"""
+"""(era, step counted from 0); the era is the training generation."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Reads a record: its valid lines, in order, despite crashes and repeated steps."""
+"""Reads a record: its valid lines, in order, despite crashes and steps repeated in a new era (training generation)."""
 
 import math
 from collections import defaultdict

@@ -104,10 +104,10 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned: two steps become one line; notes are dropped, and so are plans
-    that changed only the coordinator, and all but the first and last line of each peer.
+    """Rewrite the record with its older half thinned. In that half, two steps become one line. Notes are dropped, plans
+    with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
 
-    Returns: its size in bytes. Raises: OSError.
+    Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """
     lines = [line for line in map(decode_line, path.read_bytes().splitlines()) if line is not None]
     data = b"".join(map(encode_line, [*thinned(lines[: len(lines) // 2]), *lines[len(lines) // 2 :]]))

@@ -26,7 +26,7 @@ class Each:
     """The owner's options for all peers together.
 
     Args:
-        listen: a multiaddr; the first peer listens there, the others on ports that the system chooses.
+        listen: a multiaddr; the first peer listens there, the other peers on ports that the system chooses.
         threads: torch threads of each peer; 0: divide the machine's spare cores.
         flags: passed on to each peer unchanged.
     """

@@ -52,7 +52,7 @@ class Presenter:
         self._lock = threading.Lock()  # the panel is drawn in another thread
         self._fetching: Phase | None = None
         self._step_told = (0, 0)
-        """(era, steps done) of the last printed step."""
+        """(era, steps done) of the last printed step; the era is the training generation."""
         self._trouble = ""
         """The last printed cause of a standstill; empty: the run goes on."""
         self._stood_at = 0
