@@ -1,4 +1,4 @@
-"""Lists the subcommands of `shoal`, functions of `commands/`, and maps their errors to exit codes.
+"""Registers the subcommands of `shoal`, which are functions in `commands/`, and maps their errors to exit codes.
 
 Heavy imports are deferred: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
 """
@@ -136,8 +136,8 @@ app.add_typer(tokenizer, name="tokenizer")
 
 
 def run(command: Callable[..., object]) -> None:
-    """Run a command. If background work is still running, exit without Python's teardown: LLVM, which may be
-    compiling the search's kernels there, crashes when its memory is freed under it."""
+    """Run a command. If a background thread still works at the end, exit without Python's teardown: that thread may be
+    compiling the kernels of the layout search, and LLVM crashes if its memory is freed meanwhile."""
     try:
         command(prog_name="shoal")
     except SystemExit as end:

@@ -1,8 +1,8 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package; versions
-come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow although PyPI does not
-have them: torch's CPU build, whose hashes are kept until its version changes. Compare a new one with PyTorch's page.
+Run it after each change of one of these two files. uv asks PyPI for the hash of every file of every package. Versions
+come from the constraints; torch fixes those of CUDA's libraries. Each WHEEL is a local file to allow although PyPI
+lacks it: torch's CPU build. Its hash stays until torch's version changes. Compare a new hash with PyTorch's page.
 """
 
 import hashlib
@@ -41,7 +41,10 @@ def written(locked: Locked) -> str:
 
 
 def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
-    """Return what PyPI has for `source`, for Linux on x86-64."""
+    """Return the packages that `source` requires on Linux (x86-64), as PyPI has them.
+
+    Args: source: a `pyproject.toml`, of which `extras` are wanted, or a file of requirements.
+    """
     command = [str(uv), "pip", "compile", str(source), "--no-config", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
     command += ["--constraint", str(_DEPLOY / "constraints.txt"), *(f"--extra={name}" for name in extras)]
@@ -71,7 +74,7 @@ def main(wheels: list[Path]) -> None:
     (LOCK / "cuda.txt").write_text(written(cuda))
     run = {name: entry for name, entry in run.items() if name in everything and name not in cuda}
     (LOCK / "run.txt").write_text(written(run))
-    # Triton comes with CUDA's torch; the tests need it in any case, to interpret its kernels on a CPU.
+    # Triton comes with CUDA's torch. The tests need it without CUDA too: there it interprets its kernels on the CPU.
     setup = {
         name: entry for name, entry in everything.items() if name not in run and (name not in cuda or name == "triton")
     }

@@ -1,4 +1,4 @@
-"""The console script. Its imports take most of a second; Ctrl-C ends it without a traceback even then."""
+"""The console script `shoal`. Ctrl-C ends it without a traceback, even during its imports, most of a second long."""
 
 import io
 import os
@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def _speak_utf8() -> None:
-    """Use UTF-8 for names and files whatever the locale is: restart Python in UTF-8 mode if necessary."""
+    """Use UTF-8 for file names and text, whatever the locale: restart Python in UTF-8 mode if necessary."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # for our children
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

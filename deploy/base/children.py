@@ -3,7 +3,7 @@
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
 order. The children's libp2p daemons lead their own sessions too, so no process group covers them; a token in the
 environment, which every descendant inherits, identifies them. If the parent is killed (SIGKILL), the kernel kills the
-children (PR_SET_PDEATHSIG) and their daemons notice.
+children (PR_SET_PDEATHSIG), and their daemons notice that and end.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the child, not its descendants; if the child is gone, do nothing, since `on_exit` reports that."""
+        """Send the child, not its descendants, a signal. A child that is gone is ignored: `on_exit` reports it."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -57,8 +57,8 @@ class Children:
     """Starts children, passes their output lines on, and ends them.
 
     Args:
-        on_line: (child, one line of its standard output without the newline).
-        on_exit: (child, exit status), after the child's output has been read to the end.
+        on_line: called with (child, one line of its standard output without the newline).
+        on_exit: called with (child, exit status), after the child's output has been read to the end.
     """
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
@@ -71,7 +71,7 @@ class Children:
     async def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child:
         """Run `argv`; its standard error goes to `log`, its standard input is a pipe.
 
-        Raises: OSError: it cannot be started.
+        Raises: OSError: the child cannot be started.
         """
         parent = os.getpid()
 
@@ -81,7 +81,7 @@ class Children:
             if os.getppid() != parent:
                 os._exit(1)
 
-        # A daemon that inherited the pipe would keep it open after its peer ended; hivemind gives daemons their own.
+        # A daemon that inherited this pipe would keep it open after its peer ended; hivemind gives it another one.
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -99,7 +99,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write to the child's standard input and close it. A child that is gone is reported by `on_exit`."""
+        """Write to the child's standard input and close it. A child that is gone is ignored: `on_exit` reports it."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())
@@ -107,7 +107,7 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait for its daemon (1.6 s on an idle machine).
+        """SIGKILL the child alone, as a fault would, and wait until its daemon ends (1.6 s on an idle machine).
 
         Returns: the child's descendants that have not ended by themselves; there should be none.
         """

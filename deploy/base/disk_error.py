@@ -1,4 +1,4 @@
-"""Turns what the system refuses into sentences."""
+"""Turns an operating-system error into one sentence."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from shoal.protocol.errors import LocalError
 
 @contextlib.contextmanager
 def or_say(what: str) -> Iterator[None]:
-    """Say what failed inside the context. Raises: LocalError: an OSError occurred; its sentence begins with `what`."""
+    """Raise a LocalError in place of an OSError inside the context. Args: what: begins its sentence (`cannot …`)."""
     try:
         yield
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""Matches a peer's name in the reason of a plan: the end of its identifier, as `short` gives it."""
+"""Matches a peer in the reason of a plan, which names it by the last eight characters of its identifier."""
 NAMED_MAX = 3
 """The most things that a sentence names one by one."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def short(peer: PeerID) -> str:
-    """Return the end of a PeerID; all of them begin alike."""
+    """Return the last eight characters of a PeerID; all PeerIDs begin alike."""
     return peer[-8:]
 
 
@@ -43,12 +43,12 @@ def times(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = NAMED_MAX) -> str:
-    """Name the first things: `a, b, c and 2 more`."""
+    """Join the first `most` names, and count the rest: `a, b, c and 2 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def file_name(text: str) -> str:
-    """Return a name as a part of a path."""
+    """Return a name as a part of a path: `-` replaces each character that is no letter, digit, `-` or `_`."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
@@ -61,7 +61,7 @@ def digits(value: float) -> str:
 
 
 def number_of_stages(stages: int | str) -> str:
-    """Format the number of stages: `3 stages`, or that it is free if `swarm.stages` says so."""
+    """Format a run's `swarm.stages`: `3 stages`, or a phrase for `auto`."""
     if isinstance(stages, str):
         return "as many stages as suit the peers"
     return counted(stages, "stage")

@@ -10,7 +10,7 @@ from shoal.protocol.limits import ADDRESSES_MAX
 _MULTIADDR = re.compile(r"/(ip[46]|dns[46]?)/([^/]+)/tcp/([0-9]{1,5})")
 _HOST_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:/]*)):([0-9]{1,5})")
 _NAME = re.compile(r"(?=.{1,253}$)([a-zA-Z0-9_-]{1,63}\.)*(?![0-9]+$)[a-zA-Z0-9_-]{1,63}")
-"""The last label of a name is not a number (RFC 3696, section 2): that would be a mistyped IP address."""
+"""Matches a host name. Its last label is not a number (RFC 3696, section 2): that would be a mistyped IP address."""
 
 
 def listen_addresses(text: str) -> tuple[str, ...]:

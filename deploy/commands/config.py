@@ -1,4 +1,4 @@
-"""`shoal config`: the user's settings on this machine."""
+"""`shoal config`: shows and changes the user's settings on this machine."""
 
 from pathlib import Path
 from typing import Annotated

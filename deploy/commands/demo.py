@@ -1,4 +1,4 @@
-"""`shoal demo`: a swarm of real peers on this machine."""
+"""`shoal demo`: trains with a swarm of real peers on this machine."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""`shoal doctor`: finds the side at fault and the remedy."""
+"""`shoal doctor`: finds out why this machine cannot join a run, and the remedy."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -63,7 +63,10 @@ def doctor(
 def explain(
     error: RunNotFound, invite: Invite, *, listen: tuple[str, ...], state_dir: Path | None, device: str
 ) -> NoReturn:
-    """Print why no peer of a run was found, and end the command."""
+    """Find out why no peer of the invite's run was found, print it, and end the command.
+
+    Raises: RunNotFound: `error`, if no reason was found.
+    """
     from shoal.deploy.doctor.diagnosis import problem_lines
 
     say(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
@@ -77,7 +80,7 @@ def explain(
 
 
 def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: Path | None, device: str) -> "Diagnosis":
-    """Examine the machine and the way to the invite's run."""
+    """Examine this machine and, with an invite, the network path to its run."""
     from shoal.deploy.doctor.diagnosis import diagnose
     from shoal.deploy.doctor.probes import examine
     from shoal.deploy.state.known_peers import ways_to

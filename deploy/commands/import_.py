@@ -136,7 +136,7 @@ def import_(
 
 
 def _in_words(made: RunSpec, run_toml: Path, *, untied: bool, text: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about the run. Args: text: those about its text; none: it has the default one."""
+    """Yield sentences about the run. Args: text: sentences about its text; empty: it learns the default text."""
     from shoal.peer.model.layout import num_parameters
     from shoal.protocol.tensors import model_bytes, state_elements
 
@@ -185,7 +185,7 @@ def _comments(made: RunSpec) -> dict[str, str]:
 
 
 def _fitted(made: RunSpec, base: Path) -> RunSpec:
-    """Recompute the fields that file `base` leaves to shoal for the imported model."""
+    """Recompute, for the imported model, the optimizer and training fields that the file `base` leaves to shoal."""
     read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}
     fitted, _ = convert_spec(read_tables(base) | read, name=str(base))
     return msgspec.structs.replace(made, optimizer=fitted.optimizer, training=fitted.training)

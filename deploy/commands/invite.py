@@ -1,4 +1,4 @@
-"""`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
+"""`shoal invite`: prints, makes, lists and revokes invites. `shoal exclude` shuts a member out, `readmit` undoes it."""
 
 import io
 import re
@@ -149,7 +149,7 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 
 def qr_code(text: str, *, coloured: bool) -> str:
-    """Draw a QR code of half blocks. `coloured`: light on dark in any terminal, as cameras may need."""
+    """Draw a QR code of half blocks. Args: coloured: light on dark, whatever the terminal's colours: for cameras."""
     import segno
 
     drawn = io.StringIO()

@@ -1,4 +1,4 @@
-"""`shoal leave`, `pause` and `resume`: commands to the peers on this machine."""
+"""`shoal leave`, `pause` and `resume`: send a command to the peers on this machine."""
 
 import time
 from pathlib import Path
@@ -55,7 +55,7 @@ def leave(
 
 
 def _wait(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
+    """Wait for the processes; return those that have not ended in time. A zombie, not yet reaped, counts as ended."""
 
     def ended(process: psutil.Process) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Shared parts of commands: options, examples, logging."""
+"""The options, examples and logging that commands share."""
 
 import functools
 import inspect
@@ -121,7 +121,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of a plan for a network."""
+    """The options of `shoal plan` for a network."""
 
     run: Annotated[
         Path | None,
@@ -167,7 +167,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of its last parameter, a dataclass, as options: typer has no groups of options."""
+    """Turn the fields of a command's last parameter, a dataclass, into its options: typer cannot group options."""
     *own, group = inspect.signature(command).parameters.values()
     fields = inspect.signature(group.annotation).parameters.values()
 
@@ -197,7 +197,7 @@ def examples(*lines: str) -> Callable[[_Command], _Command]:
 
 
 def examples_of(command: Callable[..., Any]) -> str | None:
-    """Return the last paragraph of a command's help."""
+    """Return a command's examples, the last paragraph of its help; None: it has none."""
     return vars(command).get("epilog")
 
 
@@ -217,7 +217,7 @@ def data_source(text: str) -> str:
 
 
 def said_stages(text: str) -> int | str:
-    """Parse `--stages` for `swarm.stages`. Raises: LocalError."""
+    """Parse `--stages` for `swarm.stages`. Raises: LocalError: it is neither a number of stages nor `auto`."""
     if text == AUTO_STAGES:
         return text
     if not text.isdecimal() or not 0 < int(text[:9]) <= STAGES_MAX:
@@ -226,7 +226,7 @@ def said_stages(text: str) -> int | str:
 
 
 def said_parts(text: str) -> tuple[float, ...]:
-    """Parse `--parts`. Raises: LocalError."""
+    """Parse `--parts`. Raises: LocalError: it is not a list of numbers above 0."""
     try:
         parts = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -237,7 +237,7 @@ def said_parts(text: str) -> tuple[float, ...]:
 
 
 def check_writable(path: Path) -> None:
-    """Check the path before minutes of work. Raises: LocalError: no file can be written there."""
+    """Check that a file can be written at `path`, before minutes of work. Raises: LocalError: it cannot."""
     if path.is_dir():
         raise LocalError(f"cannot write {path}: it is a folder")
     if not path.absolute().parent.is_dir():
@@ -251,7 +251,7 @@ def _scenario_names(incomplete: str) -> list[str]:
 
 
 def start_logging(verbose: bool) -> None:
-    """Start logging. `verbose`: everything, with time and module; else warnings as plain text, without repeats."""
+    """Start logging. Args: verbose: log everything, with time and module; else warnings as text, without repeats."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",

@@ -56,7 +56,7 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Planning:
-    """What is planned, and how layouts are judged."""
+    """The network to plan, the objective that judges layouts, and the console."""
 
     what: str
     scenario: Scenario
@@ -67,7 +67,7 @@ class _Planning:
 
     @property
     def searched(self) -> LayoutName:
-        """The layout with the search that minimises the objective."""
+        """The name of the layout that a search for this objective finds."""
         return "ours" if self.aim == "throughput" else "dtfm"
 
     def propose(self, name: LayoutName) -> PlanReport:
@@ -75,7 +75,10 @@ class _Planning:
 
 
 def show_plan(what: str, asked: PlanOptions) -> None:
-    """Make and print a plan. Raises: LocalError: no such network or objective, or no plan is possible."""
+    """Plan the network `what`, and print the plan or a comparison of layouts.
+
+    Raises: LocalError: there is no such network or objective, or no plan is possible.
+    """
     tokens = None if asked.tokens is None else parse_tokens(asked.tokens)
     run = None if asked.run is None else load_spec(asked.run)
     if asked.objective not in get_args(ObjectiveName):
@@ -129,7 +132,7 @@ def show_plan(what: str, asked: PlanOptions) -> None:
 
 
 def _show_one(planning: _Planning, wishes: Wishes) -> PlanReport:
-    """Print the layout by rule in a line, then the searched one with its costs. Raises: LocalError: none is there."""
+    """Print a line on the layout that needs no search, then the searched layout. Raises: LocalError: none was found."""
     request, scenario, console = planning.request, planning.scenario, planning.console
     first = planning.propose("at-once")
     if first.cost_s is not None:

@@ -1,4 +1,4 @@
-"""`shoal recover`: the owner's forced reset of a run."""
+"""`shoal recover`: resets a run that cannot go on, or takes it back to an older era. It needs the owner's key."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +50,7 @@ def recover(
 
     async def reset() -> Any:
         async with recovery(found, owner) as session:
-            now = await session.look(era=era)  # it may have changed meanwhile
+            now = await session.look(era=era)  # the run may have changed during the question
             return now, await session.reset(now, owner, folder)
 
     try:

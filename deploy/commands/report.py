@@ -1,4 +1,4 @@
-"""`shoal report`: a run's record as a page."""
+"""`shoal report`: writes a run's record as a page."""
 
 from pathlib import Path
 from typing import Annotated

@@ -29,7 +29,7 @@ def which_peers(
 ) -> list[tuple[str, places.Running]]:
     """Return (label, note) of each peer that the command means.
 
-    Raises: LocalError: none runs here, or several could be meant; the sentence says how to choose.
+    Raises: LocalError: no peer runs here, or several could be meant; the sentence says how to choose.
     """
     labelled = labelled_here()
     if sum([name is not None, everyone, state_dir is not None]) > 1:
@@ -79,7 +79,7 @@ def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str
 def given_invite(text: str) -> Invite:
     """Read a command's invite; `-` stands for a line of standard input, which no other user can read.
 
-    Raises: InviteError: it is invalid, or of another version.
+    Raises: InviteError: the invite is invalid, or of another version.
     """
     if text != "-":
         return parse_invite(text)
@@ -89,7 +89,7 @@ def given_invite(text: str) -> Invite:
 
 
 def running_invite(command: str) -> Invite:
-    """Return the invite of the run last started here. Raises: LocalError: none is up; `command` takes an invite."""
+    """Return the invite of the run last started here, for `shoal command`. Raises: LocalError: no run is up here."""
     note = places.last_running()
     if note is None:
         raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")
@@ -99,8 +99,8 @@ def running_invite(command: str) -> Invite:
 def running_here(state_dir: Path | None, *, hosts: bool = False) -> Path:
     """Return the folder of the peer in `state_dir`, or of the one last started on this machine.
 
-    Args: hosts: prefer a run's host, which alone does what is asked.
-    Raises: LocalError: there is none.
+    Args: hosts: prefer the peer of a run's host, because only the host can do what the command asks.
+    Raises: LocalError: no peer runs here.
     """
     if state_dir is not None:
         return state_dir

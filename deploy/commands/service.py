@@ -1,4 +1,4 @@
-"""`shoal service`: a peer that starts with this user's services."""
+"""`shoal service`: installs a peer that starts with this user's services."""
 
 from typing import Annotated
 

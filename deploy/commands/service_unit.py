@@ -20,7 +20,7 @@ UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
 _HERE = Path(__file__).parents[1]
 _SHOAL: Final = Path(sys.executable).parent / "shoal"
-"""The command in the running environment: a service does not have our PATH."""
+"""The path of the `shoal` command in this Python environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
 """Marks the start of the unit's part that needs a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
@@ -54,8 +54,8 @@ def service(arguments: Sequence[str], *, watches: bool = False, platform: str = 
     """Return the service that runs `shoal join`.
 
     Args:
-        arguments: of `shoal join`, without the invite.
-        watches: the peer must reach the desktop, to ask whether somebody uses the machine.
+        arguments: the arguments of `shoal join`, without the invite.
+        watches: True if the peer must reach the desktop, to learn whether somebody uses the machine.
     Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
     """
     for argument in arguments:
@@ -80,8 +80,8 @@ def service(arguments: Sequence[str], *, watches: bool = False, platform: str = 
 def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> tuple[Path, bool]:
     """Write the service's files and start it, now and whenever this user's services start.
 
-    Returns: its file, and True if it sees only those files of the user that it needs.
-    Raises: LocalError: it cannot be written or started; then the former files are restored.
+    Returns: the service's file, and True if the service sees only those files of the user that it needs.
+    Raises: LocalError: the service cannot be written or started; then the former files are restored.
     """
     wanted = service(arguments, watches=watches)
     for folder in (state_root(), cache_root()):
@@ -102,7 +102,7 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
             if not has_own_view or _exit_status() not in _NO_NAMESPACE:
                 raise
             has_own_view = False
-            _run_all(wanted.off)  # else the start would wait a minute for the failed one's retry
+            _run_all(wanted.off)  # else the next start would wait a minute for the retry of the failed one
             wanted.path.write_text(without_own_view(wanted.text))
             _run_all(wanted.on)
     except LocalError:
@@ -127,7 +127,7 @@ def uninstall() -> Path:
 
 
 def without_own_view(unit: str) -> str:
-    """Return the unit without its own view of the files, for a system that grants users no namespaces."""
+    """Return the unit without the part that hides the user's other files, for a system without user namespaces."""
     before, _, after = unit.partition(_OWN_VIEW)
     return before + "[Install]" + after.partition("[Install]")[2]
 
@@ -160,13 +160,13 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """Refuse line breaks and the like, which begin a new setting of the unit even in quotes. Raises: LocalError."""
+    """Refuse line breaks and the like: even in quotes they begin a new setting. Raises: LocalError: there is one."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 
 
 def _bound(path: Path) -> str:
-    """Quote a path for a list of mounts, where a colon would begin its target. `-`: it may be missing."""
+    """Quote a path for a unit's list of mounts, in which a colon begins a target. The `-` allows a missing path."""
     return _word(f"-{path}").replace(":", "\\:")
 
 

@@ -1,4 +1,4 @@
-"""`shoal simulate` predicts the pace of a swarm. Heavy imports are late."""
+"""`shoal simulate`: predicts the speed of a swarm. Heavy modules are imported only when they are needed."""
 
 import logging
 import sys

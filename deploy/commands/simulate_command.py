@@ -1,4 +1,4 @@
-"""Plays the strategies of a scenario and prints a row for each as soon as it is done (`shoal simulate`)."""
+"""Simulates the strategies of a scenario, and prints a row for each as soon as it is done (`shoal simulate`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ def compare(
     *,
     patience_s: float,
 ) -> bool:
-    """Play and print the strategies `names` of a scenario. Returns: True if one has a pace."""
+    """Simulate and print the strategies `names` of a scenario. Returns: True if at least one has a rate in tokens/s."""
     scenario = strategies.with_options(scenario, options)
-    # Hours with churn are millions of jobs.
+    # Without a page, keep no timeline of a swarm with churn: hours of it are millions of jobs.
     options = replace(options, timeline=html is not None or scenario.trace is None)
     chosen = strategies.chosen_strategies(scenario, names)
     churn = strategies.churn_of(scenario, options.seed)
@@ -86,7 +86,7 @@ def compare(
 
 
 def _show_arithmetic(table: Rows, scenario: Scenario, chosen: Sequence[Strategy], options: StrategyOptions) -> None:
-    """Print our rule's estimate, which takes a second where a first search takes half a minute."""
+    """Print the speed of the layout that our rule gives, by arithmetic: a second's work; a first search takes 30 s."""
     ours = next((strategy for strategy in chosen if strategy.layout == "ours"), None)
     if ours is None or scenario.trace is not None:
         return

@@ -1,4 +1,4 @@
-"""`shoal status`: the swarm as its peers report it."""
+"""`shoal status`: shows a run as its peers report it."""
 
 from typing import Annotated
 

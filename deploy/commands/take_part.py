@@ -107,7 +107,7 @@ class PartOptions:
         return bool(project) or wanted, project
 
     def shown(self) -> Address | None:
-        """Return the address of the dashboard."""
+        """Return the address at which to serve the dashboard; None: serve none."""
         return parse_address(self.dashboard) if self.dashboard else None
 
     def limits(self) -> Limits:
@@ -175,7 +175,7 @@ class _Asked:
 
 @contextlib.contextmanager
 def _starting(part: PartOptions) -> Iterator[None]:
-    """Begin to take part; the context is for the imports of torch and of much that needs it."""
+    """Start logging and allow enough open files; in the context, which shows a spinner, the caller imports torch."""
     start_logging(part.verbose or part.reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files
@@ -212,7 +212,7 @@ def _host(asked: _Asked, name: str, device: str, part: PartOptions) -> None:
         warnings: Sequence[str] = ()
         said: tuple[str, ...] = ()
         if going.is_new:  # once a run has begun, none of this can change
-            # Of several sources take the one that is read most often: it is memorised first.
+            # Of several sources count the one that is read most often: the model memorises it first.
             tokens = spec.training.steps * spec.tokens_per_step / max(passes(corpus, spec))
             warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
             said = text_in_words(spec, corpus)
@@ -316,7 +316,7 @@ def join(
         from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
-    if found is None:  # after the imports: a parent starts this process before it has the invite
+    if found is None:  # read after the imports: a parent starts this process before it has the invite
         found = given_invite(invite)
     addresses, told = listen_addresses(part.listen), announced_addresses(part.announce or ())
     if device == "all" or "," in device:

@@ -1,8 +1,8 @@
 """Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
-One JSON object per line each way, any number of lines: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
-{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed; still every line is
-bounded and decoded once.
+Each line is one JSON object, and there may be several: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
+{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed. Still, the length of a
+line is limited, and its types are checked.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _PATH_BYTES_MAX = 107
 """The longest path in `sockaddr_un` on Linux without its terminating zero."""
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Arguments of the request -> value of the answer. A `ShoalError` becomes the error sentence."""
+"""Takes a request's arguments, and returns the answer's value. If it raises a `ShoalError`, that is the error."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,9 +63,9 @@ class ControlServer:
         self._handlers[verb] = handler
 
     async def start(self) -> None:
-        """Open the socket. Raises: LocalError: it cannot be made."""
+        """Open the socket. Raises: LocalError: the socket cannot be made."""
         try:
-            self.path.unlink(missing_ok=True)  # left by a killed process: we hold the folder
+            self.path.unlink(missing_ok=True)  # we hold the folder's lock, so a killed process left the socket
             with _reachable(self._folder) as name:
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
@@ -141,7 +141,7 @@ class ControlServer:
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-    """Ask the peer that runs in `folder`. Blocks: for commands, not for an event loop.
+    """Send a verb to the peer that runs in `folder`, and return its answer. It blocks: do not use it in an event loop.
 
     Raises: LocalError: no peer runs there, it did not answer in time, or it answered with an error.
     """
@@ -170,7 +170,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket short enough for the kernel; for a long one, through the folder's descriptor."""
+    """Yield a path of the socket that is short enough for the kernel, if need be through the folder's descriptor."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

@@ -1,7 +1,7 @@
 """Decides when to announce a new invite. Pure.
 
-The first invite of a run names only its host, and is useless once the host is gone. So a new one is due as soon as it
-can name other members, and again when the named ones have gone.
+The first invite of a run names only its host, and is useless once the host is gone. So a new invite is due as soon as
+it can name other members, and again when named members have gone and the invite can name others.
 """
 
 import math

@@ -21,9 +21,9 @@ class HostVerbs:
     """Answers the verbs of `shoal invite`, `exclude` and `readmit` on the control socket.
 
     Args:
-        book: None: this peer is not the run's host, or the run is open to anyone.
-        invite: of this run, with this peer's own key; its addresses are replaced each time.
-        seats: of a new invite.
+        book: the host's invites; None: this peer is not the run's host, or the run is open to anyone.
+        invite: an invite to this run with this peer's key; it is given out with current addresses.
+        seats: how many machines may use a new invite at a time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HostVerbs:
     async def invite(self, num_peers: int, key: InviteKey | None = None) -> tuple[str, frozenset[PeerID]]:
         """Make an invite that names present members.
 
-        Args: num_peers: the most peers to name, us included; key: None: this peer's.
+        Args: num_peers: the most peers to name, us included; key: the invite's key; None: this peer's.
         Returns: the invite, and the peers that it names. Raises: LocalError: this peer's key admits nobody any more.
         """
         addresses = whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
@@ -73,12 +73,12 @@ class HostVerbs:
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
     async def _answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer with an invite, the run, and the number of named peers. `peers`: how many to name, us included."""
+        """Answer with an invite, the run, and the number of named peers. Argument `peers`: the most to name."""
         invite, named = await self.invite(int(arguments.get("peers", 1)))
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Admit a command of this machine, even if this peer's own invite has expired."""
+        """Admit a command on this machine to the run, even if this peer's own invite has expired."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 
@@ -127,7 +127,7 @@ class HostVerbs:
         excluded = self._coordination.core.excluded
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
         if len(wanted) > 40:
-            found.add(_key_of(wanted))  # the invite may be excluded, not the member
+            found.add(_key_of(wanted))  # a whole ID: its member may be out only because its invite is excluded
         if len(found) != 1:
             raise LocalError(
                 f"{len(found) or 'no'} excluded members or invites are called {wanted!r}: see `shoal status`"

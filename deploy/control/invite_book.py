@@ -20,11 +20,11 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked ones included: one order names them all, and as many members."""
+"""The most invites of one run, revoked ones included: one exclusion order can name them all, and as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
-"""The validity of the invite that `shoal host` prints, for newcomers; members stay in."""
+"""How long newcomers can join with the invite that `shoal host` prints; members stay in after that time."""
 DEFAULT_SEATS = 5
-"""How many machines may be in the run with that invite at a time."""
+"""How many machines may be in the run with the invite that `shoal host` prints, at a time."""
 _USEFUL_S = 24 * 3600
 """An invite with less time left is not handed out."""
 
@@ -66,7 +66,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class InviteBook:
     """Makes, revokes and finds invites, and keeps the exclusion order.
 
-    Args: owner: of the run; its key is on this machine; disk: the host's folder; wall_s: seconds since 1970.
+    Args: owner: the run's owner, with the private key; disk: the host's folder; wall_s: returns seconds since 1970.
     """
 
     def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:
@@ -81,7 +81,7 @@ class InviteBook:
 
     @property
     def order(self) -> Exclusion | None:
-        """The exclusion order: excluded members and revoked invites. None: there were never any."""
+        """The signed order that excludes members and revoked invites. None: nothing was ever excluded."""
         revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
         came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
         readmitted = [named.key for named in self._file.named if named.readmitted]
@@ -99,7 +99,7 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
 
-        Args: seats: of a new one; taken: invite key -> taken seats.
+        Args: seats: the least seats that the invite has; taken: returns the taken seats of an invite's key.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -112,7 +112,10 @@ class InviteBook:
     def make(
         self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
     ) -> GivenOut:
-        """Make an invite. `lasts_s` 0: without end. Raises: LocalError: a term is out of bounds; the disk is full."""
+        """Make an invite. Args: lasts_s: seconds for which newcomers can join with it; 0: for ever.
+
+        Raises: LocalError: a term is out of bounds; there are too many invites; the disk is full.
+        """
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
         expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0
@@ -125,7 +128,10 @@ class InviteBook:
         return made
 
     def revoke(self, name: str) -> GivenOut:
-        """Mark an invite as revoked; the caller excludes its key. Raises: LocalError: as `find`; the disk is full."""
+        """Mark an invite as revoked; the caller excludes its key.
+
+        Raises: LocalError: no invite or several have a name that begins with `name`; the disk is full.
+        """
         return self._mark(self.find(name), revoked=True)
 
     @property
@@ -133,13 +139,16 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Exclude `peer`, which came by this invite's key. Raises: LocalError: it is the owner; the disk is full."""
+        """Exclude `peer`, which joined with the invite of key `invite`.
+
+        Raises: LocalError: it is the owner; too many members are excluded; the disk is full.
+        """
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Readmit the member or invite with this key, excluded by any order. Raises: LocalError: the disk is full."""
+        """Readmit the member or invite with this key, whichever order excluded it. Raises: LocalError: a full disk."""
         self._name(NamedKey(key=key, invite=invite, readmitted=True))
         for given in self.all:
             if given.key.delegation.key == key and given.revoked:
@@ -161,7 +170,7 @@ class InviteBook:
             self._order(named=(*others, named))
 
     def _order(self, **changed: object) -> None:
-        number = max(self._file.number + 1, int(self._wall_s()))  # above the number of a lost file
+        number = max(self._file.number + 1, int(self._wall_s()))  # higher than in a file that was lost
         self._write(msgspec.structs.replace(self._file, number=number, **changed))
 
     def _read(self) -> _File:

@@ -27,7 +27,7 @@ class Address:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The host name in the address, if it has one."""
+        """The host name of the address; empty if the host is an IP address."""
         return () if is_ip(self.host) else (self.host,)
 
     @property

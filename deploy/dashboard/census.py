@@ -48,8 +48,8 @@ class Census:
         self._began = False
 
     def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerStatus], list[PeerStatus], list[DepartedPeer]]:
-        """Take a new table. Returns: (arrivals, moves to another stage, departures) since the previous table; all peers
-        of the first table have arrived."""
+        """Take a new table. Returns: (arrivals, moves to another stage, departures) since the previous table; in the
+        first table all peers are arrivals."""
         joined, moved = [], []
         for peer in status.peers:
             known = self._known.get(peer.peer)
@@ -82,7 +82,7 @@ class Census:
         return known.since_s if known else -float("inf")
 
     def name(self, peer: PeerID, name: str) -> None:
-        """Note a peer's name for itself, which may be empty or any text."""
+        """Remember the name that a peer gives itself, which may be empty or any text."""
         name = clean(name, PEER_NAME_CHARS_MAX)
         if name and (peer in self._names or len(self._names) < NAMES_MAX):
             self._names[peer] = name

@@ -1,4 +1,4 @@
-"""Bounds the number and the age of the server's connections: uvicorn limits requests, but waits for ever for a
+"""Limits the number and the age of the server's connections: uvicorn limits requests, but waits for ever for a
 connection that sends none.
 
 | state of a connection | time limit |
@@ -8,8 +8,8 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-Above `CONNECTIONS_MAX` one connection that is no viewer is closed: from the host with the most connections; waiting
-ones before ones being answered; the oldest first. So a flood from one host closes only that host's connections.
+Above `CONNECTIONS_MAX` one connection that is no viewer is closed: one of the host with the most connections; of these,
+one that waits rather than one being answered; of these, the oldest. So a flood from one host closes only its own.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ ANSWER_S = 60.0
 """Enough for 100 KB at 14 kbit/s."""
 
 LIVE = "/live"
-"""The path of the viewers, whose answer ends with the dashboard."""
+"""The path that viewers request; the answer lasts as long as the dashboard."""
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection; another request is another errand."""
+    """The present activity of a connection: waiting for a request, or being answered. Each request begins another."""
 
     connection: H11Protocol
     request: object
@@ -49,7 +49,7 @@ class _Errand(NamedTuple):
 
 
 class Connections(ServerState):
-    """All connections of one server. As uvicorn's server state, every connection has it."""
+    """All connections of one server. This is uvicorn's server state, so every connection refers to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Connections(ServerState):
             if now_s - since_s > errand.bound_s:
                 self._end(errand)
         if len(self.connections) - len(self._ended) > CONNECTIONS_MAX:
-            # Never empty: there are far fewer viewers.
+            # This list is never empty: there are far fewer viewers than connections.
             guests = [one for one in errands if one.is_bounded and one.connection not in self._ended]
             from_host = Counter(one.host for one in guests)
             self._end(min(guests, key=lambda one: (-from_host[one.host], one.bound_s, self._since_s[one])))

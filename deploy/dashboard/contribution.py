@@ -24,10 +24,10 @@ LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Implements `Compute` by passing work on and adding up its cost; the probe does not count.
+    """Passes work on to a `Compute`, and adds up its device time, FLOP and microbatches; the probe does not count.
 
-    Args: used_s: seconds of device time used so far; None: the time in which jobs ran. With a limit on the share of
-    device time, pass the time that the limit counts.
+    Args: used_s: returns the seconds of device time used so far; None: count the time in which jobs ran. With a limit
+    on the share of device time, pass the time that the limit counts.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:

@@ -11,8 +11,8 @@ VALIDATIONS_MAX = 600
 
 
 class Curves:
-    """Points in the order of their steps. `generation` changes when older points are merged or removed: a reader must
-    then fetch all of them again."""
+    """Keeps the points of the plots in the order of their steps. `generation` changes when older points are merged or
+    removed: a reader must then fetch all points again."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -23,7 +23,7 @@ class Curves:
         self._open: list[StepLine] = []
 
     def add(self, point: StepLine) -> None:
-        """Add a step later than all others."""
+        """Add a step, which must be later than all steps here."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return
@@ -54,7 +54,7 @@ class Curves:
             self.generation += 1
 
     def restore(self, points: Iterable[StepLine]) -> None:
-        """Add the points of earlier starts."""
+        """Add the points that the run's record has from earlier starts."""
         for point in points:
             self.add(point)
         self.generation += 1

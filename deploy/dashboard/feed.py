@@ -1,4 +1,4 @@
-"""Builds a view of the run from a peer's reports (`report.py`). Holds no socket, clock or file.
+"""Builds a view of the run from a peer's reports (`record/report.py`). Holds no socket, clock or file.
 
 The owner passes every report to `take`; displays call `view` and read `curves`. Nothing here asks another peer, and
 texts of other peers are stripped of control characters and cut to a length.
@@ -57,7 +57,7 @@ CHANGES_SHOWN = 60
 NEW_S = 20.0
 """The time for which a peer is shown as new, or a departed one as gone."""
 _MANY = 4096
-"""The number of elements for which formats are compared."""
+"""The number of tensor elements at which the sizes of wire formats are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class RunFacts:
     activation_bytes_per_token: int = 0
     """Bytes of a token between two stages in the widest format that the run allows for activations."""
     activations: WireFormat = "bf16"
-    """The widest format."""
+    """The widest format that the run allows for activations."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "RunFacts":
@@ -88,7 +88,7 @@ class RunFacts:
         )
 
     def activation_bytes(self, status: SwarmStatus | None) -> tuple[float, ...]:
-        """Return [K - 1]: bytes of a token after each stage but the last, in the formats of the live plan."""
+        """Return [K - 1] for K stages: bytes of a token from each stage to the next, in the live plan's formats."""
         cuts = max(0, len(status.stages) - 1) if status is not None else 0
         forms = status.formats.activations if status is not None and status.formats is not None else ()
         if len(forms) != cuts:  # unknown, or an impossible value from another peer
@@ -98,7 +98,7 @@ class RunFacts:
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
-        """Return what a status alone says, without the run's spec."""
+        """Return the facts that a status has, for a command without the run's spec."""
         layers = max((last for _, last in status.stages), default=1)
         return cls(name=status.name, steps=status.steps, num_layers=layers)
 
@@ -107,7 +107,7 @@ class Feed:
     """Collects reports, and builds views of the run.
 
     Args:
-        title: of the page.
+        title: the page's title.
         wall_minus_clock_s: add it to `now_s` to get seconds since 1970.
     """
 
@@ -127,7 +127,7 @@ class Feed:
         """Changes, oldest first. They name peers by the end of their identifiers, as plans do."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
-        """(era, steps done) of the newest point."""
+        """(era, steps done) of the newest point; the era is the training generation."""
         self._step: StepDone | None = None
         """The newest `StepDone`, independent of the coordinator's status."""
         self._is_recorded = False
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """Take a plan. In a demo every peer reports every plan, and a returning peer starts with an old one."""
+        """List a plan once, and keep the newest: in a demo all peers report every plan, returning peers old ones."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct a plan's line. A new peer obeys a plan now that its coordinator has known longer; and once a plan has
-        a successor, its outcome no longer changes with every step."""
+        """Correct the time and the outcome of a plan that is shown already. A peer that just joined obeys a plan that
+        its coordinator has had for longer. The outcome is final once the plan has a successor."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}
@@ -222,7 +222,7 @@ class Feed:
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
         before = self._status
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
-            return  # from a former coordinator that was suspended and has not noticed
+            return  # from a former coordinator that was suspended, and does not know yet that it was replaced
         self._status, self._status_at_s, self._run = status, now_s, clean(status.run)
         joined, _, gone = self._census.take(status, now_s)
         for note in status.plans:
@@ -280,7 +280,7 @@ class Feed:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text)))
 
     def _add_change(self, change: ChangeView) -> None:
-        """Add a change. A plan that reports an arrival or departure replaces the line that says only that."""
+        """Add a change. A plan that names an arrival or departure replaces the line about this arrival or departure."""
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]
@@ -298,7 +298,7 @@ class Feed:
             tokens_per_s = self._step.tokens_per_s
         comparison = status.comparison if status and not is_old else None
         coordinator = plan.coordinator if plan else PeerID("")
-        # What a peer reported about itself does not count for long.
+        # A peer's report about its contribution is shown for 20 s only.
         contributions = {peer: told for peer, (at_s, told) in self._contributions.items() if now_s - at_s < 20.0}
         steps = status.steps if status else self._facts.steps
         step, loss, staleness_steps = self._newest_step()
@@ -351,7 +351,7 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """Return the newest (steps done, loss, staleness): peers of a demo report steps even without a coordinator."""
+        """Return (steps done, loss, staleness) from the status or a newer `StepDone`, which needs no coordinator."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean
@@ -417,7 +417,7 @@ class Feed:
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
-    """True if a plan reports this arrival or departure, which the table reports within half a minute of it."""
+    """True if `plan` also reports the arrival or departure `change`, at most half a minute before or after it."""
     return (
         plan.kind == "plan"
         and change.kind in ("joined", "left")

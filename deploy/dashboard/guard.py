@@ -49,7 +49,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """ASGI middleware with these checks. Args: names: host names to accept besides addresses and `localhost`."""
+    """ASGI middleware that makes these checks. Args: names: host names to accept beside addresses and `localhost`."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app

@@ -1,16 +1,16 @@
 """Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
 The first row that holds is the answer. A device that computes nine tenths of the time is busy; one that computes half
-of it waits for another peer.
+of the time waits for another peer.
 
 | answer | holds when |
 |---|---|
-| pause | the owner, or a limit of theirs, has paused the peer |
-| place, state | it holds no stage; it fetches its stage's state |
-| cap | work waits for a device that may compute only a share of the time; or *upload* holds and is capped |
-| device | it computed nearly all the time, or most of it with work in its queue |
-| upload | something is nearly always being sent |
-| swarm | it waits: for the stage with the least capacity, if that is another one |
+| pause | the owner, or a limit that the owner has set, has paused the peer |
+| place, state | the peer has no stage or is leaving; the peer fetches its stage's state |
+| cap | work waits for a device with a limited share of the time; or *upload* holds, and the upload is limited |
+| device | the device computed nearly all the time, or most of it with work in its queue |
+| upload | the peer is nearly always sending |
+| swarm | the device waits for other peers: for the stage with the least capacity, if that is another one |
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from shoal.protocol.messages import PeerStatus
 
 
 def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: int) -> LimitedBy:
-    """Return what limits the peer. Args: peers: from the coordinator's table; empty if unknown."""
+    """Return what limits the peer. Args: peers: the rows of the coordinator's table; empty if unknown."""
     limits = mine.limits
     if limits is not None and limits.paused:
         return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")

@@ -1,6 +1,6 @@
 """Formats a view of the run for Prometheus. Pure.
 
-Counters are of this process; gauges of the whole run come from the coordinator and are as old as
+Counters count the work of this process. Gauges of the whole run come from the coordinator and are as old as
 `shoal_status_age_seconds` says. A metric without a value is left out.
 """
 

@@ -21,7 +21,7 @@ def links(
 ) -> tuple[LinkView, ...]:
     """Return the traffic of each pair of peers, both directions added.
 
-    Args: bytes_per_s: [K - 1], one way after each stage but the last, at the present rate.
+    Args: bytes_per_s: [K - 1] for K stages: bytes/s from each stage to the next, in one direction, at the present rate.
     """
     listed = {peer.peer for peer in peers}
     found: dict[tuple[PeerID, PeerID], LinkView] = {}

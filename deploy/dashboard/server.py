@@ -5,10 +5,10 @@
 | `/` and its files | the page, from `static/` |
 | `/live` | server-sent events: the view every second, and new points of the curves |
 | `/state.json` | the view, once |
-| `/metrics` | the same for Prometheus |
+| `/metrics` | the view for Prometheus |
 | `/pause`, `/resume` | POST, for holders of the key (`guard.py`) |
 
-To cost the peer little, a view is built at most about once a second for all viewers, and never without one.
+To cost the peer little, a view serves all requests of half a second, and none is built without a request.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ VIEWERS_MAX = 16
 
 
 class Dashboard:
-    """The web application without a socket.
+    """The dashboard's web application, without its socket.
 
     Args:
-        feed: updated by its owner.
+        feed: builds views from the reports that `take` receives.
         now_s: the feed's clock.
         names: host names to accept besides addresses and `localhost`.
-        steering: actions for holders of its key; None: none.
+        steering: the actions for holders of the page's key; None: there are none.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Dashboard:
     async def _updates(self) -> AsyncIterator[bytes]:
         """Yield updates until the dashboard closes.
 
-        `curves` has the points from number `first` on, for a reader that discards its own if `generation` is new, and
-        all validations if they have changed. `steers`: a viewer with the key can pause the peer.
+        `curves` has the points from number `first` on, and all validations if they have changed. A reader discards its
+        older points when `generation` changes. `steers` is true if a viewer with the key can pause the peer.
         """
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
@@ -155,7 +155,7 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that checks connections and leaves signals to the peer, to show a drain to its end."""
+    """A uvicorn server that checks connections, and leaves signals to the peer, so that it also shows a drain."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -167,7 +167,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all but viewers first: uvicorn would wait for them."""
+        """Close all connections but viewers first: uvicorn would wait for them."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)

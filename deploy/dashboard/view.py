@@ -100,7 +100,7 @@ class GoneView(msgspec.Struct, frozen=True):
 
 
 class LinkView(msgspec.Struct, frozen=True, array_like=True):
-    """Traffic from one peer to another, bytes/s."""
+    """Traffic between two peers, both directions added, in bytes/s."""
 
     source: PeerID
     target: PeerID
@@ -159,7 +159,7 @@ class MineView(Given, frozen=True, kw_only=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Everything but the curves."""
+    """The whole run at one moment, except the curves."""
 
     title: str
     run: str

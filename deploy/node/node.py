@@ -1,7 +1,8 @@
-"""Runs one peer, and the coordinator when it is this peer's turn, on one transport.
+"""Runs one peer, and also the coordinator while this peer has that role, on one transport.
 
-Only here `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's live plans go
-to the peer. A node does not know its world: `session/` puts it on libp2p, the simulator runs hundreds in one process.
+Only this module connects `peer` and `coordinator`: it passes the peer's heartbeat to the coordination, and live plans
+from the coordination to the peer. A node gets its network, device and clock from its caller: `session/` gives it
+libp2p, the simulator runs hundreds of nodes in one process.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
-"""The time that a peer has to leave without losing work, if nobody is in a hurry."""
+"""The time in which a leaving peer may finish its work, unless it must end sooner."""
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
@@ -85,7 +86,7 @@ class NodeRun:
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
-    """The initial weights if not from the seed: on the host, and on peers with a copy of the adapters' base."""
+    """Initial weights from a file: on the host of an imported model, and on peers with a copy of the adapters' base."""
 
     @property
     def id(self) -> str:
@@ -94,7 +95,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePorts:
-    """The ports of a node's world: libp2p and a device, or a simulation."""
+    """The network, device, clock and disk of a node: real ones, or simulated."""
 
     transport: Transport
     directory: Directory
@@ -105,9 +106,9 @@ class NodePorts:
     rng: random.Random
     device: ComputeDevice = _CPU
     memory_bytes: int | None = None
-    """The memory to claim (`Claims`); required in virtual worlds."""
+    """The memory that the peer claims; None: what is free. A simulation must set it, to be reproducible."""
     machine: str = ""
-    """An equal text for all peers that share this machine's network card; empty: this peer is alone."""
+    """A text that is equal for all peers that share this machine's network card; empty: this peer is alone."""
     run_blocking: RunBlocking = inline
     """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
     run_search: RunBlocking = inline
@@ -116,16 +117,19 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeListeners:
-    """Callbacks for what a node does. `on_commit`, `on_validation`, `on_state` and `say` are those of `Watcher`."""
+    """Callbacks for what happens at a node."""
 
     on_step: Callable[[StepRecord], None] = ignore
     """Called for each step while this peer coordinates."""
     on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
     on_commit: Callable[[CommitReport], None] = ignore
+    """Called for every commit of this peer's groups, even if another member reports it to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
+    """Called with (group, state) after each step or load of one of the peer's states."""
     say: Callable[[str], None] = logger.info
+    """Called with a sentence for the person at this machine."""
 
 
 NOBODY = NodeListeners()
@@ -137,10 +141,10 @@ class Node:
     Args:
         gate: decides which senders and messages this peer accepts.
         hears: callbacks for what happens here.
-        arithmetic: computes in place of the run's model and corpus on the ports' device.
-        traffic: passed to `PeerDriver`.
-        seals: not the default only in a simulated world, where every peer is ours.
-        allocator: makes the plans while this peer coordinates; must be the same at every peer of the run.
+        arithmetic: computes forwards and backwards; None: with the run's model and text, on the ports' device.
+        traffic: routes microbatches and bounds their number in flight; None: by the plan's shares and measurements.
+        seals: signs and checks messages; only a simulation, in which every peer is ours, may replace the default.
+        allocator: makes the plans while this peer coordinates; every peer of the run must have the same kind.
     """
 
     def __init__(
@@ -257,8 +261,8 @@ class Node:
             if self._spec_keeper is not None and self.coordination.core.newest_revision > self.spec.revision:
                 self._spec_keeper.hurry()
             await asyncio.sleep(heartbeat_s / 4)
-        await self.peer.drain(10.0)  # the last validation
-        await asyncio.sleep(4.0 * heartbeat_s)  # answers peers and coordinators that missed the end
+        await self.peer.drain(10.0)  # the last validation may still be under way
+        await asyncio.sleep(4.0 * heartbeat_s)  # meanwhile answer peers and coordinators that missed the end
         return self._newer
 
     @property
@@ -276,7 +280,7 @@ class Node:
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
 
-        Args: within_s: other peers redo what is not finished by then. The goodbye takes a little longer.
+        Args: within_s: the time for this; other peers redo unfinished work. The goodbye takes a little longer.
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
@@ -300,5 +304,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: it does not answer."""
         return await self.coordination.ask_status()

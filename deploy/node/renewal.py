@@ -34,7 +34,7 @@ def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
 class Renewal:
     """Asks for new certificates; on the run's owner, issues them.
 
-    Args: disk: None: a new certificate lasts until this process ends.
+    Args: disk: keeps a new certificate; None: the certificate is lost when this process ends.
     """
 
     def __init__(self, endpoint: Endpoint, disk: Disk | None) -> None:
@@ -43,7 +43,7 @@ class Renewal:
             endpoint.on(Renew, self._renew)
 
     async def keep(self) -> None:
-        """Ask whenever renewal is due and this peer is in a plan."""
+        """Ask for a new certificate whenever one is due and this peer is in a plan."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._members.should_renew and self._endpoint.gate.is_planned(self._endpoint.peer_id):
@@ -54,7 +54,7 @@ class Renewal:
                     await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
-        """Ask once. Raises: Unreachable, Refused, RemoteError: the owner gives none; OSError: it cannot be written."""
+        """Ask the owner once. Raises: Unreachable, Refused, RemoteError: it gives none; OSError: the disk fails."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

@@ -1,7 +1,9 @@
-"""Assembles the steps of a run from reports of their groups' members. Pure.
+"""Builds the record of a run, step by step, from reports by members of each group. Pure.
 
-Each step comes out once, in order, when every group has reported it. For a missing report the book waits `PATIENCE_S`
-from the moment when the group must have committed the step.
+A group is the peers of one stage, or the holders of one expert of a stage. Each step comes out once, in order, when
+every group has reported it. If a report is missing, the book waits `PATIENCE_S` from the moment when the group must
+have committed the step. Then it gives the step out without that report, or counts the step as lost if the missing
+report is the last stage's, which has the loss.
 """
 
 import math
@@ -17,20 +19,20 @@ from shoal.protocol.messages import CommitReport
 PATIENCE_S: Final = 20.0
 """The time in which every member of a group of at most ten is asked at least once."""
 RATE_S: Final = 30.0
-"""The window of tokens/s; one step at least."""
+"""The time over which tokens/s is averaged; a step that takes longer is averaged alone."""
 FIRST_S: Final = 5.0
 """The time for which a new record waits for a peer that knows an older step."""
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
-"""(era, step counted from 0)"""
+"""(era, step counted from 0); the era is the training generation."""
 
 
 @dataclass(slots=True)
 class _Open:
     heard_s: float
     passed_s: float | None = None
-    """When it became certain that every group had committed it."""
+    """When it became certain that every group had committed the step; None: it is not certain yet."""
     reports: dict[int, tuple[float, CommitReport]] = field(default_factory=dict)
 
 
@@ -38,10 +40,10 @@ class Book:
     """Collects reports and releases complete steps.
 
     Args:
-        num_experts: groups of expert holders beside each stage.
-        lead_steps: no group commits step `t + lead_steps` before all others have committed `t`.
+        num_experts: the number of groups of expert holders beside each stage's own group.
+        lead_steps: no group commits step `t + lead_steps` before all other groups have committed step `t`.
         tokens_per_step: the most tokens that a report may claim.
-        learning_rate: step from 0 -> its learning rate.
+        learning_rate: returns the learning rate of a step, counted from 0.
         reached: (era, steps done) at the record's end; earlier steps do not come out again. None: a new record, which
             begins with the oldest step that any peer knows.
     """
@@ -101,7 +103,7 @@ class Book:
         self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
-        """Add a report. Args: at_s: when the group had committed, on this clock."""
+        """Add a report. Args: at_s: when the group committed the step, on the clock of `now_s`."""
         key = report.era, report.step
         if key < self._next or not self._is_sound(report) or not now_s - AGO_S_MAX < at_s <= now_s:
             return
@@ -113,10 +115,10 @@ class Book:
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
     def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
-        """Return the steps, in order, that are complete or have been waited for long enough. Their time is on this
-        clock.
+        """Return the steps, in order, that are complete or for which the book has waited long enough. Their `time` is
+        on the clock of `now_s`.
 
-        Args: flush: also all others with a loss, since no further reports will come.
+        Args: flush: also return incomplete steps with a loss, since no further reports will come.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -150,7 +152,7 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Return era -> its first step that has been heard of and not released."""
+        """Return era -> its first step that was reported and is not released yet."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
@@ -208,7 +210,7 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Return tokens/s since the newest step that is `RATE_S` old, or since the oldest known."""
+        """Return tokens/s since the newest step that is at least `RATE_S` old, or since the oldest known step."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

@@ -19,10 +19,12 @@ _SUFFIX: Final = ".shoal"
 
 
 class EventsFile:
-    """The event file beside the record of `folder`; replaces those of earlier starts. Raises: OSError.
+    """TensorBoard's event file beside the record in `folder`. It replaces the files of earlier starts.
 
-    The file is rewritten when a peer starts and when the run goes back, and only grows in between, so it never contains
-    a step twice or a void one. Args: record: what is in the record already.
+    The file is rewritten when a peer starts and when the run goes back to a snapshot, and only grows in between. So it
+    never contains a step twice, or one that the run has undone.
+
+    Args: record: the lines that the record has already. Raises: OSError: the file cannot be written.
     """
 
     trouble = "TensorBoard's file cannot be written ({})"
@@ -32,7 +34,7 @@ class EventsFile:
         self._begin(record)
 
     def add(self, lines: Sequence[StepLine | ValidationLine]) -> None:
-        """Append the values of these lines, which are in the record already. Raises: OSError."""
+        """Append the values of these lines, which are in the record already. Raises: OSError: the disk fails."""
         if max(line.era for line in lines) > self._era:
             self._writer.close()
             self._begin(read_record(self._folder))  # the run went back: earlier events are void
@@ -42,7 +44,7 @@ class EventsFile:
             self._flush()
 
     def close(self) -> None:
-        """Close the file. Raises: OSError."""
+        """Close the file. Raises: OSError: the disk fails."""
         self._writer.close()
 
     def _begin(self, record: Record) -> None:

@@ -11,8 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_record(wanted: str) -> Path:
-    """Find a record. Args: wanted: a run, as in `look_for`; or a record; or a folder that contains some.
+    """Find a record.
 
+    Args: wanted: a run's name, id or first letters of its id; a record, or a folder with records; empty: the last run.
     Raises: LocalError: there is none, or `wanted` is ambiguous.
     """
     found = [

@@ -1,4 +1,4 @@
-"""Renders a run's record as one self-contained HTML page. It loads nothing, and names of peers are only text.
+"""Renders a run's record as one self-contained HTML page, which loads nothing and shows peers' names only as text.
 
 The page shows JSON through the dashboard's scripts (`../dashboard/static/`), embedded with uPlot and their style.
 """
@@ -62,9 +62,10 @@ def one_file(
     """Return a page that loads nothing, from `page.html`, `page.css` and `page.js` of `folder`.
 
     Args:
-        data: what `page.js` shows, with the help of `kit.js` and `scripts`.
-        style: goes before the folder's.
-        parts: of `page.html`.
+        data: values for `page.js`, embedded as JSON.
+        style: CSS that goes before that of `page.css`.
+        scripts: files that `page.js` uses beside `kit.js`.
+        parts: values for the other placeholders of `page.html`.
     """
     modules = (STATIC / "kit.js", *scripts, folder / "page.js")
     text = msgspec.json.encode(data).decode()

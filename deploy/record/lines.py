@@ -13,15 +13,15 @@
 **Step.** `step` counts from 1: after the line of step 17, seventeen steps are done and the model is at version 17. A
 validation's `step` is the version that was validated; version 0 is the model before the first step.
 
-**Order.** Lines of steps are ordered by (`era`, `step`), each once, across restarts. `era` counts how often the run has
-gone back to a snapshot. After that, steps are repeated with a higher era: lines of an earlier era are void from the
-later era's first step on. `reading.read_record` applies this rule.
+**Order.** Lines of steps are ordered by (`era`, `step`), each once, across restarts. `era` (the training generation)
+counts how often the run has restarted from a snapshot or with other stages. If the run went back, steps are repeated
+with a higher era: lines of an earlier era are void from the later era's first step on (`reading.read_record`).
 
 **Damage.** A line that does not decode was torn by a crash; readers skip it. Later versions may add fields and kinds,
 which readers skip too.
 
-**Time.** `time` is in seconds since 1970 on the clock of the peer that keeps the record; of a step, when its last stage
-committed it, as reported by a member.
+**Time.** `time` is in seconds since 1970 on the clock of the peer that keeps the record. A step's time is when the last
+of its groups committed it, as members report.
 """
 
 import math
@@ -69,25 +69,25 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
-    """The norm of each stage."""
+    """The gradient norm of each stage's group; None: unknown."""
     tokens: int
     """The tokens of this step, or of all the steps that the line stands for."""
     tokens_per_s: float | None = None
     """Tokens/s over the last `book.RATE_S`, standstills included; None: the first step."""
     foreseen_tokens_per_s: float | None = None
-    """The prediction of the plan at that time; None: the plan was unknown here then."""
+    """Tokens/s that the plan of that time predicted; None: this peer did not know the prediction then."""
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int
-    """The members of all stages."""
+    """The number of members of all stages' groups."""
     given_up: int = 0
     """Microbatches missing from the step, summed over the stages."""
     duplicates: int = 0
     """Microbatches computed twice, summed over the stages."""
     dissenting: int = 0
-    """Members with another state than their group after the commit."""
+    """The number of members with another state than the rest of their group after the commit."""
     unheard: int = 0
-    """Groups without a report that any remaining peer has."""
+    """The number of groups of which no remaining peer has a report."""
     steps: int = 1
     """How many steps the line stands for, up to `step`: several after an old part of the record was thinned."""
 

@@ -19,12 +19,12 @@ Report = TypeVar("Report", CommitReport, ValidationReport)
 
 
 class _Kept(Generic[Report]):
-    """The newest reports by key, each with the time when it came."""
+    """Keeps the newest reports by key, each with its time of arrival."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: list[tuple[int, ...]] = []
-        """Sorted."""
+        """The keys of the reports, sorted."""
         self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
 
     def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
@@ -44,7 +44,7 @@ class _Kept(Generic[Report]):
 
 
 class Past:
-    """The newest commits of this peer's groups, and the validations that it led."""
+    """Keeps the newest commits of this peer's groups, and the validations that this peer led."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class Past:
         self._validations.add((report.era, report.step), self._clock.now_s(), report)
 
     def since(self, request: HistoryRequest) -> History:
-        """Return the oldest of the requested commits and validations."""
+        """Return the oldest requested commits and validations, as many of each as fit into a reply."""
         now_s = self._clock.now_s()
         commits = self._commits.oldest((*request.commits_from, -1), now_s)
         validations = self._validations.oldest(request.validations_from, now_s)
@@ -68,7 +68,7 @@ class Past:
         )
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Answer requests of other peers."""
+        """Answer other peers' requests for these commits and validations."""
 
         async def answer(source: PeerID, message: HistoryRequest) -> History:
             return self.since(message)

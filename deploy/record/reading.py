@@ -1,4 +1,4 @@
-"""Reads a record: its valid lines, in order, despite crashes and repeated steps."""
+"""Reads a record: its valid lines, in order, despite crashes and steps repeated in a new era (training generation)."""
 
 import math
 from collections import defaultdict
@@ -93,8 +93,8 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> Callable[[int], float]:
-    """Return a function from an era to the first step from which its lines are void: where a later era begins, at its
-    first step or, if that has no line, where a plan says."""
+    """Return a function that maps an era to the step from which its lines are void: the first step of any later era.
+    That is the step of the later era's first line, or an earlier one if a plan of that era says so."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

@@ -1,7 +1,7 @@
-"""The reports of a peer process to its parent: one JSON object a line on its standard output.
+"""Defines the reports of a peer process to its parent: one JSON object a line on its standard output.
 
-`shoal demo` reads them from its children. Every member of a stage's group reports each step itself, so that any of them
-may die, the coordinator included. Only the table of the whole swarm comes from the coordinator.
+`shoal demo` reads them from its children. Every member of a stage's group reports each step itself, so the parent hears
+of a step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
 """
 
 import sys
@@ -36,7 +36,7 @@ class Invites(_Report, frozen=True):
 
 
 class Joined(_Report, frozen=True):
-    """The process takes part."""
+    """The process takes part in the run."""
 
     peer: PeerID
     name: str
@@ -97,13 +97,13 @@ class StepDone(_Report, frozen=True, kw_only=True):
 
 
 class Status(_Report, frozen=True):
-    """The swarm's status: every second from the coordinator, more rarely from others, which ask it."""
+    """The swarm's status. The coordinator reports it every second; other peers ask the coordinator more rarely."""
 
     status: SwarmStatus
 
 
 class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner's settings that bound what the peer gives now."""
+    """The owner's settings that limit the peer's contribution now."""
 
     paused: bool = False
     why: str = ""
@@ -112,7 +112,7 @@ class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer gives, by its own measurements; rates and shares cover the last ten seconds."""
+    """A peer's contribution, by its own measurements; rates and shares cover the last ten seconds."""
 
     peer: PeerID
     name: str

@@ -24,7 +24,7 @@ class Share:
     lines: Sequence[PeerLine]
     work_s: float
     tokens: int
-    """Tokens trained by the run meanwhile: they passed the peer's stage, which it may have shared."""
+    """Tokens on which the run trained in that time: all passed the peer's stage, which other peers may share."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Totals:
         tested = record.validations
         best = min(tested, key=lambda line: line.loss, default=None)
         self.validation = (tested[0], tested[-1], best) if best is not None else None
-        """(first, last, best) validation."""
+        """(first, last, best) validation; None: there was none."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
         """The median tokens/s over the steps."""
@@ -77,7 +77,7 @@ class Totals:
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
-    """Compute every peer's share. Args: steps: valid ones; peers: the lines about peers, in order."""
+    """Compute every peer's share of the work. Args: steps: valid steps; peers: the lines about peers, in order."""
     by_time = sorted(steps, key=lambda line: line.time)
     times = [line.time for line in by_time]
     tokens = [0, *accumulate(line.tokens for line in by_time)]
@@ -112,7 +112,7 @@ def _rollbacks(steps: Sequence[StepLine]) -> int:
 def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
     """Return the summary for the terminal.
 
-    Args: path: of the record; unsaved: a sentence about steps that no disk has.
+    Args: path: the record's path; unsaved: a sentence about steps that no disk has; empty: there are none.
     """
     found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""

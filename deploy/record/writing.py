@@ -43,7 +43,7 @@ class RecordFile:
         self._num_lost = 0
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write the lines, or keep them until the disk works."""
+        """Write the lines; while the disk fails, keep them in memory."""
         self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
         self._waiting.extend(encode_line(line) for line in lines)
         if not self._waiting or self._now_s() < self._again_s:
@@ -81,7 +81,7 @@ class RecordFile:
             self._size += written
             self._torn = False
             self._waiting.popleft()
-        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of this time
+        if self._now_s() >= self._synced_s + 30.0:  # a power failure loses the lines of the last 30 s
             os.fsync(file)
             self._synced_s = self._now_s()
         if self._size > self._thin_at:
@@ -104,10 +104,10 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned: two steps become one line; notes are dropped, and so are plans
-    that changed only the coordinator, and all but the first and last line of each peer.
+    """Rewrite the record with its older half thinned. In that half, two steps become one line. Notes are dropped, plans
+    with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
 
-    Returns: its size in bytes. Raises: OSError.
+    Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """
     lines = [line for line in map(decode_line, path.read_bytes().splitlines()) if line is not None]
     data = b"".join(map(encode_line, [*thinned(lines[: len(lines) // 2]), *lines[len(lines) // 2 :]]))
@@ -121,7 +121,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """Return `lines` thinned as `thin` describes, in order."""
+    """Return `lines` in order, with two steps merged into one line and without the lines that `thin` drops."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None

@@ -1,7 +1,7 @@
-"""Decides which records a run's directory accepts: a node asks before it keeps, passes on or reads one.
+"""Decides which records a run's directory accepts: a DHT node asks before it keeps, passes on or reads a record.
 
-A run's name is the hash of its spec and owner, so a spec proves itself; under its key nothing else is accepted, and
-nobody can crowd it out. The other records are a peer's statements about itself, signed, under its own name.
+A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. Its key accepts nothing else,
+so nobody can crowd the spec out. Each other record is a peer's signed statement about itself, under the peer's own ID.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from shoal.protocol.spec import decode_spec, run_id
 _COPIES_BYTES_MAX = 256 * 1024
 """About 250 copies of the spec. Further peers find no room and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
-"""Only coordinators post a head, for two minutes. All keys together must fit one message: a node hands all its records
-to a new node that is closer to the keys."""
+"""Only coordinators post a head (it names their newest plan), for two minutes. The records of all keys together must
+fit into one message, because a DHT node hands all of them to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
 """One advert or head: eight addresses of 256 characters, and half as much for the rest."""
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:
-    """Return the rules of what `LiveDirectory` accepts; all peers of the run have the same."""
+    """Return, for each key, the rule for its records in a `LiveDirectory`; all peers of the run have the same rules."""
     run = gate.members.run
     return {
         record_key(run): KeyRule(accept=partial(_is_spec, gate), bytes_max=_COPIES_BYTES_MAX),
@@ -58,7 +58,7 @@ def _is_spec(gate: Gate, subkey: str, value: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _makes(run: str, owner: PeerID, spec: bytes) -> bool:
-    """True if `run` is the owner's run of this spec."""
+    """True if a run with this owner and spec has the name `run`."""
     try:
         check_depth(spec)
         return run_id(decode_spec(spec), owner) == run

@@ -1,4 +1,4 @@
-"""Decides how a stopped or finished run goes on: under which revision of its spec, and what to tell people.
+"""Chooses the revision of the spec under which a stopped or finished run goes on, and the sentences about it.
 
 `going_on` reads this machine's files of the run and starts nothing.
 """
@@ -51,8 +51,8 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
     Args:
         asked: the spec from the run file as it is now, or the newest revision itself.
-        steps: the wanted number of steps; overrides that of `asked`.
-    Raises: LocalError: the run cannot go on so; the sentence says why.
+        steps: the wanted number of steps, in place of that of `asked`.
+    Raises: LocalError: the run cannot go on in this way; the sentence says why.
     """
     known = folder.spec()
     assert known is not None
@@ -98,7 +98,8 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """Return the wanted goal. A run file with an earlier revision's goal is unedited, so the newest goal holds."""
+    """Return the wanted goal (steps, schedule, decay steps). A run file with the goal of an earlier revision has not
+    been edited since, so the newest goal is valid."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)
     if goal in earlier:
@@ -214,7 +215,7 @@ def ended_in_words(folder: RunFolder) -> str:
 
 
 def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
-    """Return the fields in which two specs of different runs differ, as a subject with its verb."""
+    """Return the fields in which two specs of different runs differ, with a verb: `seed and model.dim are`."""
     ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
     unchanging = set(ours | theirs) - {*chosen, *_GOAL, "swarm.min_peers", "continued"}
     fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path))

@@ -16,11 +16,11 @@ DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
-"""The tables that people change come first."""
+"""The tables that come first in a written file: those that people change."""
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
-    """Return `spec` with changes like `{"training.steps": 10, "seed": 1}`, checked as a file is.
+    """Return `spec` with changes like `{"training.steps": 10, "seed": 1}`, checked like a run file.
 
     Raises: SpecError: a change is invalid.
     """
@@ -37,7 +37,7 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Return TOML that `load_spec` reads back as an equal spec; a None is left out.
+    """Return TOML that `load_spec` reads back as an equal spec; fields that are None are left out.
 
     Raises: LocalError: the spec names a path that is not UTF-8, which TOML cannot hold.
     """
@@ -62,7 +62,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: as `dump_spec`."""
+    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: LocalError: a path in it is not UTF-8."""
     path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 
@@ -72,7 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return the tables without this field, if they mean the same without it."""
+    """Return the tables without field `name` of `section`; unchanged if the spec would then differ from `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

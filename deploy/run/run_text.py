@@ -17,7 +17,10 @@ from shoal.protocol.spec import DataSpec, RunSpec
 
 
 def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
-    """Load the host's text; return the spec with its digests, and the text. Raises: DataError."""
+    """Load the host's text; return the spec with the text's digests, and the text.
+
+    Raises: DataError: the text is missing or invalid, or is not the one whose digest the spec has.
+    """
     with progress_bar("reading the text") as tell:
         corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
@@ -30,7 +33,7 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source: what is read, learnt and left out, and the number of data passes."""
+    """Return sentences about each source: how much is read, learnt and left out, and the number of data passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):

@@ -12,7 +12,7 @@ _NAME = "background"
 
 
 def is_working() -> bool:
-    """True if any such work is still running."""
+    """True if a thread of `in_background` is still running."""
     return any(thread.name == _NAME for thread in threading.enumerate())
 
 

@@ -1,4 +1,4 @@
-"""Serves the page of a run beside a process's other output."""
+"""Serves the dashboard of a run while the process also writes to its terminal or parent."""
 
 import contextlib
 import time
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 async def serving(
     address: Address | None, facts: RunFacts, *, title: str, steers: bool = False, folder: Path | None = None
 ) -> AsyncIterator["Dashboard | None"]:
-    """Serve the page inside the context; without an address there is none.
+    """Serve the dashboard inside the context; without an address, yield None.
 
-    A taken port is no error: the next free one is used, as `Dashboard.announcement` says.
+    A taken port is no error: the next free one is used, and `Dashboard.announcement` names it.
 
     Args:
-        steers: holders of the page's key will be able to pause this peer.
-        folder: the peer's, which keeps port and key for its next start.
+        steers: print the page's key, with which its holders can pause this peer.
+        folder: the peer's folder, which keeps port and key for the next start; None: they are not kept.
     Raises: LocalError: `address` is not this machine's.
     """
     if address is None:

@@ -1,7 +1,7 @@
 """Runs one peer process per device of this machine, all in one run under one command.
 
-Each process is a `shoal join` with one device. The machine's network limits are divided evenly among them, signals are
-forwarded to all, and the command ends with the last one.
+Each process is a `shoal join` with one device. The machine's network limits are divided evenly among these processes,
+signals are forwarded to all, and the command ends when the last one ends.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ class Each:
     """The owner's options for all peers together.
 
     Args:
-        listen: a multiaddr; the first peer listens there, the others on ports that the system chooses.
-        threads: torch threads of each peer; 0: divide the spare ones.
+        listen: a multiaddr; the first peer listens there, the other peers on ports that the system chooses.
+        threads: torch threads of each peer; 0: divide the machine's spare cores.
         flags: passed on to each peer unchanged.
     """
 

@@ -1,11 +1,11 @@
-"""Estimates the remaining time of a state fetch."""
+"""Estimates the remaining time of a fetch, the download of a stage's state from other peers."""
 
 from shoal.deploy.record.report import Phase
 from shoal.peer.handoff.fetcher import FetchProgress
 
 
 class FetchWatch:
-    """Reports each change of a fetch, with an estimate from its pace so far."""
+    """Reports the progress of a fetch, with the remaining time estimated from its pace so far."""
 
     def __init__(self) -> None:
         self._progress: FetchProgress | None = None

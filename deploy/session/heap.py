@@ -64,8 +64,8 @@ async def trim_heap_forever() -> None:
 class TrimsAfterSteps:
     """Trims the heap right after each step of a large stage; never two trims at a time.
 
-    During a step two states exist. The allocations that follow do not fit into the holes of the old one (a gradient is
-    larger than a layer), so without a trim the peak of the step and that of the jobs add up (`peer/MEASURED.md`).
+    During a step the old and the new state exist. Later allocations do not fit into the holes that the old state leaves
+    (a gradient is larger than a layer): without a trim, memory for both is in use at a time (`peer/MEASURED.md`).
     """
 
     def __init__(self) -> None:

@@ -50,11 +50,11 @@ async def open_network(
     """Keep the network up inside the context, and write down connected peers meanwhile.
 
     Args:
-        members: of the run.
-        folder: claimed by this process.
+        members: decides on admission to the run.
+        folder: the peer's folder, locked by this process.
         listen, announce: multiaddrs without `/p2p/…`.
-        invited: an invite's addresses; peers met in the run before are tried beside them.
-    Raises: TransportError.
+        invited: the addresses of an invite; earlier met peers of the run are dialled too.
+    Raises: TransportError: the network daemon does not start, or cannot listen there.
     """
     async with contextlib.AsyncExitStack() as stack:
         await sweep()

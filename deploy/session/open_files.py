@@ -10,13 +10,13 @@ FILES_MIN = 256
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard one, also for children. Raises: LocalError: it is below FILES_MIN."""
+    """Raise the soft limit to the hard limit, also for children. Raises: LocalError: the result is below FILES_MIN."""
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite one
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     if soft != resource.RLIM_INFINITY and soft < FILES_MIN:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""Groups asked per second: in a run with more groups each is asked more rarely."""
+"""The number of groups asked per second; in a run with more groups, each group is asked more rarely."""
 MISSING_S: Final = 3.0
 """The interval of requests for a missing older step."""
 VALIDATIONS_S: Final = 20.0
@@ -68,10 +68,10 @@ class Recorder:
     """Keeps one record, from `open` to `close`; before `open` it asks nobody.
 
     Args:
-        start: the first line; it says what is recorded and by whom.
-        spec: of the run.
-        reports: of this peer.
-        folder: the run's in the peer's; None: nothing is written.
+        start: the record's first line, about the run and this peer.
+        spec: the run's spec.
+        reports: carries this peer's reports to their listeners.
+        folder: the run's folder inside the peer's; None: nothing is written.
         wandb: the project at Weights & Biases to which the record is also sent; empty: none.
     """
 
@@ -97,7 +97,7 @@ class Recorder:
         self._lock = asyncio.Lock()
 
     def open(self) -> Record:
-        """Start writing. Returns: the earlier record. Raises: LocalError: Weights & Biases does not start."""
+        """Start writing. Returns: the record so far. Raises: LocalError: Weights & Biases does not start."""
         self._reports.listeners.append(self.take)
         self._is_open = True
         folder, record = self.folder, Record()
@@ -121,7 +121,7 @@ class Recorder:
         return record
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
-        """Return a summary of the run for the terminal, after `finish`. Args: unsaved: about steps that no disk has."""
+        """Return a summary for the terminal, after `finish`. Args: unsaved: a sentence on steps that no disk has."""
         if self.folder is None:
             return ()
         try:
@@ -193,7 +193,7 @@ class Recorder:
             if peers and me not in peers:
                 peer = peers[self._turn % len(peers)]
                 asks[peer] = min(self._book.wanted([group]), asks.get(peer, (1 << 60, 0)))
-        if now_s >= self._validations_at_s:  # only its leader knows a validation, and may be in another group
+        if now_s >= self._validations_at_s:  # only the peer that led a validation knows it: ask more than one
             self._validations_at_s = now_s + VALIDATIONS_S
             for peer in [peer for peer in _members(plan, 0) if peer != me][:ASKED_AT_ONCE]:
                 asks.setdefault(peer, self._book.wanted([0]))
@@ -242,11 +242,11 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """The first validation to request; validations are late, so the newest interval is requested again."""
+        """(era, version) from which to request validations: two intervals before the newest known; some come late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
-    # --- what is said here anyway ---
+    # --- what this peer reports anyway ---
 
     def _take_plan(self, plan: Obeys) -> None:
         self._book.begins(plan.era, plan.restored, plan.stages)
@@ -306,7 +306,7 @@ class Recorder:
     # --- writing ---
 
     async def _tell(self, steps: Iterable[StepLine]) -> None:
-        """Keep these steps, with wall-clock times."""
+        """Keep these steps, with times in seconds since 1970 and the live plan's predicted tokens/s."""
         ahead_s = time.time() - time.monotonic()
         since, foreseen = self._foreseen
         await self._keep(
@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write these and all waiting lines in another thread, since a disk may be slow."""
+        """Write these steps and all waiting lines, in another thread since a disk may be slow, and report them."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:
@@ -347,7 +347,7 @@ class Recorder:
                 self._exports.remove(export)
 
     def close(self) -> None:
-        """Write what waits, and close the files. It blocks."""
+        """Write the waiting lines, and close the files. It blocks."""
         if self._file is not None:
             self._file.append(self._waiting)
             self._file.close()
@@ -371,7 +371,10 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[None]:
-    """Keep the record inside the context, unless there is neither a folder nor a dashboard. Raises: LocalError."""
+    """Keep the record inside the context, if there is a folder or a dashboard for it.
+
+    Raises: LocalError: Weights & Biases does not start.
+    """
     if recorder.folder is None and dashboard is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Takes one process through one run on libp2p, until the run is done or a stop is requested."""
+"""Lets one process take part in one run on libp2p, until the run is done or a stop is requested."""
 
 import asyncio
 import contextlib
@@ -87,9 +87,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""A child that does not coordinate asks for the status every fifth time, since any other child may die."""
+"""Seconds between the status requests of a child that does not coordinate. Each asks, since any other may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
+"""Status requests per second to the coordinator, from all peers that show it together: in a larger swarm, each asks
+more rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
@@ -168,7 +169,7 @@ def _seats(spec: RunSpec) -> int:
 async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
     """Start or resume the run `spec`, with its data digest filled in, and take part in it.
 
-    Args: initial: the initial weights; None: from the seed. Raises: ShoalError: one line for the command line.
+    Args: initial: the initial weights; None: drawn from the seed. Raises: ShoalError: its sentence is for the user.
     """
     share_heap()  # before there are threads
     stop = Stop()
@@ -191,7 +192,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None
 
 
 async def join_run(invite: Invite, options: Options) -> None:
-    """Find the run and take part in it. Raises: ShoalError: one line for the command line."""
+    """Find the run and take part in it. Raises: ShoalError: its sentence is for the user."""
     share_heap()  # before there are threads
     if invite.key is not None and not invite.key.delegation.may_train:
         raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")
@@ -239,7 +240,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part under the newer revision of the spec, and under each one after it, as after a restart."""
+    """Take part again, as after a restart, under the newer revision of the spec and each later one; None: return."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -267,7 +268,7 @@ def _network(
 async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop: Stop) -> Found | None:
     """Take part until the run is done or a stop is requested.
 
-    Returns: a newer revision of the run's spec, if that is why it ended.
+    Returns: a newer revision of the run's spec, if it ended because of that; else None.
     """
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
@@ -443,7 +444,7 @@ async def _until_done(
 ) -> tuple[bool, Found | None]:
     """Wait until the run is done, a stop is requested, or the spec has a newer revision.
 
-    Returns: True if the run is done; the newer revision.
+    Returns: (True if the run is done, the newer revision or None).
     """
     split = SplitWatch(node.endpoint, transport, own_status=node.status, say=reports.note)
     plan = partial(_plan_of, node)
@@ -476,7 +477,7 @@ async def _until_done(
 
 
 async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None:
-    """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
+    """Report an invite that names other peers too, once there are some: the first invite names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)
@@ -520,7 +521,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return what the run waits for; only the host, which makes the first plan, knows how many peers are here."""
+    """Return what delays the first plan. Only the host, which makes that plan, knows how many peers are here."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

@@ -47,7 +47,7 @@ class Stop:
         self.asked.set()
 
     async def leave(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer the control socket's `leave`: as Ctrl-C, or as SIGTERM with `drains` false."""
+        """Answer `leave` on the control socket: stop as on Ctrl-C or, if `drains` is false, as on SIGTERM."""
         self._ask(signal.SIGINT if arguments.get("drains", True) else signal.SIGTERM)
         return {}
 

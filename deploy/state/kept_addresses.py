@@ -1,6 +1,7 @@
-"""Keeps this peer's ports and dashboard key, so that a restart listens where it did before. Options take precedence.
+"""Keeps this peer's ports and dashboard key, so that it listens at the same addresses after a restart.
 
-Old invites then still lead to the run, even after everybody was down, and bookmarks of the dashboard stay valid.
+Old invites then still lead to the run, even after all its peers were down, and bookmarks of the dashboard stay valid.
+Ports in a command's options take precedence.
 """
 
 import logging
@@ -34,7 +35,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy with the ports in `listening` where the user `asked` for any port."""
+        """Return a copy with the port in `listening` of each IP version for which the user `asked` for port 0 (any)."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}

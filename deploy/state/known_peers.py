@@ -61,7 +61,7 @@ class KnownPeers:
         return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
-        """Add the peers `seen` and their addresses. Raises: OSError."""
+        """Add the peers `seen` and their addresses. Raises: OSError: the disk fails."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
         replace_file(self._disk, self._path, msgspec.json.format(content))
 
@@ -80,7 +80,7 @@ def ways_to(invite: Invite) -> tuple[str, ...]:
 
 
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
-    """Return the peers `seen` now, then earlier ones, newest first, without too old ones and at most KEPT_MAX."""
+    """Return the peers `seen` now, then those seen in the last 30 days, newest first, at most KEPT_MAX."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
     former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < 30 * 24 * 3600.0]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
@@ -88,7 +88,7 @@ def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, n
 
 
 def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerID) -> tuple[str, ...]:
-    """Return the invite's addresses and those of the peers seen last, each once."""
+    """Return the addresses of the invite and of the peers seen last, each once, without those of `me`."""
     remembered = [address for peer in known[:TRIED_MAX] for address in peer.addresses]
     return tuple(address for address in dict.fromkeys((*invited, *remembered)) if split_address(address)[1] != me)
 

@@ -34,12 +34,12 @@ def state_root() -> Path:
 
 
 def cache_root() -> Path:
-    """Return the folder of reproducible files: prepared text."""
+    """Return the folder for files that shoal can make again, such as prepared text."""
     return own_folder("XDG_CACHE_HOME", ".cache")
 
 
 def own_folder(variable: str, usual: str) -> Path:
-    """Return shoal's folder in the one that an environment variable names, else in `usual` in the user's home."""
+    """Return the folder `shoal` in the folder that `variable` of the environment names, else in `usual` of the home."""
     return Path(os.environ.get(variable) or Path.home() / usual) / "shoal"
 
 
@@ -175,7 +175,7 @@ class Running(msgspec.Struct, frozen=True):
     name: str = ""
     run_name: str = ""
     hosts: bool = False
-    """It is the run's owner."""
+    """True if this peer is the run's host."""
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ def _lives(note: Running) -> bool:
 
 
 def _created_s(pid: int) -> float:
-    """Return a process's start time, on Linux since boot: psutil's changes when the clock is set."""
+    """Return a process's start time: on Linux in seconds since boot, since psutil's changes when the clock is set."""
     if not psutil.LINUX:
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the process name may contain blanks

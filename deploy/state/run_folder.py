@@ -3,13 +3,13 @@
 | file | content |
 |---|---|
 | `spec.record` | the newest revision of the run's spec that the peer has seen, signed by the owner |
-| `era` | the version of the last snapshot, among others (`shoal.peer.disk.archive`) |
+| `era` | the newest era (training generation) and the last snapshot's version (`shoal.peer.disk.archive`) |
 | `standing.json` | step, role and end of the run when the peer last looked |
 | `snapshots/` | layers (`shoal.peer.disk.archive`) |
-| the others | the files of `coordinator/store.py`, `known_peers.py` and `../record/` |
+| other files | those of `coordinator/store.py`, `known_peers.py` and `../record/` |
 
-Reading needs no torch. A missing or damaged file counts as absent: only what commands print depends on `standing.json`,
-and the spec is in the snapshots too.
+Only `kept` needs torch. A damaged file counts as missing, which does no harm: the spec is in the snapshots too, and
+`standing.json` only serves what commands print.
 """
 
 import contextlib
@@ -81,12 +81,12 @@ class RunFolder:
     # --- the spec ---
 
     def spec(self) -> RunSpec | None:
-        """Return the newest revision that this peer knows."""
+        """Return the newest revision that this peer knows; None: it knows none."""
         kept = self.record()
         return kept[0] if kept is not None else self._spec_of_snapshots()
 
     def record(self) -> tuple[RunSpec, bytes] | None:
-        """Return the spec and its signed record. It proves itself: the run is named after the spec and its owner."""
+        """Return the spec and its signed record, checked against the run's name, a hash of the spec and its owner."""
         try:
             data = (self.path / RECORD).read_bytes()
             owner = msgspec.msgpack.decode(data, type=Envelope).sender
@@ -113,7 +113,7 @@ class RunFolder:
                 return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_WithSpec).spec
         return None
 
-    # --- how far it is ---
+    # --- the run's progress ---
 
     def standing(self) -> SavedStanding | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -131,7 +131,7 @@ class RunFolder:
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> Kept:
-        """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
+        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: their folder cannot be read."""
         from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 
@@ -152,7 +152,7 @@ class RunFolder:
         return Kept(layers=layers, damaged=tuple(map(str, damaged)), saved=saved)
 
     def has_met_others(self) -> bool:
-        """True if this peer remembers another one."""
+        """True if this peer remembers another peer of the run."""
         from shoal.deploy.state.known_peers import KnownPeers
         from shoal.protocol.live.disk import LiveDisk
 

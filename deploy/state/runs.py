@@ -89,7 +89,8 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
 
     Args:
         what: the input's name, for people.
-        wanted: as in `find`, or any other path; empty: the last used run that has `what` (logged if there are others).
+        wanted: a run's name, id or first letters of its id, or any path; empty: the last used run that has `what`. If
+            other runs have it too, a warning names them.
         has: True if a folder contains such input.
     Raises: LocalError: there is none, or `wanted` is ambiguous.
     """
@@ -121,7 +122,7 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
 
 
 def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """Return the runs of this id, or else of this name."""
+    """Return the runs with this id or, if there are none, those with this name."""
     named = [run for run in runs if wanted in (run.run, run.name)] if wanted else []
     return [run for run in named if run.run == wanted] or named
 
@@ -238,7 +239,7 @@ def _in_order(runs: list[FoundRun]) -> list[FoundRun]:
 def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
     """Return the runs in the folder of a peer or demo; a single one if `folder` is that of a run.
 
-    Args: up: the result of `_running`.
+    Args: up: (folder, run) of the peers that are up.
     """
     try:
         if folder.parent == places.state_root() / "demo" or (folder / "peers").is_dir():
@@ -305,7 +306,7 @@ def _peers_of_demo(folder: Path) -> list[RunFolder]:
 
 
 def _size_of(folder: Path) -> tuple[int, float]:
-    """Return (bytes of all files below it, time of the last write)."""
+    """Return (bytes of all files below `folder`, time of the last write in seconds since 1970)."""
     size, written_s = 0, 0.0
     for place, _, names in os.walk(folder):  # skips a folder that a peer removes meanwhile
         for name in names:

@@ -3,7 +3,7 @@
 Any peer can store the owner's envelope again, so the run can be joined after its host has left. Each peer uses its own
 subkey, so overwriting one copy does not touch the others.
 
-A continued run has several revisions of its spec under one name, of which the newest holds. Copies of older ones, in
+A continued run has several revisions of its spec under one name, and the newest is valid. Copies of older revisions, in
 the directory and on disks, do no harm. A peer that learns of a newer revision restarts under it.
 """
 
@@ -43,7 +43,7 @@ def seal_spec(identity: Identity, spec: RunSpec) -> bytes:
 def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunSpec:
     """Verify a record that `source` stored, and return its spec.
 
-    Raises: RemoteError: not signed by the owner, or not the spec after which the run is named.
+    Raises: RemoteError: the owner did not sign the record, or its spec is not the one after which the run is named.
     """
     envelope = unseal(record, "record", run=run, source=source, relayed=True)
     if envelope.sender != owner:
@@ -58,8 +58,8 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
 
 
 def is_newer(spec: RunSpec, than: RunSpec) -> bool:
-    """True if `spec` has the higher revision. An owner that lost its folder may have made two specs of one revision;
-    then the longer run wins, then the greater bytes, so that all peers choose alike."""
+    """True if `spec` has the higher revision. An owner that lost its folder may have made two specs of one revision:
+    then the spec with more steps wins, else the one with the greater bytes, so that all peers choose the same."""
     return _rank(spec) > _rank(than)
 
 
@@ -109,9 +109,11 @@ async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | 
 
 
 class SpecKeeper:
-    """Stores a run's record in the directory periodically, and looks for a newer one than `found`.
+    """Stores a run's record in the directory periodically, and looks for a newer one.
 
-    Without the record nobody can join, so no failure of the directory may end this. Args: owner: of the run.
+    Without the record nobody can join, so no failure of the directory may end `keep`.
+
+    Args: found: the spec with which this peer started, and its record; owner: the run's owner.
     """
 
     def __init__(self, directory: Directory, endpoint: Endpoint, found: Found, owner: PeerID) -> None:
@@ -126,7 +128,7 @@ class SpecKeeper:
         self._hurry.set()
 
     async def keep(self) -> None:
-        """Store and look until cancelled. Retries back off: if the key is full, other peers' copies are there."""
+        """Store and look until cancelled. Retries back off: if the key is full, it has enough copies of other peers."""
         again_s = _ASK_AGAIN_S
         while True:
             try:

@@ -12,7 +12,7 @@ _SPAN = re.compile(r", for \d+ (s|min|h)")
 
 
 def status_lines(view: View) -> Sequence[str]:
-    """Return the lines above the tables of `shoal status`; a single one before the first plan."""
+    """Return the lines above the tables of `shoal status`; before the first plan, a single line."""
     if view.sequence == 0:
         return (f"run {view.run} ({view.name}): {view.phase}",)
     left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""
@@ -61,12 +61,12 @@ def current_risks(view: View) -> tuple[str, ...]:
 
 
 def trouble(view: View) -> str:
-    """Return what the run stands still for, without the elapsed time, which changes every second; empty if it moves."""
+    """Return the cause of a standstill, without its duration, which changes every second; empty if the run goes on."""
     return _SPAN.sub("", view.phase) if view.standstill else ""
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line for each stage with experts: loads and present plus coming copies."""
+    """Return a line for each stage with experts: each expert's share of tokens, and its present and coming copies."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

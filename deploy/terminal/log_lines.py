@@ -1,4 +1,4 @@
-"""Writes log lines to standard error without repeats: a stranger's bad record is read every few seconds."""
+"""Writes log lines to standard error without repeats: a stranger's bad record, say, is read every few seconds."""
 
 import copy
 import logging

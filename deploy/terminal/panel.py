@@ -75,7 +75,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class WrappedParts:
-    """Parts of a line, broken over several lines if needed. No part is cut, or broken if it fits on one line."""
+    """Draws parts of a line, on several lines if needed. No part is cut; only a part wider than a line is broken."""
 
     def __init__(self, *parts: Text) -> None:
         self._parts = [part for part in parts if part.plain]

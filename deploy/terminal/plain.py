@@ -11,7 +11,7 @@ import typer
 from shoal.deploy.base.words import printable
 
 _UNIT = re.compile(r"(\s*)((?:[^\s`]*`[^`]*`\S*)|shoal join \S+|\S+)")
-"""Blanks and the word, or the copyable command, after them."""
+"""Matches blanks and the word after them, or a whole command for copying."""
 _LABEL = re.compile(r"\s*(?:\S+ {2,})?")
 """The label of a line: continuation lines are indented to the word after it."""
 
@@ -20,7 +20,7 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
     """Print lines, wrapped at blanks on a terminal and unbroken elsewhere, without control characters, since other
     peers' texts and file names may contain them.
 
-    Args: err: to standard error. whole: a file to copy; do not wrap its lines.
+    Args: err: print to standard error. whole: do not wrap lines, because the text is a file to copy.
     """
     lines = [printable(line) for line in text.split("\n")]
     if not whole and (sys.stderr if err else sys.stdout).isatty():

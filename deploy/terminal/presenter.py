@@ -27,7 +27,7 @@ class Presenter:
     """Takes reports, and draws or prints the run.
 
     Args:
-        title: of the panel; empty: the run's name.
+        title: the panel's title; empty: the run's name.
         counts_up: show how long this view has been up instead of the run's age.
         shows_mine: show the contribution of this process's own peer.
     """
@@ -52,9 +52,9 @@ class Presenter:
         self._lock = threading.Lock()  # the panel is drawn in another thread
         self._fetching: Phase | None = None
         self._step_told = (0, 0)
-        """(era, steps done) of the last printed step."""
+        """(era, steps done) of the last printed step; the era is the training generation."""
         self._trouble = ""
-        """The last printed cause of a standstill; empty: the run moves."""
+        """The last printed cause of a standstill; empty: the run goes on."""
         self._stood_at = 0
         """The step of the last standstill."""
         self._risks: Sequence[str] = ()
@@ -131,7 +131,7 @@ class Presenter:
         self._tell_trouble(view)
 
     def show_once(self) -> None:
-        """Print the head and the tables once."""
+        """Print the lines and tables of `shoal status` once."""
         view = self.view()
         for line in status_lines(view):
             self.say(line)
@@ -146,7 +146,7 @@ class Presenter:
 
     def _tell_trouble(self, view: View) -> None:
         now = trouble(view)
-        # A single step may be followed by another wait, so the run goes on after three.
+        # Another wait may follow a single step, so say that the run goes on only after three steps.
         is_early = self._stood_at <= view.step < min(self._stood_at + 3, view.steps)
         if now:
             self._stood_at = view.step

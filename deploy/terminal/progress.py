@@ -1,4 +1,4 @@
-"""Shows a bar with the time left on standard error during long work, if that is a terminal."""
+"""Shows a bar with the time left during long work, on standard error if it is a terminal."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class PhaseBar:
-    """A bar that takes the done share, in [0, 1]; 0 means unknown. Thread-safe."""
+    """A progress bar. Call it with the share of the work that is done, in [0, 1]; 0 means unknown. Thread-safe."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress, self._task = progress, progress.add_task(what, total=None)

@@ -13,7 +13,7 @@ from shoal.deploy.base.words import duration, quantity
 from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 
 EXPERTS_SHOWN = 16
-"""The most experts shown per stage; of more, the busiest."""
+"""The most experts shown per stage; if there are more, the busiest ones are shown."""
 PEERS_SHOWN = 8
 """The most peers of a stage for which the expert table has a row each."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
@@ -41,7 +41,7 @@ _STATES: Mapping[PeerState, tuple[str, str]] = {
 
 
 def tables(view: View) -> list[RenderableType]:
-    """Return the table of stages, and that of experts if they are spread over peers."""
+    """Return the table of stages and, if experts are placed on peers, the table of experts."""
     shown: list[RenderableType] = [stage_table(view)] if view.stages or view.peers else []
     return [*shown, expert_table(view)] if view.experts else shown
 
@@ -56,7 +56,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of these tables that fits, else the last. Each shows less than the one before."""
+    """Draws the first of its tables that fits the width, else the last. Each table shows less than the one before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
@@ -149,7 +149,7 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
 
 
 def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
-    """Return the busiest experts, ordered by number."""
+    """Return the `most` busiest experts, ordered by number."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:most], key=lambda expert: expert.expert)
 
