@@ -82,8 +82,8 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits of the token after `tokens`, float32 [V]. The answer leaves out the least likely tokens of a
-        large vocabulary; their logit is -inf.
+        """Return the logits of the token after `tokens`, float32 [V]. The answer leaves out the least likely tokens of
+        a large vocabulary; their logit is -inf.
 
         Args:
             session: the number under which the stages keep earlier tokens' state; 0: they keep none.
@@ -278,7 +278,7 @@ async def through_swarm(
     """Run `work` in a thread with the run's model.
 
     Args: keeps_version: use a single version; if the swarm loses it, `work` starts again with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or lost the version five times; all that `work` raises.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often; all that `work` raises.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
