@@ -50,7 +50,8 @@ class Act:
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
     """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension
-    half-way between the first and second, or the second and third kill. The first or second kill is the coordinator's."""
+    half-way between the first and second, or the second and third kill. The first or second kill is of the
+    coordinator."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0

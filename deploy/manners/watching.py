@@ -56,7 +56,7 @@ class ProcessorUse:
 
     def others_share(self) -> float | None:
         """Return the share of all processors, in [0, 1], that other programs used since the last call; None: no time
-    passed."""
+        passed."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))
