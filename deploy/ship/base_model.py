@@ -65,8 +65,8 @@ class BaseModel:
 
     @cached_property
     def _copy(self) -> FolderBase | None:
-        """This machine's copy of the base: in the user's folder; else in the folder that the run spec names; else in the
-        Hugging Face cache."""
+        """This machine's copy of the base: in the user's folder; else in the folder that the run spec names; else in
+        the Hugging Face cache."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
