@@ -2,7 +2,7 @@
 `--moe` kills one peer that holds the busiest expert.
 
 The victim is drawn among the peers that the run can lose at that moment. The sole holder of a stage's state is spared:
-without it the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
+without this peer the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class Act:
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
     """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension
-    half-way between the first and second, or the second and third kill. The first or second kill is of the
-    coordinator."""
+    half-way between the first and second, or the second and third kill. The first or second kill is that of
+    the coordinator."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -66,8 +66,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member that the status does not list has not joined, and holds nothing. Members that were just started or resumed
-    do not count as other holders, because the status may describe the time before.
+    A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
+    is no other holder; nor is one that was just started or resumed, since the status may describe the time before.
 
     Args:
         status: the swarm's status, under the newest plan.
@@ -137,7 +137,7 @@ class Chaos:
     async def run(self) -> None:
         """Carry out the schedule until it is over or cancelled; then resume suspended peers."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()  # if a fault waits for a victim, the later ones are as much later
+        began_s = loop.time()  # a fault that waits for a victim delays the later ones, too
         try:
             for act in schedule(self._options, self._rng):
                 if self._until_s is not None and act.at_s > self._until_s:

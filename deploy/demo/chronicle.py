@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 17
 """The number of newest steps from which tokens/s are computed."""
 _STEP_PATIENCE_S = 8.0
-"""How long a step waits for a report that should be there: a group waits five seconds for a killed member, and reports
-then."""
+"""How long a step waits for a report that is due: a group waits five seconds for a killed member before it reports."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
 """Victims are chosen only under a plan that is older: often a second plan follows at once and moves layers."""
@@ -208,7 +207,7 @@ class Chronicle:
     def _show(self, report: Report) -> None:
         if self._dashboard is not None:
             self._dashboard.take(report)
-        if not isinstance(report, Contribution | Phase):  # too many for the panel
+        if not isinstance(report, Contribution | Phase):  # the panel does not show single peers' contributions
             self._presenter.take(report)
 
     def _take_arrival(self, joined: Joined) -> None:
@@ -233,7 +232,7 @@ class Chronicle:
         self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
-        """Take a coordinator's status, but none of an old plan: it is from a coordinator that was suspended."""
+        """Take a coordinator's status. Ignore that of an older plan: a suspended former coordinator has sent it."""
         before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)

@@ -27,8 +27,8 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
     A window is `WINDOW_STEPS` consecutive steps. The former duration is the median of the windows among the last
     `BEFORE_STEPS` steps before the fault. The pace is back at the first step after the fault whose window takes at most
-    1 / `PACE_SHARE` times as long. The time ends at the window's start, so it does not include the window itself. A
-    second fault meanwhile lengthens it.
+    1 / `PACE_SHARE` times the former duration; this window is not part of the result. A second fault meanwhile
+    lengthens the recovery.
 
     Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
     Returns: seconds; None: unknown, too few steps before or after; infinite: the pace has not come back.

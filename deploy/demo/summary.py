@@ -26,7 +26,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s: Sequence[float]
     """For each kill after which the pace came back: seconds until then (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
-    """Their median, with kills after which it did not come back as infinite; None: infinite, or no such kills."""
+    """The median over all kills with enough steps; without recovery a kill counts as infinite. None: infinite, or no kills."""
     lost_s_max: float | None
     """Seconds of work lost by the costliest kill (`pace.lost_s`); None: unknown, or not recovered."""
     unrecovered: int
@@ -44,7 +44,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """The mean between the first and the last step."""
+    """The mean rate between the first and the last step."""
     staleness_mean: float
     coordinator_terms: int
     peers: int

@@ -28,7 +28,7 @@ async def why_refused(transport: LiveTransport, identity: Identity) -> str:
 
 
 async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, number: int) -> msgspec.Struct | None:
-    # No Endpoint: a transport serves only one, which is made later. That one must begin above this sequence number.
+    # No Endpoint: a transport serves only one, which is made later. Its sequence numbers must begin above this one.
     members, sequence = transport.members, int(1e6 * time.time()) + number
     request = seal(
         identity,

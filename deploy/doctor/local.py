@@ -44,7 +44,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
         try:
             usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if not usable and present:
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # raises the reason
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # the error says why not
         except Exception as error:
             why = _one_line(error)
     return GpuFound(

@@ -85,8 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return (`context` tokens from `start` on, their targets), both int64 [T]; IGNORED are targets of tokens before
-    `learn_from`, and those of the padding after the text."""
+    """Return (`context` tokens from `start` on, their targets), both int64 [T]. Targets before position
+    `learn_from`, and those after the text's end, are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)
