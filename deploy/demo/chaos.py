@@ -2,7 +2,7 @@
 `--moe` kills one peer that holds the busiest expert.
 
 The victim is drawn among the peers that the run can lose at that moment. The sole holder of a stage's state is spared:
-without this peer the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
+if it dies, the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
 """
 
 import asyncio
@@ -104,7 +104,10 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
     """Return (a holder of the busiest expert, the expert); the run can lose this holder, and it is the coordinator only
-    if no other one is left. None: loads are unknown, or there is none. Args: status, now_s: as in `expendable`."""
+    if no other one is left. None: loads are unknown, or there is no such holder.
+
+    Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
+    """
     if not any(expert.load > 0.0 for expert in status.experts):
         return None
     busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))

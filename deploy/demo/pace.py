@@ -48,7 +48,7 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
     """Return the work lost to a fault, in seconds: the time until the pace is back, minus the former duration of the
     steps that were done meanwhile.
 
-    Args: times_s, fault_s: as in `recovery_s`.
+    Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
     Returns: seconds, >= 0; None: unknown; infinite: the pace has not come back.
     """
     gone_s = recovery_s(times_s, fault_s)

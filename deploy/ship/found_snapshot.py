@@ -81,7 +81,7 @@ def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnap
 def find_snapshots(wanted: str | os.PathLike[str] = "") -> list[FoundSnapshot]:
     """Return the whole versions of one run, newest first.
 
-    Args: wanted: a run's name or id; a snapshot's folder, or one with snapshots below it; empty: see `look_for`.
+    Args: wanted: a run's name or id; a folder with snapshots; empty: the last used run that has snapshots.
     Raises: LocalError: no version is whole.
     """
     return snapshots_in(look_for("snapshot", os.fspath(wanted), has=has_snapshots))

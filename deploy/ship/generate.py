@@ -59,9 +59,9 @@ def write(
 ) -> Iterator[str]:
     """Sample up to `num_tokens` tokens after `prompt`, until the model ends the text, and yield it piece by piece.
 
-    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: call
-    `manner_of`. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
-    DataError: the chat template refuses the prompt, or `manner_of` finds no valid one.
+    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: as
+    it was trained. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
+    DataError: the chat template refuses the prompt, or there is no valid one.
     """
     manner = manner or manner_of(predictor, chat=None)
     tokenizer = predictor.tokenizer

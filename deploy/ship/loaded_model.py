@@ -81,7 +81,8 @@ def load_model(
     """Load a model.
 
     Args:
-        wanted: a run or a folder of snapshots, as for `find_snapshots`; or a model's folder, with a config.json.
+        wanted: a run's name or id, or a folder with snapshots; or a model's folder, with a config.json; empty: the last
+            used run that has snapshots.
         tokenizer: path of the run's tokenizer.json; None: the path in the spec.
         base: the user's path of the adapters' base model; None: search for it.
         context: with a model's folder, tokens of a sample; None: as many as the model allows, at most 1,024.
@@ -103,7 +104,13 @@ def _is_model(folder: Path) -> bool:
 def first_sound(
     snapshots: Sequence[FoundSnapshot], *, device: torch.device, tokenizer: Path | None = None, base: Path | None = None
 ) -> LoadedModel:
-    """Load the first undamaged snapshot. Other arguments and errors are those of `load_model`."""
+    """Load the first undamaged snapshot.
+
+    Args:
+        tokenizer: path of the run's tokenizer.json; None: the path in the spec.
+        base: the user's path of the adapters' base model; None: search for it.
+    Raises: LocalError: there is no snapshot, or all are damaged. DataError: its tokenizer is missing or wrong.
+    """
 
     def load(snapshot: FoundSnapshot) -> LoadedModel:
         vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)

@@ -79,7 +79,11 @@ async def connecting(
 
 @contextlib.asynccontextmanager
 async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIterator[Entrance]:
-    """Connect as `connecting` does, and find the run. Raises: LocalError: the run cannot be found."""
+    """Connect a throwaway identity to the run's network, and find the run's spec and peers.
+
+    Args: owner: the run's owner, if the visitor is the owner.
+    Raises: LocalError: the run cannot be found.
+    """
     from shoal.deploy.run.directory_rules import record_rules
     from shoal.protocol.live.directory import LiveDirectory
 

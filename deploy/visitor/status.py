@@ -21,7 +21,7 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 PERIOD_S = 1.0
 PEERS_PER_SECOND = 20
-"""The answer's peers divided by this is the least interval of requests, in s: a large swarm is asked more rarely."""
+"""A swarm of N peers is asked at most once in N / PEERS_PER_SECOND seconds: the answer of a large swarm is long."""
 
 Ask = Callable[[], Awaitable[SwarmStatus]]
 """Asks the run once; raises LocalError if no peer can answer."""
@@ -38,7 +38,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Yield a function that asks as `ask_swarm` does, on one connection; it first asks the peer that answered last."""
+    """Yield a function that asks for the status on one connection; it first asks the peer that answered last."""
     async with connecting(invite) as (endpoint, transport, peers):
         connected = await transport.connected()
         peers.sort(key=lambda peer: peer not in connected)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""How often work that needs a single version is started at most."""
+"""The most attempts at work that needs a single version."""
 _KEEP_S: Final = 5.0
 """The interval of requests that make the stages keep the version while lm-eval loads, up to half a minute."""
 
@@ -65,7 +65,11 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Do what `Predictor.log_likelihoods` says. Raises: LocalError: no peer answers; it has the last reason."""
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True if it is the likeliest token, bool [B, T]).
+
+        Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
+        Raises: LocalError: no peer answers; the sentence has the last reason.
+        """
         B, T = tokens_BT.shape
         if T > INFERENCE_TOKENS_MAX:
             if begins_BT is not None:
@@ -115,7 +119,7 @@ class SwarmModel:
                     await self._ask(nothing)
 
     async def stream(self, prompt: Sequence[int], sampler: Sampler) -> AsyncIterator[int]:
-        """Do what `Predictor.stream` says. Raises: LocalError: no peer answers."""
+        """Yield the tokens that follow the prompt, without end. Raises: LocalError: no peer answers."""
         if not prompt:
             raise ValueError("the prompt must have at least one token")
         tokens, context = list(prompt), self.model.context
