@@ -26,7 +26,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s: Sequence[float]
     """For each kill after which the pace came back: seconds until then (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
-    """The median over all kills with enough steps; a kill without recovery counts as infinite. None: infinite, or no kill."""
+    """The median over all kills with enough steps, without recovery as infinite; None: infinite, or no kills."""
     lost_s_max: float | None
     """Seconds of work lost by the costliest kill (`pace.lost_s`); None: unknown, or not recovered."""
     unrecovered: int

@@ -60,7 +60,7 @@ def write(
     """Sample up to `num_tokens` tokens after `prompt`, until the model ends the text, and yield it piece by piece.
 
     The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: as
-    it was trained. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
+    it was trained. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
     DataError: the chat template refuses the prompt, or there is no valid one.
     """
     manner = manner or manner_of(predictor, chat=None)

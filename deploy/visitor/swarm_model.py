@@ -65,7 +65,7 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihood of each target in nats, float32 [B, T]; True if it is the likeliest token, bool [B, T]).
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True if it is the likeliest token, [B, T]).
 
         Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
         Raises: LocalError: no peer answers; the sentence has the last reason.
