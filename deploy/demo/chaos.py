@@ -23,8 +23,8 @@ COMES_BACK_EVERY = 3
 HEARD_S = 2.5
 """A peer that was silent for longer may be gone: it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""For this long after a process was started or resumed, a status may still describe the time before: the status is up
-to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
+"""The time after a process was started or resumed in which a status may still describe the time before: the status is
+up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 

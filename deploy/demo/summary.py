@@ -24,7 +24,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """For each kill after which the pace came back: seconds until then (`pace.recovery_s`), ascending."""
+    """Seconds until the pace came back (`pace.recovery_s`), for each kill after which it did, ascending."""
     recovery_s_median: float | None
     """The median over all kills with enough steps, without recovery as infinite; None: infinite, or no kills."""
     lost_s_max: float | None
@@ -106,7 +106,7 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int | None = None
     """The peer's stage; None: the peer held none, or has just started."""
     expert: int | None = None
-    """With `--moe`: the expert whose holder was killed."""
+    """The expert whose holder was killed (`--moe`)."""
     seconds: float = 0.0
     """Seconds since the demo began."""
 

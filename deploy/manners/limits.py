@@ -36,7 +36,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
-    """With only_when_idle: compute once nobody has used this machine for this many minutes."""
+    """The minutes for which nobody must have used this machine before it computes (only_when_idle)."""
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
     """How far the computing (not the network) yields to other programs: 0 not at all, 19 completely. Left out: 19 for a
     peer that joins, 0 for the host of a run."""
