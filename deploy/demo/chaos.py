@@ -1,9 +1,8 @@
 """Causes faults in a training demo. `--chaos` kills, restarts and suspends peers by a schedule drawn from a seed;
 `--moe` kills one peer that holds the busiest expert.
 
-The schedule is random; the victim is drawn among peers that the run can lose at that moment. A sole holder of its
-stage's state is spared: without it the run goes back to a snapshot, which takes longer than a demo's recovery and is
-tested in the simulated world.
+The victim is drawn among the peers that the run can lose at that moment. The sole holder of a stage's state is spared:
+if it dies, the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
 """
 
 import asyncio
@@ -20,12 +19,12 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""Every third killed peer restarts under its own name, in its own folder; a new peer replaces each other one."""
+"""Every third killed peer restarts under its own name, in its own folder. New peers replace the others."""
 HEARD_S = 2.5
-"""A peer last heard earlier than this may be gone, so others must not depend on it alone."""
+"""A peer that was silent for longer may be gone: it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""A status describes the process that runs now only this long after its start or resume: the status is at most 2.5 s
-old, and what it says about a peer at most `HEARD_S` older."""
+"""The time after a process was started or resumed in which a status may still describe the time before: the status is
+up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -50,8 +49,9 @@ class Act:
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
-    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, the first or second of
-    them the coordinator's, and one suspension half-way between the first and second or the second and third."""
+    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension
+    half-way between the first and second, or the second and third kill. The first or second kill is that of
+    the coordinator."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -64,15 +64,14 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 
 
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
-    """Return the members that the run can lose now: those without state, and those with state, each expert included,
-    that other reachable members also hold.
+    """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member missing from the status has not joined; one of unknown state may be fetching it. For a member that was just
-    started or resumed the status may describe the time before.
+    A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
+    is no other holder; nor is one that was just started or resumed, since the status may describe the time before.
 
     Args:
-        status: of the newest plan.
-        now_s: in `time.monotonic()`.
+        status: the swarm's status, under the newest plan.
+        now_s: the present time in `time.monotonic()`.
     """
     latest = {member.peer: member for member in crew.members}  # a restarted peer is two members
     unable: set[PeerID | None] = {
@@ -104,8 +103,11 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
-    """Return a holder of the busiest expert that the run can lose, the coordinator only as the last choice; None if
-    loads are unknown or there is no such holder. `status`, `now_s`: see `expendable`."""
+    """Return (a holder of the busiest expert, the expert); the run can lose this holder, and it is the coordinator only
+    if no other one is left. None: loads are unknown, or there is no such holder.
+
+    Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
+    """
     if not any(expert.load > 0.0 for expert in status.experts):
         return None
     busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))
@@ -124,7 +126,7 @@ async def _kill(crew: Crew, chronicle: Chronicle, member: CrewMember) -> None:
 class Chaos:
     """Carries out a schedule on a crew.
 
-    Args: until_s: no faults later than this after the first step; None: no limit.
+    Args: until_s: the last time of a fault, in seconds after the first step; None: no limit.
     """
 
     def __init__(self, crew: Crew, chronicle: Chronicle, options: ChaosOptions, *, until_s: float | None) -> None:
@@ -138,7 +140,7 @@ class Chaos:
     async def run(self) -> None:
         """Carry out the schedule until it is over or cancelled; then resume suspended peers."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()  # moves on if a fault had to wait for a victim, to keep the distance to the next
+        began_s = loop.time()  # a fault that waits for a victim delays the later ones, too
         try:
             for act in schedule(self._options, self._rng):
                 if self._until_s is not None and act.at_s > self._until_s:
@@ -170,7 +172,7 @@ class Chaos:
         self._chronicle.take_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[CrewMember, SwarmStatus]:
-        """Wait until there is a suitable peer that the run can lose, and return it."""
+        """Wait until the run can lose a peer that suits `act`. Return it, and the status from which it was chosen."""
         while True:
             status = self._chronicle.status
             if status is not None:
@@ -197,7 +199,7 @@ class Chaos:
 
 
 async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
-    """Kill one holder of the busiest expert and replace it by nobody. Args: is_time: True once half is over."""
+    """Kill one holder of the busiest expert, without a new peer in its place. Args: is_time: True from half-time on."""
     while True:
         status = chronicle.status if is_time() else None
         found = victim(crew, status, now_s=time.monotonic()) if status is not None else None

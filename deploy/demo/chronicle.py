@@ -1,4 +1,4 @@
-"""Reports a demo's events from its children's reports: on the terminal and in `--json`, with a summary."""
+"""Shows a demo's events, on the terminal and in `--json`, from the reports of its children; makes the summary."""
 
 import contextlib
 import statistics
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from shoal.deploy.dashboard.server import Dashboard
 
 _RECENT_STEPS = 17
-"""The window of tokens/s, in steps."""
+"""The number of newest steps from which tokens/s are computed."""
 _STEP_PATIENCE_S = 8.0
-"""How long a step waits for a due report: when a member is killed, its group waits five seconds for it."""
+"""How long a step waits for a report that is due: a group waits five seconds for a killed member before it reports."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
-"""The least age of a plan used to choose victims: a second plan often follows soon and moves a holder."""
+"""Victims are chosen only under a plan that is older: often a second plan follows at once and moves layers."""
 
 
 class Chronicle:
-    """Takes reports and faults, and prints, draws and records them. Args: title: of the panel."""
+    """Takes reports and faults, and prints, draws and records them. Args: title: the panel's title."""
 
     def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
         self.started_s = time.monotonic()
@@ -93,8 +93,8 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's status; None if it is too old to choose a victim, belongs to an older plan than a peer obeys, or
-        its plan is too new, so that a holder may have moved."""
+        """The swarm's status, to choose a victim; None if it is too old, if a peer already obeys a newer plan, or if
+        the plan is so new that a second one may follow."""
         status, plan, now_s = self._status, self._plan, time.monotonic()
         if status is None or now_s >= self._status_at_s + _STATUS_FRESH_S or now_s < self._plan_at_s + _PLAN_SETTLED_S:
             return None
@@ -160,14 +160,14 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Report the steps that are complete or overdue; with `flush` all."""
+        """Report the steps that are complete or overdue; with `flush` also the incomplete ones."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 
     def sum_up(
         self, *, peers: int, chaos: bool, watched_until_s: float, snapshot: str, sample: str, folder: Path
     ) -> DemoSummary:
-        """Make the summary. `watched_until_s`: the end of waiting for steps, in `time.monotonic()`."""
+        """Make the summary. Args: watched_until_s: when the demo stopped waiting for steps, in `time.monotonic()`."""
         record, book, spec = self.record, self._book, self._spec
         times_s, gaps = record.step_times_s, gaps_s(record.step_times_s)
         summary = DemoSummary(
@@ -232,7 +232,7 @@ class Chronicle:
         self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
-        """Take the status of a coordinator, unless it is a former one that was suspended and has not noticed."""
+        """Take a coordinator's status. Ignore that of an older plan: a suspended former coordinator has sent it."""
         before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)
@@ -240,7 +240,7 @@ class Chronicle:
             if before is None:
                 self._presenter.doing = ""
             plan = self._plan
-            # A new coordinator does not know every advert yet.
+            # A new coordinator does not know all peers of its plan yet, so its first statuses lack some.
             whole = plan is not None and plan.sequence == status.plan_sequence and len(status.peers) >= plan.peers
             if whole and self.record.experts.see(status):
                 self._presenter.tell_experts()

@@ -31,12 +31,12 @@ class CrewMember:
     obeys: bool = False
     """True once the peer has reported a plan."""
     killed: bool = False
-    """True if the demo killed it, so that its end is no error."""
+    """True if the demo killed this process: its end is no error."""
     dismissed: bool = False
-    """True if it was asked to leave."""
+    """True if the demo asked this process to leave."""
     suspended: bool = False
     awake_since_s: float = field(default_factory=time.monotonic)
-    """When it was started or resumed, in `time.monotonic()`."""
+    """When this process was started or last resumed, in `time.monotonic()`."""
 
     @property
     def name(self) -> str:
@@ -48,15 +48,15 @@ class CrewMember:
 
 
 class Crew:
-    """Starts the host and joining peers.
+    """Starts the host and the joining peers.
 
     Args:
-        folder: contains each peer's folder as `peers/NAME` and its standard error as `logs/NAME.log`.
-        spec_path: of the run that the host starts.
-        data: the run's text, if it is not the default one.
-        tokenizer: the run's tokenizer.json, if it has one.
-        parts: relative shares of this machine's cores, in the order of first starts; later peers get the last share.
-            None: no limits.
+        folder: the demo's folder; each peer gets the folder `peers/NAME` and the log `logs/NAME.log` there.
+        spec_path: the run spec that the host starts.
+        data: the run's text; empty: the default text.
+        tokenizer: path of the run's tokenizer.json; empty: the run has none.
+        parts: relative shares of this machine's cores, one for each peer in the order of their first starts. Further
+            peers get the last share. None: no limits.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Crew:
         what = ["host", str(self._spec_path)] if hosts else ["join", "-"]
         if not hosts:
             common += self._text
-        # All equal: by default a host has normal priority, and a joining peer the lowest.
+        # One priority for all: by default a host has the normal one, and a joining peer the lowest.
         common += ["--limit", "nice=0"]
         if self._parts is not None:
             common += ["--limit", f"compute_share={self._share_of(name, self._parts):.3f}"]
@@ -129,7 +129,7 @@ class Crew:
         await self._children.tell(member.child, self._current_invite() + "\n")
 
     async def kill(self, member: CrewMember) -> list[int]:
-        """Send SIGKILL. Returns: processes that the member left behind."""
+        """Send SIGKILL. Returns: process ids of children that the member left behind."""
         member.killed = True
         return await self._children.kill(member.child)
 
@@ -155,7 +155,7 @@ class Crew:
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite without a limit of seats: killed peers keep the default one's."""
+        """Let the host make an invite without a limit of seats: in the default one a killed peer's seat stays taken."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key
@@ -170,11 +170,11 @@ class Crew:
                 member.obeys = True
 
     def _current_invite(self) -> str:
-        """Return an invite that names living members, the oldest first; the host's own while nobody has joined."""
+        """Return an invite that names living members, the oldest first; the host's own while no member has joined."""
         invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
         if not invites:
             return self.invite
-        # One address of each member before any second one, so that a living member is among them.
+        # An invite has few addresses: take the first one of each member, then the second ones.
         rounds = itertools.zip_longest(*(invite.addresses for invite in invites))
         addresses = [address for turn in rounds for address in turn if address is not None]
         key = self._key or invites[0].key
@@ -182,9 +182,9 @@ class Crew:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment of a peer, for many peers on shared cores: one thread each, also for their network daemons
-    (Go's scheduler would spin), and one heap (glibc's several heaps each keep their peak size)."""
-    # The user's limits are for strangers' runs; a demo must not wait for their hours.
+    """Return the environment of a peer, for many peers on shared cores: one thread for the peer, one for its network
+    daemon (Go's scheduler would spin), and one heap (each of glibc's several heaps would keep its peak size)."""
+    # No settings: the user's limits are meant for other people's runs, and the demo must not wait for their hours.
     return {
         "OMP_NUM_THREADS": "1",
         "GOMAXPROCS": "1",

@@ -32,7 +32,7 @@ from shoal.protocol.spec import DataSpec, RunSpec
 
 _SAMPLER = "sampler"
 _END_S = 30.0
-"""The time for the children to write their last snapshot and leave, after the first has done so."""
+"""How long the demo waits at the end until all children have written their last snapshots and left."""
 _EVERYWHERE = DataSpec()
 """The default text, which every machine has."""
 
@@ -50,7 +50,7 @@ class DemoOptions:
     """True: keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
-    """True: without chaos, kill a holder of the busiest expert when half is over."""
+    """True: if there is no chaos, kill a holder of the busiest expert at half-time."""
     dashboard: Address | None = None
 
 
@@ -71,7 +71,7 @@ class Demo:
             self._children,
             folder=options.folder,
             spec_path=options.folder / "run.toml",
-            # A volunteer must confirm a stranger's choice of files; here both are the same user's.
+            # `shoal join` reads files that the host's spec names only if --data names them, too.
             data=data.source if data.source != _EVERYWHERE.source else "",
             tokenizer=data.tokenizer if data.tokenizer != _EVERYWHERE.tokenizer else "",
             parts=options.parts,
@@ -81,7 +81,7 @@ class Demo:
         self._sample_line = b""
 
     async def run(self) -> DemoSummary:
-        """Run the demo. Raises: LocalError: the swarm did not start; the sentence is the failed peer's."""
+        """Run the demo. Raises: LocalError: the swarm did not start; the text is the failed peer's last line."""
         main = asyncio.current_task()
         assert main is not None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults from the first step until too little time is left to recover."""
+        """Cause faults from the first step on; the last one comes early enough for a recovery before the demo ends."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return
@@ -176,9 +176,10 @@ class Demo:
         return 2 * record.steps_seen >= self._options.spec.training.steps
 
     async def _end(self) -> None:
-        """Let the children leave by themselves if the run is done, else ask them to."""
+        """Wait until all children have left: by themselves if the run is done, else because they are asked to."""
         self._chronicle.doing("leaving")
-        # A peer that has not joined, or not caught up within 15 s of a suspension, would look for a run that has ended.
+        # Ask also peers that have not joined, or that were started or resumed in the last 15 s: they would look for a
+        # run that has ended.
         record = self._chronicle.record
         since_s = max([self._watched_until_s - 15.0, *record.step_times_s[:1]])
         lost = [m for m in self._crew.alive if not record.finished or not m.obeys or m.awake_since_s > since_s]
@@ -191,7 +192,7 @@ class Demo:
         self._chronicle.tell_steps(flush=True)
 
     async def _sample(self) -> tuple[str, str]:
-        """Return (the whole model's snapshot, a generated text); empty if there is none."""
+        """Return (path of the whole model's snapshot, a generated text); both empty if there is no sample."""
         folders = sorted(str(path) for path in self._crew.peers_folder.glob("*/*/snapshots/*"))
         if not folders or self.interrupted:
             return "", ""
@@ -228,7 +229,7 @@ class Demo:
         while True:
             for member in self._crew.alive:
                 peak[member.name] = max(peak.get(member.name, 0.0), round(member.child.rss_bytes() / 1e6, 1))
-            self._chronicle.tell_steps()  # reports overdue steps even without new reports
+            self._chronicle.tell_steps()  # a step may become overdue without a new report
             await asyncio.sleep(2.0)
 
     # --- what they say ---

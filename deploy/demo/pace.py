@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""The window of a pace, in steps: about every tenth step takes half as long again because of validation."""
+"""A pace is measured over this many steps: about every tenth one takes half as long again because of validation."""
 PACE_SHARE = 0.9
-"""The share of the earlier pace that counts as recovered."""
+"""A run has recovered at this share of its earlier pace."""
 BEFORE_STEPS = 30
-"""The number of steps before a fault that define the earlier pace."""
+"""The earlier pace is that of this many steps before the fault."""
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -17,21 +17,21 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """Return the longest time between two steps; with `end_s`, of an unfinished run, also from the last step to it."""
+    """Return the longest time between two steps. Args: end_s: the end of an unfinished run, counted as a step."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 
 
 def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Return seconds from a fault until the steps have their former pace.
+    """Return the seconds from a fault until the steps have their former pace again.
 
-    The former pace is the median duration of windows of `WINDOW_STEPS` consecutive steps among the last `BEFORE_STEPS`
-    before the fault. The pace is back at the first step after the fault that starts a window of at most 1 /
-    `PACE_SHARE` of that: this measures how long the pace was lost, not how long it takes to notice its return. A second
-    fault in between lengthens it.
+    A window is `WINDOW_STEPS` consecutive steps. The former duration is the median of the windows among the last
+    `BEFORE_STEPS` steps before the fault. The pace is back at the first step after the fault whose window takes at most
+    1 / `PACE_SHARE` times the former duration; this window is not part of the result. A second fault meanwhile
+    lengthens the recovery.
 
-    Args: times_s: when each step was committed, ascending, [N].
-    Returns: seconds; None: unknown, with too few steps before or after; infinite: the pace has not come back.
+    Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
+    Returns: seconds; None: unknown, too few steps before or after; infinite: the pace has not come back.
     """
     before = [at_s for at_s in times_s if at_s <= fault_s][-BEFORE_STEPS:]
     after = [at_s for at_s in times_s if at_s > fault_s]
@@ -45,10 +45,10 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Return the work lost to a fault in seconds: the time until the pace is back, minus the normal time of the steps
-    in between.
+    """Return the work lost to a fault, in seconds: the time until the pace is back, minus the former duration of the
+    steps that were done meanwhile.
 
-    Args: times_s: as in `recovery_s`.
+    Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
     Returns: seconds, >= 0; None: unknown; infinite: the pace has not come back.
     """
     gone_s = recovery_s(times_s, fault_s)
@@ -61,5 +61,5 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def _windows_s(times_s: Sequence[float]) -> list[float]:
-    """Return the duration of each window of steps, by its first step."""
+    """Return the duration of the window that each step starts."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

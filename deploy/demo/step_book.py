@@ -1,11 +1,11 @@
 """Assembles the steps of a run from the children's reports about their own stages. Pure.
 
-Each member of each stage's group reports its group's commits (`report.Committed`) through a pipe that outlives it: a
-step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is asked.
-Lost: taking the steps from the coordinator: its unreported steps are lost when it is killed, and it may not be our
-child.
+Each member of each stage's group reports the group's commits (`report.Committed`) through a pipe that outlives the
+member. So a report is lost only if all children of one stage die at once, and the stage's state is lost with them.
+Rejected: taking the steps from the coordinator. Steps that it has not reported are lost if it is killed, and it may not
+be our child.
 
-If none of our children holds a stage, the coordinator's report (`report.StepDone`) replaces that stage's, provided that
+If no child of ours holds some stage, the coordinator's report (`report.StepDone`) replaces that stage's, provided that
 the coordinator is our child.
 """
 
@@ -21,17 +21,17 @@ _Key = tuple[int, int]  # (era, step)
 class _Open:
     at_s: float
     passed_s: float | None = None
-    """When it became certain that every stage had committed it."""
+    """When it became certain that every stage had committed the step."""
     reports: dict[int, CommitReport] = field(default_factory=dict)
     told: StepDone | None = None
 
 
 class StepBook:
-    """Collects reports and releases complete steps. A step waits for every stage, however long the run stands still.
+    """Collects reports and releases complete steps. While the run stands still, a step waits for every stage.
 
     Args:
-        lead_steps: no stage commits step `t + lead_steps` before all others have committed `t`.
-        patience_s: how long a step waits for the report of a stage that must have committed it.
+        lead_steps: a stage commits step `t + lead_steps` only after all other stages have committed step `t`.
+        patience_s: how long a step waits for missing reports once every stage must have committed it.
     """
 
     def __init__(self, *, lead_steps: int, patience_s: float) -> None:
@@ -45,13 +45,16 @@ class StepBook:
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Microbatches contributed to commits, summed over the groups; `duplicates` of them were not needed."""
+        """Microbatches added to commits, summed over the groups, `duplicates` included."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Note a plan's era. A child reports its plan before it commits under it."""
+        """Note the era of a plan. A child reports a plan before it commits steps under this plan.
+
+        Args: begins: the era's first step.
+        """
         self._eras[era] = begins, num_stages
 
     def commit(self, report: CommitReport, now_s: float) -> None:
@@ -65,7 +68,7 @@ class StepBook:
         self.given_up += report.given_up
         self.dissenting += report.dissenting
         if report.stage >= self._stages_of(key):
-            return  # an expert group: steps wait only for stages
+            return  # the group of an expert: steps wait only for stages
         self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         entry = self._entry(key, now_s)
         if entry is not None:
@@ -84,10 +87,10 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """Return (time of its last commit, step) of the steps, in order, that are complete or overdue. Figures that no
-        commit reports come from the coordinator.
+        """Return (time of its last report, step) for each step that is complete or overdue, in order. If a stage's
+        report is missing, the coordinator's report of the step is used.
 
-        Args: flush: also all others with a loss, since no further reports will come.
+        Args: flush: also return steps that only have a loss or the coordinator's report: no more reports will come.
         """
         steps = []
         for key in sorted(self._open):
@@ -108,20 +111,20 @@ class StepBook:
         return self._eras.get(key[0], (0, 0))[1]
 
     def _follows(self, key: _Key) -> bool:
-        """True if the step follows the newest released one, in its era or as the first of a later one."""
+        """True if the step comes next after the newest released one, in the same era or as the first of a later era."""
         era, step = self._newest
         begins, _ = self._eras.get(key[0], (0, 0))
         return key[1] == step + 1 and (key[0] == era or (key[0] > era and key[1] == begins))
 
     def _is_passed(self, key: _Key, entry: _Open) -> bool:
-        """True if the stages without a report must have committed the step."""
+        """True if the stages whose reports are missing must have committed the step."""
         missing = (stage for stage in range(self._stages_of(key)) if stage not in entry.reports)
         led = (key[0], key[1] + self._lead_steps) <= max(self._reached.values())
         return led or all(key < self._reached.get(stage, key) for stage in missing)
 
     def _entry(self, key: _Key, now_s: float) -> _Open | None:
         if key <= self._newest:
-            return None  # released without this report
+            return None  # the step was released without this report
         return self._open.setdefault(key, _Open(at_s=now_s))
 
     def _step(self, key: _Key, entry: _Open) -> StepDone:

@@ -1,4 +1,4 @@
-"""Defines a demo's results: JSON lines for steps and a summary, and the summary as text."""
+"""Defines a demo's results: the JSON lines of steps, faults and the summary, and the summary as text."""
 
 import math
 import statistics
@@ -24,15 +24,15 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """The recovery time of each kill with enough steps before and after it (`pace.recovery_s`), ascending."""
+    """Seconds until the pace came back (`pace.recovery_s`), for each kill after which it did, ascending."""
     recovery_s_median: float | None
-    """The median, unrecovered kills counted as infinite; None: infinite, or no kills."""
+    """The median over all kills with enough steps, without recovery as infinite; None: infinite, or no kills."""
     lost_s_max: float | None
     """Seconds of work lost by the costliest kill (`pace.lost_s`); None: unknown, or not recovered."""
     unrecovered: int
     """Kills after which the pace did not come back despite enough steps."""
     left_behind: int
-    """Processes of killed peers that did not end by themselves."""
+    """Child processes of killed peers that did not end by themselves."""
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,21 +44,21 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """The rate between the first and the last step."""
+    """The mean rate between the first and the last step."""
     staleness_mean: float
     coordinator_terms: int
     peers: int
     rollbacks: int
     duplicates: int
-    """Microbatches that a stage added twice, over all stages."""
+    """Microbatches added twice by a stage, summed over all stages."""
     duplicates_share: float
-    """Their share of all added microbatches."""
+    """`duplicates` as a share of all added microbatches."""
     given_up: int
-    """Microbatches left out of a commit at its deadline, over all stages."""
+    """Microbatches left out of a commit at its deadline, summed over all stages."""
     dissenting: int
-    """Members with another state than their group at a commit."""
+    """How often a member had another state than its group at a commit."""
     stall_s_max: float
-    """The longest time between two committed steps, or to the end of a run that did not finish."""
+    """The longest time between two committed steps; in an unfinished run, also from the last one to the end."""
     step_s_median: float | None
     validations: Mapping[int, float]
     """Version -> loss."""
@@ -79,7 +79,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoStepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `--json` for one step, in order. After a return to a snapshot steps repeat, in a later era."""
+    """A line of `--json` for one step, in order. After a return to a snapshot, step numbers repeat in a later era."""
 
     step: int
     era: int
@@ -104,9 +104,9 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     kind: FaultKind
     peer: str
     stage: int | None = None
-    """The peer's stage; None: it held none, or is new."""
+    """The peer's stage; None: the peer held none, or has just started."""
     expert: int | None = None
-    """The expert for which the peer was chosen."""
+    """The expert whose holder was killed (`--moe`)."""
     seconds: float = 0.0
     """Seconds since the demo began."""
 
@@ -138,11 +138,11 @@ class DemoRecord:
         if self.first is None:
             self.first = step
         self.loss_last = self.loss_last if step.loss is None else step.loss
-        # The last commits of two steps may be heard out of order.
+        # The last reports of two steps may arrive in the wrong order.
         self.step_times_s.append(max([at_s, *self.step_times_s[-1:]]))
         self.staleness_sum += step.staleness_mean
         if step.era > self._era:
-            self.rollbacks += step.step < self.steps_seen  # else only the stages changed
+            self.rollbacks += step.step < self.steps_seen  # otherwise only the stages changed
             self._era = step.era
         self.steps_seen = max(self.steps_seen, step.step + 1)
 
@@ -151,14 +151,14 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status. It lacks single steps, but also arrives while no child holds some stage."""
+        """Take a status. It names only the newest step, but comes even while no child of ours holds some stage."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:
             self.val_loss = status.validation_loss
 
     def stall_s_max(self, end_s: float) -> float:
-        """Return the longest wait for a step, of an unfinished run also that until the demo's end at `end_s`."""
+        """Return the longest time between two steps; in an unfinished run, also from the last one to `end_s`."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
 
     def chaos(self) -> ChaosFigures:

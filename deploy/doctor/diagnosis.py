@@ -1,7 +1,7 @@
 """Turns findings into sentences: the side at fault, and the remedy. Pure, so that every diagnosis has a test.
 
-`diagnose` checks the machine, then the network from the local side outwards, then the run. If a cause explains later
-symptoms, only the cause is reported: without a network nobody is told that the host is down.
+`diagnose` checks the machine, then the network from this machine outwards, then the run. If a fault explains others,
+only this fault is reported: a machine without a network is not told that the host is down.
 """
 
 import ipaddress
@@ -31,7 +31,7 @@ from shoal.protocol.messages import SwarmStatus
 CLOCK_S_MAX = 3.0
 """hivemind refuses records of nodes with a clock that is off by more than this."""
 DISK_BYTES_MIN = 64 * 2**20
-"""Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
+"""The least free space. A peer writes more in its first minutes: plans, a log, the first snapshot of a small stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def _machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pr
 
 
 def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
-    """Check from the bus upwards: device, driver, torch's build, torch's error. Only the lowest fault is reported."""
+    """Check in this order: device on the bus, driver, torch's build, torch's error. Yield only the first fault."""
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",
@@ -170,7 +170,7 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
 
 
 def _nobody_answers(network: NetworkFound) -> Problem:
-    """Return why no address of the invite leads to a peer: of several reasons the one nearest to success."""
+    """Return why no address of the invite leads to a peer; of several reasons the one that is nearest to success."""
     by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
     if answering := by_dial[Dial.ANSWERS]:
         return Problem(
@@ -242,7 +242,7 @@ def _is_private(address: AddressFound) -> bool:
 
 
 def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Check version, run and spec, and whether there is a single swarm."""
+    """Check the protocol version, the run, this invite, the spec, and that the run has only one swarm."""
     invite = findings.invite
     if invite is None or not reached:
         return
@@ -298,7 +298,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
     middle_s = statistics.median(ahead_s)
     far_off = abs(middle_s) > CLOCK_S_MAX
     if far_off or abs(middle_s) > 1.0:
-        # A single other clock may be the wrong one; it is, if a time service keeps ours.
+        # If only one other clock is known, it is the wrong one if a time service keeps ours.
         theirs = findings.machine.clock_synchronised is True and len(ahead_s) == 1
         how = f"{abs(middle_s):.1f} s {'ahead of' if middle_s > 0 else 'behind'}"
         whose = f"the host's clock is {abs(middle_s):.1f} s {'behind' if middle_s > 0 else 'ahead of'} ours"
@@ -324,7 +324,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
 
 
 def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Yield problems that are not fatal, since we can still reach public peers."""
+    """Yield a problem if no peer can connect to us. It is not fatal: we can still connect to public peers."""
     called_back = [peer.called_back for peer in reached if peer.called_back is not None]
     if not called_back or any(called_back) or network.relayed:
         return
@@ -359,8 +359,8 @@ def members_of(status: SwarmStatus) -> set[PeerID]:
 def split_of(statuses: Sequence[SwarmStatus]) -> Problem | None:
     """Return a problem if two of these statuses of one run have no member in common.
 
-    This happens when members are invited by peers that were never introduced, or when a healed network partition goes
-    unnoticed; `split_watch.py` looks for it.
+    This happens when members come by invites of peers that do not know each other, or when the two sides of a network
+    partition do not notice its end. `split_watch.py` looks for it.
     """
     told = [status for status in statuses if status.peers]
     for one, other in itertools.combinations(told, 2):

@@ -1,6 +1,7 @@
-"""The doctor's findings: plain values, so that tests can diagnose any combination; and `Problem`, what follows of them.
+"""The doctor's findings: plain values, so that tests can diagnose any combination. `Problem` is a fault concluded from
+them.
 
-In a finding None always means not examined or unknown; nothing is diagnosed from it.
+In a finding None always means not examined or unknown; no fault is concluded from it.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of a peer with an open port."""
+    """A peer of the invite that a dial has not ruled out, and its answers."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -54,7 +55,7 @@ class PeerFound:
     called_back: bool | None = None
     """True if the peer could connect to our port."""
     speaks: bool = False
-    """False if libp2p's handshake showed another peer's key; true if it showed this peer's key or none."""
+    """False if another peer's key answered at the address; true if this peer's key did, or none."""
     mute: str = ""
     """The network's reason why the peer gave no answer; empty: it answered."""
 
@@ -66,7 +67,7 @@ class NetworkFound:
     own_addresses: tuple[str, ...] = ()
     """IP addresses of this machine's interfaces, without loopback."""
     daemon_error: str = ""
-    """Why our network daemon did not start; empty: it did, or was not tried."""
+    """Why our network daemon did not start; empty: it started, or was not tried."""
     port: int | None = None
     """The port on which this machine listened for the test."""
     relayed: bool = False
@@ -76,7 +77,7 @@ class NetworkFound:
     statuses: tuple[SwarmStatus, ...] = ()
     """The answers of several peers of the run, to compare."""
     refused: str = ""
-    """Why the run's peers refuse a holder of the invite; empty: they do not, or were not asked."""
+    """Why the run's peers refuse a holder of the invite; empty: they do not refuse, or were not asked."""
     record_found: bool | None = None
     """True if the directory has the run's spec."""
 
@@ -120,7 +121,7 @@ class Findings:
 
 
 Side = Literal["you", "host", "nobody"]
-"""The side that can fix it: the doctor's user; the run's host or the invite's sender; nobody in particular."""
+"""The side that can fix a fault: the doctor's user; the run's host or the invite's sender; nobody in particular."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,4 +134,4 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The fault, in one line without a full stop."""
     remedy: str
     fatal: bool = True
-    """True if it keeps this machine out; false if things are only slower or may fail later."""
+    """True if the fault keeps this machine out of the run; false if it only slows the run down or may matter later."""

@@ -1,4 +1,4 @@
-"""Asks the run, before anything else, whether it lets this machine in, to give the person a reason."""
+"""Asks the run's peers, before a machine joins, whether they let it in: a refusal names a reason for its user."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ async def why_refused(transport: LiveTransport, identity: Identity) -> str:
 
 
 async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, number: int) -> msgspec.Struct | None:
-    # The node makes the endpoint later, and a transport serves only one; its sequence numbers begin above this one.
+    # No Endpoint: a transport serves only one, which is made later. Its sequence numbers must begin above this one.
     members, sequence = transport.members, int(1e6 * time.time()) + number
     request = seal(
         identity,

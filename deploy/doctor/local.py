@@ -17,7 +17,7 @@ _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 """The PCI class of display and 3D controllers."""
 _TIMEX_STATUS_OFFSET = 40
-"""struct timex on 64-bit Linux: modes, offset, freq, maxerror, esterror, status; each but the last in 8 bytes."""
+"""The offset of `status` in struct timex on 64-bit Linux: modes, offset, freq, maxerror, esterror take 8 bytes each."""
 
 
 def machine(folder: Path) -> MachineFound:
@@ -44,7 +44,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
         try:
             usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if not usable and present:
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # says why not
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # the error says why not
         except Exception as error:
             why = _one_line(error)
     return GpuFound(
@@ -58,7 +58,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
 
 
 def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
-    """Return (True if an NVIDIA GPU is on the bus, the driver's version; empty: not loaded); None: unknown."""
+    """Return (True if an NVIDIA GPU is on the bus, the version of the loaded driver or ""); each None if unknown."""
     driver = root / "proc/driver/nvidia/version"
     try:
         text = driver.read_text()
@@ -81,7 +81,7 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Return (free bytes where `folder` is or would be, why it cannot be written; empty: it can)."""
+    """Return (free bytes on the disk of `folder`, which need not exist; why it cannot be written, or "")."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,6 +1,6 @@
 """Examines this machine and the way to a run; `examine` combines the probes' findings.
 
-Diagnosis is separate (`diagnosis.py`). No probe takes longer than joining would.
+`diagnosis.py` concludes the faults. No probe takes longer than the same step of a join.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine machine and network in parallel, since torch's import takes as long as a dead address.
+    """Examine machine and network in parallel: importing torch takes as long as the timeout of a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.
-        more: addresses of further peers of the run, to look for a second swarm.
+        more: addresses of other known peers of the run, to look for a second swarm.
     """
     machine, network = await asyncio.gather(
         asyncio.to_thread(local.machine, folder), examine_network(invite, listen=listen, more=more)
@@ -58,7 +58,10 @@ async def examine(
 
 
 async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
-    """Examine the network as `examine` does."""
+    """Dial the invite's addresses; if one may lead to a peer, or there is no invite, start a daemon and ask on.
+
+    Args: listen: multiaddrs whose port is tested; more: addresses of other known peers of the run.
+    """
 
     async def dialled(address: str) -> AddressFound:
         where, peer = split_address(address)
@@ -78,7 +81,7 @@ async def examine_network(invite: Invite | None, *, listen: Sequence[str], more:
 async def _ask_around(
     found: NetworkFound, invite: Invite | None, listen: Sequence[str], more: Sequence[str]
 ) -> NetworkFound:
-    """Start a network daemon, and ask the peers that it reaches."""
+    """Start a network daemon and ask the invite's peers; if they are in the run, ask also for statuses and the spec."""
     run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())
@@ -109,7 +112,7 @@ async def _ask_around(
             return replace(found, refused=reason)
         directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
-        # `why_refused` has used lower sequence numbers.
+        # Start above the sequence numbers that `why_refused` has used.
         since = int(1e6 * time.time())
         endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
         asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
@@ -122,7 +125,7 @@ async def _ask_around(
 
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
-    """Ask a peer for its time first, since that answer must be immediate, then whether it can connect to us."""
+    """Ask a peer about itself and its time, which must be answered at once; then ask whether it can connect to us."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
     reached = False
     try:
@@ -189,7 +192,7 @@ def of_error(error: OSError) -> Dial:
     if isinstance(error, ConnectionError):
         return Dial.REFUSED
     if error.errno in (errno.EHOSTUNREACH, errno.EHOSTDOWN):
-        return Dial.SILENT  # a router reports that nobody is there
+        return Dial.SILENT  # a router reports that no machine is there
     return Dial.NO_ROUTE
 
 

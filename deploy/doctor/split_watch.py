@@ -1,6 +1,6 @@
-"""Looks for another swarm of the run that this peer is in.
+"""Looks for a second swarm that trains the run of this peer and does not know this one.
 
-From time to time each peer asks some known peers that are not in its swarm.
+Once a minute each peer asks some known peers that are not in its swarm for their status.
 """
 
 import asyncio
@@ -22,15 +22,17 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 _ASKED_MAX = 4
-"""Peers asked per look: known peers outside our swarm are mostly dead."""
+"""The most peers asked at a time: most of the known peers outside our swarm are dead."""
 
 
 class SplitWatch:
-    """Looks for another swarm of the run.
+    """Looks for a second swarm of the run.
 
     Args:
-        endpoint: of a member of the run.
-        say: called with a sentence once for each split, and again only after it has ended.
+        endpoint: this peer's.
+        around: the transport that knows other peers and introduces them.
+        own_status: asks this peer's own swarm for its status.
+        say: prints a sentence; called once for each split.
     """
 
     def __init__(
@@ -55,11 +57,11 @@ class SplitWatch:
             self._said = problem is not None
 
     async def look(self) -> Problem | None:
-        """Ask some peers outside our swarm, and introduce ourselves to them."""
+        """Ask some peers outside our swarm, and introduce ourselves to them. Returns: the split, if there is one."""
         try:
             ours = await self._own_status()
         except ShoalError:
-            return None  # between two coordinators nobody answers
+            return None  # no peer answers while the swarm has no coordinator
         statuses = [ours]
         for peer in await self._strangers(members_of(ours)):
             try:
@@ -70,7 +72,7 @@ class SplitWatch:
         return split_of(statuses)
 
     async def _strangers(self, ours: set[PeerID]) -> list[PeerID]:
-        """Return peers outside our swarm: connected ones first, then others in turn, a few per look."""
+        """Return a few peers outside our swarm: connected ones first; of the others, the next ones in turn."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours and peer != self._endpoint.peer_id]

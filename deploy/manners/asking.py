@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:
-    """Return the questions. Args: memory_bytes: the machine's memory."""
+    """Return the questions for a machine with `memory_bytes` of memory."""
     half_gb = str(max(1, round(memory_bytes / GB / 2)))
     upload = f"write 0, or a number from {MBIT_S_MIN:g} on"
     hours = "write hours such as 22:00-07:00 or 09:00-12:00, 13:00-17:00, or always"
@@ -43,7 +43,7 @@ def questions(memory_bytes: float) -> tuple[Question, ...]:
 def may_ask(*, answered: bool) -> bool:
     """True if a person is at the terminal and there are no settings yet.
 
-    Args: answered: the command line has set a limit, forbidden questions, or asked for JSON.
+    Args: answered: True if the command line sets a limit, forbids questions or asks for JSON.
     """
     return not answered and sys.stdin.isatty() and sys.stdout.isatty() and not config_path().exists()
 

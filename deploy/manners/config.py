@@ -1,7 +1,7 @@
 """Reads and writes the settings of this user on this machine: `$XDG_CONFIG_HOME/shoal/config.toml`.
 
-Without the file every default holds. Options of a command override it. A peer reads it when it starts, and again after
-`shoal config set` or `unset`.
+Without the file every setting has its default. Options of a command override the file. A peer reads the file when it
+starts, and again after `shoal config set` or `unset`.
 """
 
 import ast
@@ -28,7 +28,7 @@ class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The settings of records, for all runs on this machine."""
 
     keep_record: bool | None = None
-    """Keep a record of each run: record.jsonl, and a file for TensorBoard. Not set: hosts do, volunteers do not."""
+    """Keep a record of each run: record.jsonl, and a file for TensorBoard. Not set: only a host keeps one."""
 
     wandb_project: str = ""
     """Send each record to this project at Weights & Biases, too. Empty: none."""
@@ -52,7 +52,7 @@ def load_settings() -> Settings:
 
 
 def as_toml(settings: Settings) -> str:
-    """Return all settings as a valid TOML file, with each meaning as a comment."""
+    """Return all settings as a valid TOML file, in which a comment explains each setting."""
     lines: list[str] = []
     for table, unset in (("limits", "0"), ("record", "true")):
         lines += [*([""] if lines else []), f"[{table}]"]
@@ -87,7 +87,7 @@ def set_one(name: str, text: str) -> Settings:
         value: Any = text.strip() if name == "wandb_project" else parse_truth(name, text)
     else:
         value = parse_value(name, text)
-        with_value(Limits(), name, value)  # blames the typed value, not the file
+        with_value(Limits(), name, value)  # an error then names the typed value, not the file
     return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name, table=table))
 
 
@@ -164,5 +164,5 @@ def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a number, truth value or text in TOML, where it looks as in JSON."""
+    """Return a number, truth value or text in TOML, which writes these three as JSON does."""
     return msgspec.json.encode(value).decode()

@@ -1,7 +1,7 @@
 """Decides whether a peer may compute now, and why not. Pure.
 
-A peer pauses while there is any reason: the owner's request, the hours, somebody at the machine. Each reason ends
-separately. An unknown value is no reason; the owner is told once that it is unknown.
+A peer pauses while there is any reason to: the owner's request, the time of day, somebody at the machine. Each reason
+ends separately. A value that the machine does not report is no reason to pause; the owner is told of it once.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 QUIET_S = 60.0
-"""The time that the device must be quiet after use by others, since programs pause between two jobs."""
+"""How long the device counts as busy after other programs have used it, since a program pauses between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Seen:
 
 @dataclass(kw_only=True, slots=True)
 class Manners:
-    """Combines the reasons to pause. Only the hours and idleness of `limits` count here."""
+    """Combines the reasons to pause. Of `limits` it uses only `hours`, `only_when_idle` and `idle_minutes`."""
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """Requester of a pause -> the sentence about it."""
+    """Requester of a pause -> its reason, as a sentence."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 
@@ -43,7 +43,7 @@ class Manners:
 
     def look(self, seen: Seen, *, now_s: float) -> None:
         self._seen = seen
-        if seen.others_share is not None and seen.others_share > 0.1:  # an idle desktop takes less
+        if seen.others_share is not None and seen.others_share > 0.1:  # an idle desktop uses less than a tenth
             self._busy_until_s = now_s + QUIET_S
 
     def reasons(self, *, now_s: float) -> tuple[str, ...]:

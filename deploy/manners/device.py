@@ -61,9 +61,9 @@ def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
-    """Return the bytes that plans may use; None: whatever is free. On a GPU, also cap torch's memory.
+    """Return the bytes of memory that a plan may use here; None: whatever is free. On a GPU, also cap torch's memory.
 
-    A CPU's memory is only claimed, not enforced: a stage's needs are known before it is assigned.
+    On a CPU nothing enforces the limit: the memory that a stage needs is known before a plan assigns the stage.
     """
     if limits.memory_gb == 0.0:
         return None
@@ -76,7 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most one per whole processor: a fraction is left to the network."""
+    """Return torch's default number of threads, at most the number of whole processors; the network has the rest."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
@@ -86,14 +86,14 @@ def take_own_threads() -> None:
 
 
 def spare_threads() -> int:
-    """Return torch's threads on a volunteer's machine: of more than two processors one is left to the user."""
+    """Return the number of torch's threads for a volunteer: with more than two processors, the user keeps one."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 
 
 def stand_back(limits: Limits) -> None:
-    """Lower the priority of the calling thread and of threads that it starts, not of the network. Only on Linux:
-    elsewhere priority belongs to the process, and the network would slow down too."""
+    """Lower the priority of the calling thread and of threads that it starts. On systems other than Linux do nothing:
+    there the priority belongs to the whole process, and the network would slow down too."""
     if limits.nice and sys.platform == "linux":
         thread = threading.get_native_id()
         # A process started with `nice` may already have a lower priority, and only root may raise it.

@@ -25,7 +25,7 @@ _OWNER = "owner"
 _TERMINAL = "terminal"
 _OWNERS_WORD = "you asked for it (`shoal resume` ends it)"
 PAUSED: Final = "paused"
-"""A file in a peer's folder; it exists while the owner's pause lasts."""
+"""The name of a file in a peer's folder that exists while the owner's pause lasts."""
 
 
 class Keeper:
@@ -35,7 +35,7 @@ class Keeper:
         say: prints a sentence for a person.
         look: observes the machine; blocks.
         kept: the file that keeps the owner's pause across a restart.
-        run_blocking: runs `look`.
+        run_blocking: runs `look` outside the event loop.
         reread: returns the limits as they are set now. Raises: LocalError: the settings cannot be read.
         apply_upload: limits sending from now on, in bytes/s.
     """
@@ -104,7 +104,7 @@ class Keeper:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def change(self) -> Mapping[str, Any]:
-        """Apply changed settings, as far as possible without a restart. Returns: all limits in force."""
+        """Reread the settings, and apply those of `AT_ONCE`. Returns: all limits in force."""
         before, wanted = self._manners.limits, self._reread()
         limits = msgspec.structs.replace(before, **{name: getattr(wanted, name) for name in AT_ONCE})
         if limits != before:
@@ -165,7 +165,7 @@ class Keeper:
         return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}
 
     def _on_stop_key(self) -> None:
-        """Pause, or resume at the second Ctrl-Z: `fg` cannot do it, since the process does not stop."""
+        """Pause; at the second Ctrl-Z resume, since the process does not stop and `fg` has nothing to resume."""
         if _TERMINAL in self._manners.asked:
             self._on_continue()
         else:

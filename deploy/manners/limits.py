@@ -20,7 +20,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The limits. `shoal config show` prints the fields' docstrings. Raises: ValueError."""
 
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    """Share of the device's time, above 0 and at most 1. Of a CPU: of its threads' time, all that this peer does."""
+    """Share of the device's time, above 0 and at most 1. On a CPU: of the computing threads' time; all CPU time of this
+    peer counts."""
     memory_gb: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Memory of the device that the swarm may plan with, in GB; on a GPU torch takes no more. 0: what is free."""
     upload_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
@@ -35,7 +36,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
-    """How many minutes nobody must have used this machine before it computes, with only_when_idle."""
+    """The minutes for which nobody must have used this machine before it computes (only_when_idle)."""
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
     """How far the computing (not the network) yields to other programs: 0 not at all, 19 completely. Left out: 19 for a
     peer that joins, 0 for the host of a run."""
@@ -93,7 +94,7 @@ _UNITS = {
 }
 """Limit -> the unit that may follow its number, in lower case."""
 MBIT_S_MIN = 0.1
-"""Enough for a heartbeat and a few votes a second."""
+"""The lowest limit of a rate: it is enough for a heartbeat and a few votes a second."""
 
 
 def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
@@ -153,7 +154,7 @@ def parse_truth(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Minutes since midnight, local time; it crosses midnight if `end` is not after `begin`."""
+    """A part of the day, in minutes since midnight, local time; it crosses midnight if `end` is not after `begin`."""
 
     begin: int
     end: int

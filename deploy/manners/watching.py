@@ -6,7 +6,7 @@
 | GPU                | `nvidia-smi pmon`: processes that are not ours. Not in most containers                |
 | processors         | all busy time, minus ours and our children's, where a CPU computes                    |
 
-A source without an answer is unknown; the shortest idle time of all sources counts.
+If no source answers, the value is unknown; of several idle times the shortest counts.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ class ProcessorUse:
         self._before = self._now()
 
     def others_share(self) -> float | None:
-        """Return the share, in [0, 1], that other programs used since the last call; None: no time has passed."""
+        """Return the share of all processors, in [0, 1], that other programs used since the last call; None: no time
+        passed."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))
@@ -83,7 +84,8 @@ def _our_processes() -> list[psutil.Process]:
 
 
 def _terminal_idle_s() -> float | None:
-    """Return seconds since the last input on one of our terminals, as `w` does; root's say nothing of the user."""
+    """Return seconds since the last input on one of our terminals, as `w` shows; None: unknown, or this process is
+    root's, whose terminals say nothing about the user."""
     now_s, used_s = time.time(), []
     for path in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
         with contextlib.suppress(OSError):

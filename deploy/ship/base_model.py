@@ -1,4 +1,4 @@
-"""Finds the base model of a snapshot's adapters on this machine, and merges both."""
+"""Finds the base model of a snapshot's adapters on this machine, and merges the adapters into it."""
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -23,7 +23,7 @@ class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
 
     Args:
-        near: folders of snapshots: their peers keep the base's layers in the same folder of the run.
+        near: folders of snapshots. A peer keeps the base's layers in the same run folder as its snapshots.
         folder: the user's path of the model; None: search for it.
     """
 
@@ -38,7 +38,7 @@ class BaseModel:
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
 
     def layer(self, key: str) -> Tensor:
-        """Return a layer in the form of `stored_base`, checked by its digest. Raises: LocalError: it is not here."""
+        """Return a layer as `stored_base` encodes it, checked by its digest. Raises: LocalError: it is not here."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)
@@ -65,20 +65,22 @@ class BaseModel:
 
     @cached_property
     def _copy(self) -> FolderBase | None:
-        """The user's copy; else one in the folder that the host named, or in the Hugging Face cache."""
+        """This machine's copy of the base: in the user's folder; else in the folder that the run spec names; else in
+        the Hugging Face cache."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
                 return FolderBase(source, self._spec)
             except LocalError:
-                pass  # the host's path happens to exist here
+                pass  # the host's path exists here too, with another content
         return open_copy(self._spec, None)
 
 
 def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | None:
     """Find the base of a snapshot; None if the snapshot contains the whole model.
 
-    Raises: LocalError: as `BaseModel`; or `folder` is given for a run without adapters.
+    Args: folder: the user's path of the base; None: search for it.
+    Raises: LocalError: `folder` is not this base, or the run has no adapters and needs none.
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
@@ -92,8 +94,8 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
 def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> dict[str, Tensor]:
     """Return the adapters of a layer by PEFT's names, float32.
 
-    DoRA's magnitude vector [rows] is trained as a change of the base's row norms; PEFT stores the sum of norm and
-    change, so it needs `base`. Raises: LocalError: the base is not here.
+    DoRA's magnitude vector [rows] is trained as a change of the base's row norms. PEFT stores norm plus change, so
+    with DoRA `base` is needed. Raises: LocalError: the base is not on this machine.
     """
     adapters = state_layout(spec, key).views(param_N)
     if base is None or not adapters:
@@ -106,8 +108,10 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
-    """Return a layer of the trained model, float32 in the layout of `spec.model.whole`: the trained layer, or the
-    stored base merged with its adapters; in a subspace model with its matrices multiplied out."""
+    """Return a layer of the trained model, float32 in the layout of `spec.model.whole`.
+
+    In a run with adapters it is the stored base merged with them. In a subspace model its matrices are multiplied out.
+    """
     if base is None:
         return subspace.whole_layer(spec, key, param_N)
     frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)

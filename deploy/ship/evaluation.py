@@ -32,7 +32,7 @@ def validation_scores(
     """Return the mean loss of each source over its validation text, which training never sees.
 
     Args:
-        names: of the sources, for people.
+        names: the sources' names for people.
         samples_max: the most samples of each source, spread evenly; 0: all.
     """
     scores = []
@@ -50,7 +50,8 @@ def validation_scores(
 
 
 def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
-    """Return the perplexity of a text file as one document. Every token is predicted from half a context, if it can be.
+    """Return the perplexity of a text file as one document. After the first half context, each token is predicted from
+    at least half a context.
 
     Raises: LocalError: it is not a text.
     """
@@ -84,7 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return `context` tokens from `start` on, int64 [T], and targets; those before `learn_from` are IGNORED."""
+    """Return (`context` tokens from `start` on, their targets), both int64 [T]. Targets before position
+    `learn_from`, and those after the text's end, are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)

@@ -1,6 +1,6 @@
-"""Writes a snapshot as a folder for `transformers`, or adapters as one for `peft` (`shoal export`).
+"""Writes a snapshot as a folder that `transformers` loads, or its adapters as one that `peft` loads (`shoal export`).
 
-One layer is in memory at a time. The folder is hidden until it is complete.
+One layer is in memory at a time. The folder has a hidden name until it is complete.
 """
 
 import math
@@ -31,9 +31,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""Files beside a tokenizer.json that belong to it."""
+"""Files that belong to the tokenizer.json in the same folder."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Fields that an exported config copies from the initial model's: training does not change them."""
+"""Fields that an exported config copies from the initial model's config: training does not change them."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
 
@@ -62,14 +62,14 @@ def export(
     tokenizer: Path | None = None,
     on_progress: OnProgress = lambda share: None,
 ) -> Exported:
-    """Write the first undamaged one of `snapshots` to the new folder `out`.
+    """Write the first undamaged snapshot to the new folder `out`.
 
     Args:
         form: "hf": a whole model, with adapters merged; "peft": the adapters alone; None: whichever was trained.
         dtype: of the weights; training has them in float32.
         base: the user's path of the adapters' base model; None: search for it.
-        shard_bytes: the largest file of weights; a larger tensor gets its own file.
-        tokenizer: path of the run's tokenizer.json, if not the spec's.
+        shard_bytes: the most bytes in a file of weights; only a tensor that is larger alone exceeds it.
+        tokenizer: path of the run's tokenizer.json; None: the path in the spec.
     Raises: LocalError: `out` exists, the disk is full, or all snapshots are damaged. DataError: there is no tokenizer.
     """
     if out.exists():
@@ -116,7 +116,7 @@ def export(
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
-    """Return name -> content of all files but weights and card."""
+    """Return name -> content of all files except weights and card."""
     tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
     if spec.data.tokenizer == BYTES:
         vocabulary = byte_tokenizer_json()
@@ -151,8 +151,11 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
 
 
 def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
-    """Return the files beside the run's tokenizer.json that belong to it, unchanged; also the generation config if the
-    folder has the initial weights. Raises: LocalError: one cannot be read."""
+    """Return name -> content of the files that belong to the tokenizer.json in `folder`.
+
+    Args: began_there: True if the run's initial weights are in `folder`: then include the generation config.
+    Raises: LocalError: a file cannot be read.
+    """
     names = (*_CARRIED, "generation_config.json") if began_there else _CARRIED
     return {name: read_bytes(own_file(folder, name)) for name in names if os.path.lexists(folder / name)}
 
@@ -188,7 +191,7 @@ def _adapter_config(spec: RunSpec) -> dict[str, Any]:
 
 
 def _model_name(source: str) -> str:
-    """Return the base's name on the Hugging Face hub if its folder is in the hub's cache, else the folder."""
+    """Return the base's name on the Hugging Face hub if the path `source` is in the hub's cache, else `source`."""
     cached = next((part for part in Path(source).parts if part.startswith("models--")), None)
     return source if cached is None else cached.removeprefix("models--").replace("--", "/", 1)
 
@@ -247,7 +250,7 @@ def _write_weights(
 
 
 def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by Hugging Face name, in order; each is a copy, so that earlier layers can be freed."""
+    """Yield (Hugging Face name, tensor) in order. Each tensor is a copy, so that the layer can be freed."""
     spec = snapshot.spec
     for key in snapshot.keys:
         whole_N = whole_layer(spec, key, snapshot.read(key), base)
@@ -257,12 +260,12 @@ def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype
 
 
 def _is_embedding_again(spec: RunSpec, name: str) -> bool:
-    """True for a tied model's head, which is stored as the embedding."""
+    """True for the head of a tied model: the export has its matrix only once, as the embedding."""
     return spec.model.tied and name == HEAD_MATRIX
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Distribute the tensors to files in order, as many to a file as fit."""
+    """Distribute the tensors to files in their order, to each file as many as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

@@ -1,7 +1,7 @@
 """Finds the newest whole snapshot of a run on this machine, for `shoal export` and `shoal generate`.
 
-Peers write their own stage's layers and copies of others'; `shoal demo` leaves one snapshot of everything. So a version
-is assembled from all folders that have some of its layers.
+A peer's snapshots have the layers of its own stage and copies of others; `shoal demo` leaves one snapshot of the whole
+model. So a version is assembled from all folders that have some of its layers.
 """
 
 import logging
@@ -32,14 +32,15 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSnapshot:
-    """One version with every layer in some folder. Damage shows only when a layer is read."""
+    """A version of which every layer is in some folder. Damage is found only when a layer is read."""
 
     run: str
     era: int
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> folders of snapshots that have it; units of layers where the run's experts are placed."""
+    """Layer -> folders of snapshots that have it. If the run places experts on single peers, the keys are units: an
+    expert, or the rest of a layer."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -55,7 +56,7 @@ class FoundSnapshot:
         return torch.cat([self.state(unit).param_N for unit in unit_keys(self.spec.model, key)])
 
     def state(self, part: str) -> LayerState:
-        """Return one of `parts` with its moments. Raises: as `read`."""
+        """Return one of `parts` with its optimizer moments. Raises: DamagedSnapshot: every copy is damaged."""
         for disk, path in self.parts[part][:-1]:
             try:
                 return read_layers(disk, path, [part])[part]
@@ -66,7 +67,7 @@ class FoundSnapshot:
 
 
 def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnapshot], Made]) -> Made:
-    """Return what `use` makes of the first undamaged snapshot. Raises: LocalError: there are none, or only damaged."""
+    """Return `use` of the first undamaged snapshot. Raises: LocalError: there is no snapshot, or all are damaged."""
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         try:
@@ -80,8 +81,8 @@ def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnap
 def find_snapshots(wanted: str | os.PathLike[str] = "") -> list[FoundSnapshot]:
     """Return the whole versions of one run, newest first.
 
-    Args: wanted: a run as in `look_for`; or a snapshot's folder, or one with snapshots below it.
-    Raises: LocalError: there is none.
+    Args: wanted: a run's name or id; a folder with snapshots; empty: the last used run that has snapshots.
+    Raises: LocalError: no version is whole.
     """
     return snapshots_in(look_for("snapshot", os.fspath(wanted), has=has_snapshots))
 
@@ -91,7 +92,10 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Search these folders for `find_snapshots`. Of several runs it takes the last written one and logs that."""
+    """Return the whole versions in these folders, newest first. Of several runs take the one that was written last.
+
+    Raises: LocalError: no version is whole.
+    """
     where = ", ".join(map(str, folders))
     manifests = [manifest for folder in folders for manifest in _manifests(folder)]
     if not manifests:
@@ -128,7 +132,7 @@ def _manifests(root: Path) -> Iterator[Path]:
 
 
 def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
-    """Return (time of writing, disk, listed content)."""
+    """Return (time of writing, disk, content that the manifest lists); None: the snapshot is damaged or was removed."""
     folder = manifest.parent.resolve()
     disk = LiveDisk(folder.parent)
     try:
@@ -136,12 +140,12 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
     except DamagedSnapshot as damage:
         log_damage(damage)
     except FileNotFoundError:
-        pass  # just removed by its peer, which has newer ones
+        pass  # its peer has just removed it, and has newer ones
     return None
 
 
 def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSnapshot]:
-    """Return the versions of which these snapshots of one run have every layer, newest first."""
+    """Return the versions of which these snapshots have every layer, newest first. Args: parts: all of one run."""
     whole = []
     for age in sorted({stored.age for _, stored in parts}, reverse=True):
         here = [(disk, stored) for disk, stored in parts if stored.age == age]
@@ -154,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which the peers of a run store its layers."""
+    """Return the keys under which the snapshots of a run store its layers."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

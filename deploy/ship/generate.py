@@ -1,4 +1,4 @@
-"""Generates text with a model and yields it as it comes: a continuation, or an answer (`shoal generate`)."""
+"""Generates text with a model, a continuation or an answer, and yields it piece by piece (`shoal generate`)."""
 
 import contextlib
 import itertools
@@ -17,21 +17,21 @@ from shoal.protocol.errors import DataError, LocalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How to prompt a model, and how its answer ends."""
+    """How to prompt a model, and how the end of its text is recognised."""
 
     template: ChatTemplate | None = None
     """The chat template of a model that answers; None: the model continues the text."""
     end_tokens: frozenset[int] = frozenset()
     end_text: str = ""
-    """The end of a turn as text, if it is not a single token: models on bytes write it letter by letter."""
+    """The end of a turn as text, if it is not a single token: a model of bytes writes it letter by letter."""
 
 
 def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None = None) -> Manner:
     """Determine how to prompt the model.
 
     Args:
-        chat: None: as in the run's training.
-        tokenizer: path of the run's tokenizer.json, if not the spec's.
+        chat: True: the model answers; False: it continues; None: as it was trained.
+        tokenizer: path of the run's tokenizer.json; None: the path in the spec.
     Raises: DataError: there is no valid chat template. LocalError: a config cannot be read.
     """
     spec, vocabulary = predictor.spec, predictor.tokenizer
@@ -57,11 +57,11 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
 def write(
     predictor: Predictor, prompt: str, num_tokens: int, sampler: Sampler, manner: Manner | None = None
 ) -> Iterator[str]:
-    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes, until the model ends it.
+    """Sample up to `num_tokens` tokens after `prompt`, until the model ends the text, and yield it piece by piece.
 
-    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: use
-    `manner_of`. Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model.
-    DataError: the chat template refuses the prompt, or `manner_of` fails.
+    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: as
+    it was trained. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
+    DataError: the chat template refuses the prompt, or there is no valid one.
     """
     manner = manner or manner_of(predictor, chat=None)
     tokenizer = predictor.tokenizer
@@ -81,7 +81,7 @@ def write(
 def sampled(
     predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: Container[int | None]
 ) -> Iterator[str]:
-    """Yield the text of up to `num_tokens` tokens, without one of `ends`, the last."""
+    """Yield the text of up to `num_tokens` tokens. One of the tokens `ends` ends the text, and is not part of it."""
     detokenizer = Detokenizer(predictor.tokenizer)
     for token in itertools.islice(predictor.stream(tokens, sampler), num_tokens):
         if token in ends:
@@ -90,7 +90,7 @@ def sampled(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """Yield the text before `end`; a possible beginning of `end` is held back until the next part."""
+    """Yield the text before `end`. Hold back what may be the beginning of `end` until the next part."""
     if not end:
         yield from parts
         return
@@ -107,7 +107,7 @@ def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Return the end tokens that files beside a tokenizer.json name."""
+    """Return the end tokens that the config files in the tokenizer.json's folder name."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if os.path.lexists(folder / name):
@@ -122,7 +122,7 @@ def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def _token_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the single token of the text; None if it has none or several."""
+    """Return the token of a text that is a single token; None if the text has no token or several."""
     tokens = tokenizer.encode([text], special=True)[0].tolist()
     return tokens[0] if len(tokens) == 1 else None
 

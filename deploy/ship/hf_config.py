@@ -1,7 +1,7 @@
 """Converts between our `ModelSpec` and a Hugging Face `config.json`, for all families of `protocol/decoder.py`.
 
-That module lists the switches of each family; `_READ` reads them, `_switches_written` writes them. Tensors have Hugging
-Face's names and shapes already (`protocol/tensors.py`).
+`protocol/decoder.py` lists the switches of each family; `_READ` reads them, `_switches_written` writes them. Our
+tensors have Hugging Face's names and shapes anyway (`protocol/tensors.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from shoal.protocol.limits import LAYERS_MAX
 from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
-"""The largest default context, for models that allow more: activations grow with it."""
+"""The largest context that an import chooses by itself, since the memory for activations grows with the context."""
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {**FAMILIES, **EXPERT_FAMILIES}
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -45,7 +45,7 @@ _SILENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     "qwen3_moe": {"sliding_window": 4096, "router_aux_loss_coef": 0.001, "norm_topk_prob": False},
 }
-"""The defaults of `transformers` for fields that a family's config omits, where they differ between families."""
+"""Family -> the defaults of `transformers` for omitted config fields, as far as families differ in them."""
 _ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
@@ -86,9 +86,9 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
     """Return the model that a `config.json` describes.
 
     Args:
-        context: tokens of a sample; None: what the config allows, at most 1,024.
-        untie: make a head tied to the embedding a layer of its own.
-    Raises: LocalError: our model cannot represent it; the line says why.
+        context: tokens of a sample; None: as many as the config allows, at most 1,024.
+        untie: if the head is tied to the embedding, make it a layer of its own.
+    Raises: LocalError: our model lacks a feature of the config; the text says which.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _SWITCHES:
@@ -136,7 +136,7 @@ class _Said:
         return int(self._config["num_hidden_layers"])
 
     def rope(self, layers: str = _FULL) -> dict[str, Any]:
-        """Return RoPE fields of layers of this type, from the format of any version of `transformers`."""
+        """Return the RoPE fields for layers of this type. Configs of all versions of `transformers` can be read."""
         found = self("rope_parameters") or self("rope_scaling") or {}
         found = dict(found) if isinstance(found, Mapping) else {}
         if isinstance(found.get(_FULL), Mapping) or isinstance(found.get(_SLIDING), Mapping):
@@ -224,8 +224,10 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
-    """Return Yarn's factor of cosines and sines, which some configs (DeepSeek's) give as `mscale` over
-    `mscale_all_dim`; None if it is the default, `yarn_factor(factor)`."""
+    """Return Yarn's factor of cosines and sines; None if it is the default, `yarn_factor(factor)`.
+
+    Some configs (DeepSeek's) give it as the ratio of the factors for `mscale` and `mscale_all_dim`.
+    """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if given is None and above and below:
@@ -244,12 +246,13 @@ _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),
     "logit_softcap": lambda said: float(said("final_logit_softcapping") or 0.0),
 }
-"""Switch that a family may set to several values -> its reader."""
+"""Switch with several values within a family -> the function that reads it from a config."""
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _rope_written(model: ModelSpec) -> dict[str, Any]:
-    """Return RoPE fields for `transformers` before 5 (`rope_theta`, `rope_scaling`) and after (`rope_parameters`)."""
+    """Return RoPE fields for `transformers` before version 5 (`rope_theta`, `rope_scaling`) and from it on
+    (`rope_parameters`)."""
     scaling, window_theta = model.decoder.rope, model.decoder.window_rope_theta
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is not None:
@@ -316,7 +319,7 @@ def _experts_written(model: ModelSpec) -> dict[str, Any]:
 
 
 def _said(value: object) -> str:
-    """Return a value of a file for a message, at most as long as a name."""
+    """Return a value from a config for an error message, shortened to the length of a name."""
     return printable(value if isinstance(value, str) else repr(value))[:80]
 
 

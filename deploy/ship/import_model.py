@@ -1,8 +1,9 @@
 """Makes a run with the weights of a Hugging Face folder as initial weights (`shoal import`).
 
-Nothing is copied: the run spec names the folder and has a digest of every layer. The host reads layers from there when
-peers ask, and each peer checks them. So the folder must stay in place until the run has started. In a run with adapters
-the digests are of the layers in the base's stored form; peers that have such a folder need not download it.
+Nothing is copied: the run spec names the folder and has a digest of every layer. When a peer asks for layers, the host
+reads them from the folder, and the peer checks the digests. So the folder must stay in place until the run has started.
+In a run with adapters the digests are those of the layers as the run stores the base; a peer that has the model itself
+need not download it.
 """
 
 import asyncio
@@ -30,10 +31,10 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""The layer that identifies a copy among models of the same shape: smaller than embedding and head."""
+"""The layer by which a copy is told from other models of the same shape: it is smaller than embedding and head."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
-"""The allowed dtypes of weights; integers are refused, since their conversion would silently be wrong."""
+"""The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""
 
 
 class FolderWeights:
@@ -47,14 +48,14 @@ class FolderWeights:
         self._model = model
         self._file_of = _tensor_files(folder)
         self._stored: dict[str, str] = {}
-        """Our tensor name -> the folder's, where they differ."""
+        """Our name of a tensor -> its name in the folder, where the two differ."""
         if has_tied_head(folder):
             self._stored[HEAD_MATRIX] = EMBEDDING_MATRIX
             if EMBEDDING_MATRIX in self._file_of:
                 self._file_of[HEAD_MATRIX] = self._file_of[EMBEDDING_MATRIX]
         wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
         missing = sorted(wanted - set(self._file_of))
-        # Older files contain the rotary frequencies, which follow from the config.
+        # Older files contain the rotary frequencies too; we compute them from the config.
         unknown = sorted(name for name in set(self._file_of) - wanted if not name.endswith("rotary_emb.inv_freq"))
         if missing:
             raise LocalError(f"{folder} has not every weight of its config: {_some(missing)} missing")
@@ -90,7 +91,7 @@ class FolderWeights:
         return flat_N
 
     def digests(self, on_progress: OnProgress = lambda share: None) -> tuple[str, ...]:
-        """Return the digests of all layers, in their order."""
+        """Return the digest of each layer, in the order of `all_layer_keys`."""
         keys = all_layer_keys(self._model)
         found = []
         for number, key in enumerate(keys, 1):
@@ -100,14 +101,14 @@ class FolderWeights:
 
 
 class FolderBase(FolderWeights):
-    """Implements `InitialWeights` for a run with adapters: a folder's layers in the base's stored form."""
+    """Implements `InitialWeights` for a run with adapters: a folder's layers as the run stores its base."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         super().__init__(folder, spec.model)
         self._spec = spec
 
     def layer(self, key: str) -> Tensor:
-        """Return a layer in the form of `stored_base`. Raises: LocalError: as `FolderWeights.layer`."""
+        """Return a layer, encoded by `stored_base`. Raises: LocalError: a file cannot be read, or a value is wrong."""
         return stored_base(self._spec, key, super().layer(key))
 
 
@@ -127,20 +128,20 @@ def import_model(
     """Return a run spec whose initial weights are those in `folder`.
 
     Args:
-        base: the spec of everything that the folder does not determine; None: defaults for fine-tuning.
+        base: a run spec for everything that the folder does not determine; None: defaults for fine-tuning.
         source: the training text; empty: that of `base`.
         format: of the text; None: that of `base`.
-        context: tokens of a sample; None: what the model allows, at most 1,024.
+        context: tokens of a sample; None: as many as the model allows, at most 1,024.
         stages: `swarm.stages`; None: that of `base`, or "auto".
-        untie: make a head tied to the embedding a layer of its own, initially equal.
+        untie: if the head is tied to the embedding, make it a layer of its own, at first with the same values.
         adapter: the adapters to train; None: those of `base`, or all weights.
-        steps_of: returns the number of steps that suit the run's text; called before the weights are read.
-    Raises: LocalError: shoal cannot train this model; the line says why. DataError: its tokenizer.
+        steps_of: returns a number of steps that suits the run's text; it is called before the weights are read.
+    Raises: LocalError: shoal cannot train this model; the text says why. DataError: its tokenizer is missing or wrong.
     """
     folder = folder.expanduser().resolve()
     adapts = adapter is not None or (base is not None and base.adapter is not None)
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
-    FolderWeights(folder, model)  # refuses the folder before any text is read
+    FolderWeights(folder, model)  # refuse a wrong folder before any text is read
     begun = base or RunSpec(
         name=(folder.name or "imported")[:64],
         model=model,
@@ -168,7 +169,7 @@ def import_model(
 
 
 def weights_in(folder: Path, spec: RunSpec) -> FolderWeights:
-    """Return the folder's weights as the run stores them. Raises: LocalError: as `FolderWeights`."""
+    """Return the folder's weights as the run stores them. Raises: LocalError: they do not fit the spec's model."""
     return FolderWeights(folder, spec.model) if spec.adapter is None else FolderBase(folder, spec)
 
 
@@ -188,9 +189,9 @@ def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) ->
 
 
 def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
-    """Return a copy of the base on this machine, or None. Its layers are compared with the run's digests when read.
+    """Return this machine's copy of the base, or None. A layer is compared with the run's digest when it is read.
 
-    Args: folder: the copy's; None: search the Hugging Face cache for a model of that shape.
+    Args: folder: the copy's folder; None: search the Hugging Face cache for the model.
     Raises: LocalError: `folder` is not such a model, or the run has no base.
     """
     if spec.adapter is None or not spec.initial.digests:
@@ -232,7 +233,7 @@ def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
 
 
 def tokenizer_of(folder: Path, model: ModelSpec) -> str:
-    """Return the value of `data.tokenizer`. Raises: DataError."""
+    """Return the spec's `data.tokenizer`: BYTES or a path. Raises: DataError: it is missing, or unfit for the model."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         if model.vocab_size == 256:
@@ -268,7 +269,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
-    """Check a tensor's shape and dtype before reading, which could exhaust the memory. Raises: ValueError."""
+    """Check a tensor's shape and dtype before it is read: a wrong one could exhaust the memory. Raises: ValueError."""
     if tuple(said.get_shape()) != shape:
         raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:8])}")
     if said.get_dtype() not in _DTYPES:

@@ -1,6 +1,6 @@
-"""Runs lm-eval's tasks on a model: lm-eval makes the questions and scores the answers, this module answers them.
+"""Runs lm-eval's tasks on a model: lm-eval asks the questions and scores the answers, this module gives the answers.
 
-Data sets come from the hub, or from files named by the user's own tasks.
+Data sets come from the Hugging Face hub, or from files that the user's own tasks name.
 """
 
 import importlib.util
@@ -33,8 +33,8 @@ def task_scores(
     Args:
         include: a folder with the user's own tasks, in addition to lm-eval's.
         limit: examples per task; 0: all.
-        shots: examples before each question; None: the task's default.
-    Raises: LocalError: there is no such task, or it cannot run; the line says why.
+        shots: solved examples before each question; None: the task's default.
+    Raises: LocalError: there is no such task, or it cannot run; the text says why.
     """
     check_library()
     import lm_eval
@@ -132,7 +132,8 @@ def _answering(predictor: Predictor) -> Any:
 def _log_likelihoods(
     predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Return for each (context, asked tokens) their log-likelihood, and True if each is the most likely token."""
+    """Return for each (context, asked tokens): (log-likelihood of the asked tokens, True if each of them is the most
+    likely token at its place)."""
     T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
@@ -144,7 +145,7 @@ def _log_likelihoods(
         at += len(chosen)
         tokens_BT = torch.zeros(len(chosen), longest, dtype=torch.int64)
         targets_BT = torch.full_like(tokens_BT, IGNORED)
-        for row, i in enumerate(chosen):  # padding after a row's end is never read
+        for row, i in enumerate(chosen):  # the padding after a row's end is not used
             tokens, num = rows[i]
             end = len(tokens) - 1
             tokens_BT[row, :end] = torch.tensor(tokens[:-1])
@@ -156,12 +157,12 @@ def _log_likelihoods(
 
 
 def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
-    """Return the generated text up to, and without, one of the task's stop texts."""
+    """Return the generated text before the first of the task's stop texts."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
     num, text = int(how.get("max_gen_toks") or 256), ""
-    # Like lm-eval's own models, keep the end of a prompt that is too long to leave room for the answer.
+    # A prompt that leaves no room for the answer is cut at its beginning, as lm-eval's own models do.
     prompt = prompt[-max(1, predictor.model.context - num) :] or [int(predictor.tokenizer.separator[-1])]
     sampler = Sampler(temperature=temperature, seed=0)
     for part in sampled(predictor, prompt, num, sampler, {predictor.tokenizer.end_of_text}):

@@ -1,4 +1,4 @@
-"""Loads a trained model with its vocabulary, from a run's snapshot or a transformers folder."""
+"""Loads a trained model and its tokenizer, from a run's snapshot or from a folder for transformers."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,11 +81,12 @@ def load_model(
     """Load a model.
 
     Args:
-        wanted: as in `find_snapshots`; or a model's folder, with a config.json.
-        tokenizer: path of the run's tokenizer.json, if not the spec's.
+        wanted: a run's name or id, or a folder with snapshots; or a model's folder, with a config.json; empty: the last
+            used run that has snapshots.
+        tokenizer: path of the run's tokenizer.json; None: the path in the spec.
         base: the user's path of the adapters' base model; None: search for it.
-        context: the context of a model's folder; None: at most 1,024.
-    Raises: LocalError: there is none, or shoal does not support it. DataError: its tokenizer.
+        context: with a model's folder, tokens of a sample; None: as many as the model allows, at most 1,024.
+    Raises: LocalError: there is no model, or shoal does not support it. DataError: its tokenizer is missing or wrong.
     """
     folders = look_for("snapshot", os.fspath(wanted), has=lambda path: _is_model(path) or has_snapshots(path))
     if _is_model(folders[0]):
@@ -96,14 +97,20 @@ def load_model(
 
 
 def _is_model(folder: Path) -> bool:
-    """True if it is a model's folder, not a snapshot."""
+    """True if `wanted` is a model's folder, not a snapshot."""
     return (folder / "config.json").exists() and not (folder / MANIFEST).exists()
 
 
 def first_sound(
     snapshots: Sequence[FoundSnapshot], *, device: torch.device, tokenizer: Path | None = None, base: Path | None = None
 ) -> LoadedModel:
-    """Load the first undamaged one of `snapshots`. Args and errors as in `load_model`."""
+    """Load the first undamaged snapshot.
+
+    Args:
+        tokenizer: path of the run's tokenizer.json; None: the path in the spec.
+        base: the user's path of the adapters' base model; None: search for it.
+    Raises: LocalError: there is no snapshot, or all are damaged. DataError: its tokenizer is missing or wrong.
+    """
 
     def load(snapshot: FoundSnapshot) -> LoadedModel:
         vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)

@@ -1,6 +1,6 @@
-"""Writes the card of an exported model: its origin, for people (`README.md`) and programs (`shoal.json`).
+"""Writes the card of an exported model, which tells its origin: `README.md` for people, `shoal.json` for programs.
 
-Local paths are reduced to their last part, so that publishing a model does not reveal folder names.
+Of a local path a card has only the last part, so that a published model does not reveal folder names.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     digest: str
-    """BLAKE3 of its tokens and of which of them are learnt; empty: unknown."""
+    """BLAKE3 of its tokens and of the mask of learnt tokens; empty: unknown."""
     format: str
     weight: float
     subset: str = ""
@@ -50,18 +50,18 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a model."""
 
     shoal: str
-    """The version of shoal that wrote this."""
+    """The version of shoal that wrote the card."""
     run: str
     name: str
     era: int
     steps: int
-    """Steps done, of `steps_planned`."""
+    """Steps done; the run has `steps_planned`."""
     steps_planned: int
     tokens: int
     """Tokens of these steps, given-up microbatches included."""
     parameters: int
     base: Base | None
-    """None: initial weights from the seed."""
+    """None: the initial weights were random, drawn from the seed."""
     sources: tuple[DataSource, ...]
     tokenizer_digest: str
     """BLAKE3 of the tokenizer.json; empty for bytes."""
@@ -89,16 +89,16 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
         base=base,
         sources=_sources(spec),
         tokenizer_digest=spec.data.tokenizer_digest,
-        # Each record covers only its peer's presence.
+        # A record names only the peers of the time at which its own peer was present: take the largest.
         contributors=max(records, default=0) or None,
         evaluations=tuple(evaluations_of(snapshot.run, snapshot.era, snapshot.version)),
     )
 
 
 def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
-    """Return name -> content of an export's card, its facts, and the base's licence if it is on this machine.
+    """Return name -> content of README.md, shoal.json, and the base's licence files if they are on this machine.
 
-    Args: library: that loads the export, "transformers" or "peft".
+    Args: library: the library that loads the export, "transformers" or "peft".
     """
     found = provenance_of(snapshot)
     facts = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
@@ -106,7 +106,7 @@ def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
 
 
 def card(found: Provenance, *, library: str) -> str:
-    """Return the README.md."""
+    """Return the text of README.md."""
     base = found.base
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["shoal"]}
     if base is not None:

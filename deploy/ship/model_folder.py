@@ -1,7 +1,7 @@
 """Decides which files of an untrusted model folder are read, and how much of them. Nothing is unpickled or unpacked.
 
-A link out of the folder could reveal a local file in an error message; a device or pipe has no end; a header may
-declare more than fits into memory.
+Three dangers: an error message about a link out of the folder could reveal a local file; a device or pipe has no end; a
+header may declare more than fits into memory.
 """
 
 import os
@@ -23,7 +23,7 @@ CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
 HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
 """The most bytes of a safetensors header: names, shapes and offsets of 300,000 tensors."""
 FILES_MAX: Final = 4096
-"""The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
+"""The most *.safetensors files in a folder. A model of 1,000 G parameters has about 200."""
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 CARD: Final = "README.md"
 _FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
@@ -31,14 +31,14 @@ _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder. In a Hugging Face cache, links to the files beside it count as inside.
+    """Return the path of a file in the folder. In a Hugging Face cache, links may lead to the model's blobs.
 
     Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """
     path = folder / name
     try:
         real, found = path.resolve(strict=True), path.stat()
-    except (OSError, RuntimeError) as error:  # a link to itself
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
         why = getattr(error, "strerror", None) or "it is a link to itself"
         raise LocalError(f"cannot read {_shown(path)}: {why}") from error
     if not real.is_relative_to(_root(folder)):
@@ -51,7 +51,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a small file. Raises: LocalError: it cannot be read, or is larger than a config."""
+    """Read a small file. Raises: LocalError: it cannot be read, or has more than CONFIG_BYTES_MAX bytes."""
     with or_say(f"cannot read {_shown(path)}"), path.open("rb") as file:
         raw = file.read(CONFIG_BYTES_MAX + 1)
     if len(raw) > CONFIG_BYTES_MAX:
@@ -60,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a config's size. Raises: LocalError: it cannot be read, or is not one."""
+    """Read a small file with a JSON object. Raises: LocalError: it cannot be read, is too large, or is none."""
     raw = read_bytes(path)
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def name_and_licence(folder: Path) -> tuple[str, str]:
-    """Return (name, licence) of a model's folder according to its card; empty where missing."""
+    """Return (name, licence) of a model from its folder and the card in it; "" for a missing one."""
     cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
     name = f"{cached[1]}/{cached[2]}" if cached else folder.name
     try:
@@ -101,7 +101,7 @@ def cached_models() -> list[Path]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the folder's *.safetensors, by name, with checked headers.
+    """Return the folder's *.safetensors files, sorted by name; their headers have been checked.
 
     Raises: LocalError: there are none, too many, or a broken one.
     """
@@ -133,12 +133,12 @@ def _check_header(path: Path) -> None:
 
 
 def _shown(path: Path) -> str:
-    """Return the path for a message: a name may contain line breaks."""
+    """Return the path for a message, without control characters such as line breaks."""
     return printable(str(path))
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder within which links may lead."""
+    """Return the folder that a link must not leave."""
     real = folder.resolve()
     cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if cached else real

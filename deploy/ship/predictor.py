@@ -1,4 +1,4 @@
-"""Defines the interface of a model to evaluate, in this process's memory or in a swarm's stages."""
+"""Defines the interface of a model to evaluate; the model is in this process's memory or in a swarm's stages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Origin:
 
 
 class Predictor(Protocol):
-    """A model with its vocabulary. B samples   T tokens, at most the model's context"""
+    """A model with its tokenizer. B samples   T tokens, at most the model's context"""
 
     @property
     def model(self) -> ModelSpec: ...
@@ -32,26 +32,28 @@ class Predictor(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's name for people; of a swarm, with the versions that have answered."""
+        """The model's name for people; for a swarm it includes the versions that have answered."""
 
     @property
     def spec(self) -> RunSpec | None:
-        """The spec of its run; None: a folder, which does not say what it was trained on."""
+        """The spec of the model's run; None: the model is from a folder, which does not say how it was trained."""
 
     @property
     def origin(self) -> Origin | None:
-        """The model's version; None: a folder, or a swarm of which no version or several have answered."""
+        """The model's version; None: it is from a folder, or a swarm has answered with no version yet, or several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
-        """Return the sum of the losses of all targets that are not IGNORED, in nats. Args: begins_BT: bool, True where
-        a document begins; None: attention crosses documents."""
+        """Return the sum of the losses, in nats, of all targets but IGNORED ones.
+
+        Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
+        """
 
     def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return (log-likelihood of each target in nats, float32 [B, T]; True if the target is the most likely token,
         bool [B, T]). An IGNORED target has 0 and True."""
 
     def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
-        """Yield tokens after the non-empty `prompt`, without end."""
+        """Yield the tokens that follow the prompt, which must not be empty, without end."""
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:

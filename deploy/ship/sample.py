@@ -1,7 +1,7 @@
 """Merges the stages' snapshots and generates a text, at the end of `shoal demo`.
 
-It runs as a separate process (`python -m shoal.deploy.ship.sample INTO FOLDER…`), because it needs torch and its parent
-must stay small. It prints one `GeneratedSample` as JSON.
+It runs as a separate process (`python -m shoal.deploy.ship.sample INTO FOLDER…`), because it needs torch and the
+process of `shoal demo` must stay small. It prints one `GeneratedSample` as JSON.
 """
 
 import sys
@@ -22,7 +22,7 @@ from shoal.protocol.live.disk import LiveDisk
 
 PROMPT = "def "
 TEMPERATURE = 0.6
-"""Below 1, so that a small model's rare errors do not hide what it has learned."""
+"""Below 1, so that unlikely tokens do not hide what a small model has learned."""
 
 
 class GeneratedSample(msgspec.Struct, frozen=True):
@@ -33,9 +33,9 @@ class GeneratedSample(msgspec.Struct, frozen=True):
 
 
 def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
-    """Write one snapshot of the whole model, of the newest version with an undamaged copy of every layer.
+    """Write a snapshot of the whole model, from the newest version that has an undamaged copy of every layer.
 
-    Returns: its folder, below `into`.
+    Returns: the snapshot's folder, below `into`.
     Raises: LocalError: no version is whole.
     """
     found = [(disk, stored) for disk in map(LiveDisk, folders) for stored in list_snapshots(disk, PurePosixPath())]
@@ -55,7 +55,7 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
 
 
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> GeneratedSample:
-    """Load the whole snapshot at `path` and continue `PROMPT`."""
+    """Load the whole model from the snapshot at `path`, and continue `PROMPT`."""
     (snapshot,) = snapshots_in([path])
     model = first_sound([snapshot], device=torch.device("cpu"))
     prompt = model.tokenizer.encode([PROMPT])[0].tolist()

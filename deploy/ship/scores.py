@@ -1,4 +1,4 @@
-"""Keeps the results of `shoal eval` for each version of a run, for `shoal export` and for people."""
+"""Keeps the scores that `shoal eval` gave each version of a run: `shoal export` and displays show them."""
 
 import asyncio
 import time
@@ -17,13 +17,13 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """One result of an evaluation."""
 
     name: str
-    """`validation`, a file's name, or a task's with its metric."""
+    """`validation`, a file's name, or a task's name with its metric."""
     loss: float | None = None
-    """The mean over `tokens`, in nats a token."""
+    """The mean loss over `tokens` tokens, in nats a token."""
     perplexity: float | None = None
     tokens: int | None = None
     bits_per_byte: float | None = None
-    """The loss of a text in a unit that is independent of the vocabulary."""
+    """The loss of a text in bits a byte, which can be compared between vocabularies."""
     value: float | None = None
     stderr: float | None = None
     examples: int | None = None
@@ -52,7 +52,7 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
 
 
 def evaluations_of(run: str, era: int, version: int) -> list[Score]:
-    """Return the newest score of each name for a version, in the order of their first appearance."""
+    """Return the newest score of each name for a version, in the order in which the names first appeared."""
     found: dict[str, Score] = {}
     for line in evaluations(run):
         if (line.era, line.version) == (era, version):
@@ -61,7 +61,7 @@ def evaluations_of(run: str, era: int, version: int) -> list[Score]:
 
 
 def evaluations(run: str) -> list[Evaluation]:
-    """Return all evaluations of a run. Unreadable lines, which a crash may have torn, are skipped."""
+    """Return all evaluations of a run. Skip unreadable lines: a crash may have cut one off."""
     try:
         lines = _path(run).read_bytes().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def evaluations(run: str) -> list[Evaluation]:
 
 
 async def tell_scores(run: str, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
-    """Say each new score of a run until cancelled. Evaluations take minutes, so it looks only every few seconds."""
+    """Say each new score of a run until cancelled. Args: every_s: how often to look; an evaluation takes minutes."""
     known = len(await asyncio.to_thread(evaluations, run))
     while True:
         await asyncio.sleep(every_s)
@@ -104,7 +104,7 @@ def in_words(score: Score) -> str:
 
 
 def source_names(data: DataSpec) -> list[str]:
-    """Return public names of a run's sources: files by their last part, duplicates numbered."""
+    """Return names of a run's sources for the public: of a path only the last part; equal names are numbered."""
     names: list[str] = []
     for one in data.each:
         is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)

@@ -1,8 +1,9 @@
-"""Connects a visitor to a run: a throwaway identity on libp2p, the run's directory and its spec.
+"""Connects a visitor, a command that does not take part, to a run: a throwaway identity, the run's directory and spec.
 
-A visit has a folder of its own. Its network daemon has sockets in the system's temporary folder. On SIGTERM or a closed
-terminal the command stops the daemon and removes them. If it was killed, the next shoal command of this user does so:
-the sockets' names are in the folder, and the folder's lock is free.
+Each visit has a folder, and its network daemon has sockets in the system's temporary folder. On SIGTERM or a closed
+terminal the command stops the daemon and removes the sockets. If the command was killed, the next shoal command of this
+user removes them: it finds their names in the visit's folder, and sees from the folder's free lock that the visit is
+over.
 """
 
 import asyncio
@@ -53,8 +54,8 @@ async def connecting(
 ) -> AsyncIterator[tuple[Endpoint, "LiveTransport", list[PeerID]]]:
     """Connect a throwaway identity, with a certificate from the invite, to a run's network inside the context.
 
-    Args: owner: the run's owner, if it is the visitor: for the owner an invite does not expire.
-    Yields: its endpoint and transport, and the peers that the invite names or that this machine has met.
+    Args: owner: the run's owner, if the visitor is the owner; for an owner an expired invite works, too.
+    Yields: (endpoint, transport, the peers that the invite names or that this machine has met).
     """
     # Importing hivemind takes a second; only visits need it.
     from shoal.deploy.state.known_peers import ways_to
@@ -78,7 +79,11 @@ async def connecting(
 
 @contextlib.asynccontextmanager
 async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIterator[Entrance]:
-    """Connect as `connecting` does, and find the run. Raises: LocalError: the run cannot be found."""
+    """Connect a throwaway identity to the run's network, and find the run's spec and peers.
+
+    Args: owner: the run's owner, if the visitor is the owner.
+    Raises: LocalError: the run cannot be found.
+    """
     from shoal.deploy.run.directory_rules import record_rules
     from shoal.protocol.live.directory import LiveDirectory
 
@@ -99,7 +104,8 @@ async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIte
 
 @contextlib.asynccontextmanager
 async def visiting() -> AsyncIterator[Path]:
-    """Give this process a folder inside the context. SIGTERM and SIGHUP, if unhandled, cancel the entering task."""
+    """Yield a folder for this visit. Inside the context SIGTERM and SIGHUP cancel the current task, unless the process
+    handles these signals itself."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         try:
@@ -114,7 +120,7 @@ async def visiting() -> AsyncIterator[Path]:
 
 
 def _introduce(invite: Invite, me: PeerID) -> None:
-    """Register `me` as a guest at this machine's peer if `invite` is its note's: that peer's own may have expired."""
+    """If a running peer of this machine has `invite`, let it admit `me`, even if the invite has expired."""
     for note in places.all_running():
         with contextlib.suppress(ShoalError):
             if note.folder and parse_invite(note.invite) == invite:
@@ -122,7 +128,7 @@ def _introduce(invite: Invite, me: PeerID) -> None:
 
 
 async def sweep() -> None:
-    """Remove what killed visitors have left. A peer's own folder is cleaned at its next start."""
+    """Stop the daemons of killed visitors and remove their sockets. A killed peer's are removed at its next start."""
     from shoal.protocol.live import leftovers
 
     for folder in sorted(_visits().glob(f"{_PREFIX}-*")):

@@ -1,14 +1,17 @@
 """Implements `shoal recover`: when half of a plan's members are gone for good, the run's owner lets the others go on.
 
-No side has a majority then, and none may be assumed: missing members may be alive on the other side of a network
-partition, still training. So a person decides, with the owner's key, and mandates one reachable peer to make a plan
-without votes. The mandate begins a new *reign* (override epoch). Reigns are compared before terms, so a peer that
-returns from the other side adopts the mandated plan, and what it trained meanwhile is lost.
+The reachable members are no majority then, and must not act as one: the missing members may be alive and training on
+the other side of a network partition. So a person decides: the owner's key mandates one reachable peer to make a plan
+without votes. The mandate begins a new *reign* (override epoch). Of two plans the one with the higher reign wins,
+whatever their terms are. So a peer that returns from the other side adopts the mandated plan, and loses what it trained
+meanwhile.
 
-With an era to go back to, the same mandate undoes the training since, whether or not a majority is in reach: peers keep
-the last snapshots of an older era for a week (`peer/disk/archive.py`).
+With `era` (a generation of the training state, up to the next roll-back or repartition of the layers) the same mandate
+takes the run back to the last snapshot of an older era, whether or not a majority is in reach. Peers keep such
+snapshots for a week (`peer/disk/archive.py`).
 
-Open `assess` first: it says what there is to recover. `Recovery` looks and acts on the ports of either world.
+Open `assess` first: it decides whether there is anything to recover. `Recovery` asks the peers and sends the mandate;
+it runs on a real network and in the simulator.
 """
 
 import asyncio
@@ -45,16 +48,16 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 RESET_TERMS = 1000
-"""A reset's term is this far above all known ones, to show people that the owner intervened."""
+"""The mandated plan's term is this far above all known terms, to show people that the owner intervened."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
-"""Concurrent requests."""
+"""The most concurrent requests."""
 _LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One reachable peer."""
+    """A reachable peer, its state, and the plan that it obeys."""
 
     peer: PeerID
     advert: Advert
@@ -64,7 +67,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A run without a majority of its newest plan's members."""
+    """The state of a run to recover. `base` is the plan that most reachable peers obey."""
 
     base: SignedPlan
     found: tuple[Found, ...]
@@ -78,7 +81,7 @@ class Situation:
 
     @property
     def version(self) -> int:
-        """The highest version of the plan's era."""
+        """The highest version that a reachable peer has in the era of `base`."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
@@ -89,7 +92,7 @@ class Situation:
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """Return the peer that will make the next plan."""
+        """Return the peer that makes the mandated plan: the first in rank, for `term`, of those that obey `base`."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return rank(self.base.plan.run, term, willing)[0]
@@ -106,9 +109,12 @@ class Recovered:
 
 
 def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, layers: Collection[str] = ()) -> Situation:
-    """Say what there is to recover.
+    """Assess a run from its reachable peers.
 
-    Args: era: go back to this era, with or without a majority; layers: all layers of a whole snapshot.
+    Args:
+        found: the reachable peers.
+        era: go back to this era, with or without a majority; None: go on where the run is.
+        layers: the layers that a whole snapshot has.
     Raises: LocalError: there is nothing to recover; the sentence says why.
     """
     peers = sorted(found, key=lambda each: each.peer)
@@ -117,7 +123,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
     plans = [each.plan for each in peers if each.plan is not None]
     if not plans:
         raise LocalError("nothing to recover: the run has no plan yet, it begins by itself once enough peers are there")
-    # Take the plan that most peers obey, not the highest: one peer may have invented that to get the mandate.
+    # Take the plan that most peers obey, not the highest plan: a liar may have made that one up to get the mandate.
     obeying = Counter(plan.digest for plan in plans)
     base = max(plans, key=lambda plan: (obeying[plan.digest], plan.plan.height))
     here = {each.peer for each in peers}
@@ -154,9 +160,9 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 
 
 class Recovery:
-    """Examines a run and, on request, makes it go on.
+    """Examines a run, and lets it go on if the owner wants it.
 
-    Args: endpoint: of a throwaway identity that takes no part in the run.
+    Args: endpoint: the visitor's, with a throwaway identity.
     """
 
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
@@ -166,9 +172,9 @@ class Recovery:
         self._clock = clock
 
     async def look(self, *, era: int | None = None) -> Situation:
-        """Ask all peers in the directory.
+        """Ask all peers in the directory, and assess the run.
 
-        Args: era: to go back to; None: the run goes on where it is.
+        Args: era: the era to go back to; None: go on where the run is.
         Raises: LocalError: there is nothing to recover.
         """
         until_s = self._clock.now_s() + FIND_S
@@ -181,9 +187,9 @@ class Recovery:
         return assess(found, self._owner, era=era, layers=keys)
 
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
-        """Mandate a plan for the reachable peers, and wait until they obey it.
+        """Mandate a plan for the reachable peers, and wait up to 30 s until they obey it.
 
-        Args: folder: the owner's folder, which records the last reign: no reign may begin twice.
+        Args: folder: the owner's folder, which records the last reign, so that no reign begins twice.
         Raises: LocalError: the reset failed; the sentence says why.
         """
         assert owner.peer_id == self._owner
@@ -251,7 +257,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the peers that fit into the message, those with state first; the next plan takes in the others."""
+    """Return the peers that fit into the message, those with state first. The next plan adds the other peers."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
@@ -283,7 +289,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last reign that the owner mandated: no reachable peer may know its plan."""
+    """Return the last reign that the owner mandated, from its disk: perhaps no reachable peer knows of it."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

@@ -18,12 +18,12 @@ def situation_table(situation: Situation) -> Table:
     """Return a table with one row per peer."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("peer", "name", "stage", "version", "plan", "state"):
-        table.add_column(column, no_wrap=column != "name", overflow="ellipsis")  # a long name is shortened first
+        table.add_column(column, no_wrap=column != "name", overflow="ellipsis")  # shorten long names
     for found in situation.found:
         standing = found.standing
         table.add_row(
             short(found.peer),
-            Text(printable(found.advert.name)),  # a stranger's name is no markup
+            Text(printable(found.advert.name)),  # Text, not str: markup in a stranger's name has no effect
             _stage(standing.stage),
             str(standing.version),
             "{}.{}".format(*found.plan.plan.order) if found.plan else "-",

@@ -21,7 +21,7 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 PERIOD_S = 1.0
 PEERS_PER_SECOND = 20
-"""A larger swarm is asked more rarely, because its answer is longer."""
+"""A swarm of N peers is asked at most once in N / PEERS_PER_SECOND seconds: the answer of a large swarm is long."""
 
 Ask = Callable[[], Awaitable[SwarmStatus]]
 """Asks the run once; raises LocalError if no peer can answer."""
@@ -30,7 +30,7 @@ Ask = Callable[[], Awaitable[SwarmStatus]]
 async def ask_swarm(invite: Invite) -> SwarmStatus:
     """Ask the peers that the invite names or that this machine has met in the run.
 
-    Raises: LocalError: none can answer; the sentence has the last reason.
+    Raises: LocalError: no peer can answer; the sentence has the last reason.
     """
     async with asking(invite) as ask:
         return await ask()
@@ -38,7 +38,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Yield `ask_swarm` on one connection: each call asks first the peer that answered last."""
+    """Yield a function that asks for the status on one connection; it first asks the peer that answered last."""
     async with connecting(invite) as (endpoint, transport, peers):
         connected = await transport.connected()
         peers.sort(key=lambda peer: peer not in connected)
@@ -82,7 +82,7 @@ async def watch(invite: Invite, console: Console, *, as_json: bool) -> None:
 
 
 class Watch:
-    """Shows each answer: in the panel, as a line where no panel can be drawn, or as JSON for a script."""
+    """Shows each answer: as a panel; as a line if the console cannot redraw; or as JSON for a script."""
 
     def __init__(self, first: SwarmStatus, console: Console, *, as_json: bool) -> None:
         self._console, self._as_json = console, as_json

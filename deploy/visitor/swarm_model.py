@@ -1,4 +1,4 @@
-"""Evaluates a run's model through the swarm's own stages, so that no peer needs all of it, least of all the caller.
+"""Evaluates a run's model through the swarm's own stages, so that no machine needs the whole model.
 
 `SwarmModel` works in an event loop; `SwarmPredictor` gives the same model to code without one, such as lm-eval.
 
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""The most attempts of work that needs a single version."""
+"""The most attempts at work that needs a single version."""
 _KEEP_S: Final = 5.0
-"""The interval of requests that make the swarm keep the version: a library may load for half a minute."""
+"""The interval of requests that make the stages keep the version while lm-eval loads, up to half a minute."""
 
 
 class VersionGone(LocalError):
-    """The swarm answers with a second version: no stage has the first, because layers were repartitioned."""
+    """The swarm has answered with two versions: the first one is gone, because the layers were repartitioned."""
 
 
 class _Anew(Exception):
@@ -51,7 +51,7 @@ class _Anew(Exception):
 
 
 class SwarmModel:
-    """Asks one run. Args: peers: any of its members; they are asked in turn until one answers."""
+    """The model of one run. Args: peers: any members of the run; they are asked in turn until one answers."""
 
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
@@ -65,14 +65,18 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what `Predictor` documents. Raises: LocalError: no peer answers; the sentence has the last reason."""
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True if it is the likeliest token, [B, T]).
+
+        Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
+        Raises: LocalError: no peer answers; the sentence has the last reason.
+        """
         B, T = tokens_BT.shape
         if T > INFERENCE_TOKENS_MAX:
             if begins_BT is not None:
                 raise LocalError(f"packed documents of {T:,} tokens cannot be evaluated through a swarm")
             found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
         else:
-            rows = max(1, 1024 // T)  # several requests at once: all stages have work, and training never waits long
+            rows = max(1, 1024 // T)  # small concurrent requests: each stage has work, and training waits briefly
             parts = [slice(at, at + rows) for at in range(0, B, rows)]
             begins = [None if begins_BT is None else begins_BT[part] for part in parts]
             found = await asyncio.gather(
@@ -82,10 +86,12 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits of the token after `tokens`, float32 [V]. Tokens that the answer leaves out, the least
-        likely ones of a large vocabulary, have -inf.
+        """Return the logits of the token after `tokens`, float32 [V]. The answer leaves out the least likely tokens of
+        a large vocabulary; their logit is -inf.
 
-        Args: session, position: as in `InferenceRequest`.
+        Args:
+            session: the number under which the stages keep earlier tokens' state; 0: they keep none.
+            position: the number of earlier tokens in the session.
         Raises: _Anew: the session is lost. LocalError: no peer answers.
         """
         answer = await self._ask(InferenceRequest(session=session, position=position, tokens=_ints(tokens)))
@@ -103,7 +109,7 @@ class SwarmModel:
         return torch.full((self.model.vocab_size,), -math.inf).scatter(0, token_K, logit_K)
 
     async def keep_version(self) -> None:
-        """Send a small request whenever no other has been sent for a while, so that the stages keep the version."""
+        """Send a small request after every `_KEEP_S` without one, so that the stages keep the version."""
         while True:
             await asyncio.sleep(_KEEP_S)
             is_idle = asyncio.get_running_loop().time() - self._asked_s >= _KEEP_S
@@ -113,7 +119,7 @@ class SwarmModel:
                     await self._ask(nothing)
 
     async def stream(self, prompt: Sequence[int], sampler: Sampler) -> AsyncIterator[int]:
-        """Yield what `Predictor` documents. Raises: LocalError: no peer answers."""
+        """Yield the tokens that follow the prompt, without end. Raises: LocalError: no peer answers."""
         if not prompt:
             raise ValueError("the prompt must have at least one token")
         tokens, context = list(prompt), self.model.context
@@ -136,7 +142,7 @@ class SwarmModel:
             yield tokens[-1]
 
     async def _logits(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Send long inputs in parts; the answer to the last one counts."""
+        """Send the tokens in parts of at most INFERENCE_TOKENS_MAX, and return the logits after the last token."""
         for at in range(0, len(tokens), INFERENCE_TOKENS_MAX):
             part = tokens[at : at + INFERENCE_TOKENS_MAX]
             logits_V = await self.candidates(session, position + at, part)
@@ -185,7 +191,7 @@ class SwarmModel:
             return await self._ask_until_answered(request)
 
     async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
-        # Meanwhile peers may leave, and layers may move to other stages.
+        # Peers may leave, and layers may move to other stages, while the request waits: so ask for up to 120 s.
         until_s, why, told = asyncio.get_running_loop().time() + 120.0, "no peer is known", ""
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
@@ -206,8 +212,8 @@ class SwarmModel:
             if why != told:
                 logger.info("asking again: %s", why)
                 told = why
-            if self._way == way:  # else another request has noticed first
-                self._version, self._way = -1, _new_number()  # the newest version, maybe of other peers
+            if self._way == way:  # otherwise another request has already chosen a new way
+                self._version, self._way = -1, _new_number()  # ask for the newest version, through any peers
             if asyncio.get_running_loop().time() >= until_s:
                 break
             await asyncio.sleep(0.5)
@@ -226,7 +232,7 @@ class SwarmPredictor:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     keeps_version: bool = False
-    """True: an answer of a second version raises VersionGone; false: it is accepted."""
+    """True: an answer with a second version raises VersionGone; false: every version is accepted."""
 
     @property
     def model(self) -> ModelSpec:
@@ -275,8 +281,8 @@ async def through_swarm(
 ) -> Work:
     """Run `work` in a thread with the run's model.
 
-    Args: keeps_version: use a single version; if it is lost, `work` starts again with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or loses each version; whatever `work` raises.
+    Args: keeps_version: use a single version; if the swarm loses it, `work` starts again with the newest.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often; all that `work` raises.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
