@@ -118,7 +118,8 @@ class ThroughputEvaluator:
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Return a feasible copy. Devices that left a stage go back if it needs more of its holders; homeless devices
-        go to the stage with the least speed; an empty stage gets an unused device or the slowest of the fastest stage."""
+        go to the stage with the least speed; an empty stage gets an unused device or the slowest of the fastest
+        stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
