@@ -1,7 +1,8 @@
 """The functions of `pipeline.py` compiled by numba, under the same names; decorators and random numbers for searches.
 
-Importing numba takes a second, so only searches import this module, and large swarms. Compiling takes ten seconds, once
-on a machine. There is no fastmath and no parallel loop: the results are those of the plain functions, bit for bit."""
+Importing numba takes a second, so this module is imported only by searches and for large swarms. Compiling takes ten
+seconds, once on a machine. There is no fastmath and no parallel loop: the results equal those of the plain functions,
+bit for bit."""
 
 import hashlib
 import inspect
@@ -20,8 +21,8 @@ _SOURCE = hashlib.sha256("".join(map(inspect.getsource, (pipeline, sys.modules[_
 
 
 class _KernelCache(FunctionCache):
-    """Numba's cache of a function on disk notices changes of that function's own file. This one also notices those of
-    `pipeline.py` and of this file, whose functions are compiled into the kernels that call them."""
+    """A cache of compiled functions on disk. Numba's own notices changes only in the file of the function. This one
+    also notices changes in `pipeline.py` and in this file: kernels contain the compiled functions of both."""
 
     def _index_key(self, *args: Any) -> Any:
         return (*super()._index_key(*args), _SOURCE)  # type: ignore[no-untyped-call]
@@ -43,13 +44,13 @@ def _cached(dispatcher: Any) -> Any:
 
 
 def _compiled(function: FunctionType) -> Any:
-    copy = FunctionType(function.__code__, globals(), function.__name__)  # whose callees are the compiled ones
+    copy = FunctionType(function.__code__, globals(), function.__name__)  # it calls the compiled functions here
     return (kernel if function.__name__ in pipeline.ENTRIES else inner)(copy)
 
 
 @inner
 def draw(state: Any) -> Any:
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. `state`: uint64 [1], which is
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. Args: state: uint64 [1], is
     advanced."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -78,7 +79,7 @@ for _name, _value in vars(pipeline).items():
 
 
 def __getattr__(name: str) -> Any:
-    """Raise the usual error. A type checker takes from this that the module has the names that are set above."""
+    """Raise the usual error. Since this function exists, type checkers accept the names that the loop above sets."""
     raise AttributeError(name)
 
 
