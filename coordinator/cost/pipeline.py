@@ -644,7 +644,7 @@ def _memory(P, S, step_s):
 
 def _moving_s(P, S):
     """Return the cost of moving here from the current plan: the work that units leave undone while they fetch missing
-    layers, in seconds of their stage's work. Newcomers did no work before, so they cost nothing."""
+    layers, in seconds of the whole swarm's work. Newcomers did no work before, so they cost nothing."""
     lost_s = 0.0
     if P.costs[HORIZON_S] == np.inf:
         return 0.0
