@@ -59,7 +59,7 @@ class Workload:
     layer_flop: tuple[float, ...]
     """[L], the FLOP of a microbatch's forward."""
     backward_per_forward: float
-    """The FLOP of a backward divided by those of a forward: 2 (less with adapters), and 1 more with recomputation. The
+    """The FLOP of a backward divided by those of a forward: 2 (1 with adapters), and 1 more with recomputation. The
     last stage recomputes only if `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
     """[L], the trained parameters of one replica. Of placed experts only those at one member count."""
