@@ -22,7 +22,7 @@ Bounds = tuple[tuple[int, int], ...]
 LOOK_STEPS = 50
 """The number of steps after which the loads are checked again."""
 COUNT_MAX = 1 << 53
-"""The limit on a peer's token count: exact as a float."""
+"""The limit on a peer's token count."""
 SHARE_MIN = 0.01
 """The least share of an expert's tokens that a plan gives to a holder: 0 is not allowed."""
 HANDED_OVER_MAX = 4096
