@@ -25,10 +25,10 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The first layer after the stage."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB that a real peer's card needs, without offloading, at the member with the fullest card; null: not
+    """The GB that a real peer needs with all state on its card, at the member with the fullest card; null: not
     computed."""
     least_gb: float | None = None
-    """The same if the optimizer's moments are offloaded to the machine's memory."""
+    """The same if the card is full and the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
     """The GB of this member's card."""
 
@@ -46,7 +46,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: float | None
     """Seconds a step by the objective; None: the layout is impossible."""
     parts: dict[str, float]
-    """The parts of the cost, by name (`ThroughputObjective`)."""
+    """The parts of the cost by name; the objective's docstring explains them."""
     why: str
     """Why the layout is impossible, even if it has stages; empty: it is possible."""
     took_s: float

@@ -15,7 +15,7 @@ class PinnedAllocator:
 
     Args:
         peers: device index -> peer.
-        split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes them.
+        split: each member's part of its stage's work, as the throughput objective assumes it.
     """
 
     def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:
