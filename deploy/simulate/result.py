@@ -96,8 +96,7 @@ class SimResult:
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
-        """[N, N], the mean bytes a step after the first commit; in a run of a single step all bytes, divided by the
-        number of steps."""
+        """[N, N], the mean bytes a step, counted after the first commit; in a run of one step, all bytes."""
         if self.first_step_bytes is None or len(self.steps) < STEPS_MIN:
             return self.traffic_bytes / len(self.steps)
         per_step: npt.NDArray[np.float64] = (self.traffic_bytes - self.first_step_bytes) / (len(self.steps) - 1)
