@@ -106,8 +106,7 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: the bytes that the layers before each bound take at a member of a stage with `members`
-    members, without workspace."""
+    """Return float64 [L + 1]: bytes of the layers before each bound, at one of `members` members, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 

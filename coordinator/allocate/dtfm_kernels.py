@@ -277,8 +277,7 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` stages of column c, from stage k on, with those of column m from stage j on. A second call
-    undoes it."""
+    """Exchange `length` stages of column c from k on with those of column m from j on. A second call undoes it."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 

@@ -31,8 +31,7 @@ NO_PATH_S = 1e9
 """Stands for infinity: unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""The first temperature, as a multiple of a trial's mean change of the objective. 0.2 to 0.35 give equal results, 1 is
-1 % worse."""
+"""The first temperature / the mean change of the objective in a trial. 0.2 to 0.35 are equally good, 1 is 1 % worse."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
@@ -43,8 +42,7 @@ def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) ->
 
 
 def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
-    """Return float64 [N, N], symmetric: the seconds of a hop between neighbouring stages, as the mean of both ways; inf
-    without a path, 0 on the diagonal."""
+    """Return float64 [N, N], symmetric: seconds of a hop, the mean of both ways; inf without a path, diagonal 0."""
     return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
 
 

@@ -55,8 +55,7 @@ class MeasuredPeer:
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
-        """Return `peer` as its advert describes it. Rates outside [1, `SPEED_MAX`] become the nearer bound, rates that
-        are not finite become 1."""
+        """Return `peer` as `advert` describes it. Rates are clipped to [1, `SPEED_MAX`]; non-finite ones become 1."""
         return cls(
             peer=peer,
             flop_per_s=_rate(advert.flop_per_s),

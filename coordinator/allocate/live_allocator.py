@@ -47,8 +47,7 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries leaves at least this number of holders in a stage that has as many."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a stage for which it has the state, if the step is then at most this many times as long as with
-the newcomer in the best stage."""
+"""A newcomer goes to a stage for which it has the state, if the step is at most this many times the shortest one."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
@@ -375,8 +374,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of a placement into the stages. Peers that stay, or that the search could not move, keep their
-    position among the members."""
+    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank there."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -385,8 +383,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of traffic and reduction that the objective assumes; unchanged if it finds no
-    positive and finite ones."""
+    """Return the stages with the shares of traffic and reduction that the objective assumes, if it finds any."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

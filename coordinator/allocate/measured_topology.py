@@ -142,8 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N] bytes/s, the bottleneck between the neighbourhoods of i and j as measured links show it; inf: no
-    bottleneck."""
+    """Return [N, N] bytes/s, the bottleneck that links show between the neighbourhoods of i and j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -190,8 +189,7 @@ def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill the gaps in `values` with `claims`, else with the median of the known values, else with
-    `DEFAULT_BYTES_PER_S`."""
+    """Fill gaps in `values`: with `claims`, else the median of the known values, else `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)

@@ -375,8 +375,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`. A path takes the larger factor of its two
-    ends."""
+    """Return `topology` with the line rates of device n times `part_N[n]`. On a path the larger factor counts."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,

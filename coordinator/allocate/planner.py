@@ -197,8 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start for a swarm in which some devices cannot reach each other; None if all can, or if no
-        start is found."""
+        """Return a feasible start if some devices cannot reach each other; None: all can, or no start was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None

@@ -118,8 +118,7 @@ class ThroughputEvaluator:
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Return a feasible copy. Devices that left a stage go back if it needs more of its holders; homeless devices
-        go to the stage with the least speed; an empty stage gets an unused device or the slowest of the fastest
-        stage."""
+        go to the slowest stage; an empty stage gets an unused device or the slowest of the fastest stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -202,8 +201,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return all devices in a row: a random one, then each time the nearest that is left. One row in four is
-        shuffled instead."""
+        """Return all devices in a row: a random one, then each time the nearest left. One row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -214,8 +212,7 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Return `row`, often without the devices with the worst network: where several are in one stage, removing a
-        single one does not help."""
+        """Return `row`, often without the worst-connected ones: if a stage has several, removing one does not help."""
         dice = rng.random()
         if dice < 0.25:
             # Take only the first devices of the row, which are near each other.

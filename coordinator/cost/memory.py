@@ -41,8 +41,7 @@ class ResidentTerms:
     sums: float
     """Gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """Sums of the weights at which gradients were taken, one for each of `sums`, if the compensation of staleness needs
-    them."""
+    """Sums of the weights at which gradients were taken, one for each of `sums`, to compensate staleness if needed."""
     mean: float
     """The reduced gradient, and its quantized form if it travels in few bits."""
 

@@ -593,8 +593,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute `BESIDE`, the commit of stage k if its reduction gets only the part of each card that activations
-    leave."""
+    """Compute `BESIDE`: the commit of stage k if its reduction gets the part of each card that activations leave."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):

@@ -119,8 +119,7 @@ class ThroughputObjective:
         return Split(shares=tuple(map(evaluation.shares, range(len(placement.stages)))), parts=evaluation.parts)
 
     def _obstacle(self, placement: Placement) -> str:
-        """Return why the placement is impossible, as far as this is known before an evaluation; empty: it may be
-        possible."""
+        """Return why the placement is impossible, if that is clear before an evaluation; empty: it may be possible."""
         if (empty := next((k for k, stage in enumerate(placement.stages) if not stage), None)) is not None:
             return f"stage {empty} has no member"
         if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
@@ -295,8 +294,8 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
 
 
 def _loops(num_devices: int) -> Any:
-    """Return the module `pipeline`; or its compiled twin, if that is loaded or the swarm is large. The results are the
-    same, bit for bit."""
+    """Return the module `pipeline`, or its compiled twin if that is ready or the swarm is large. Both compute the same
+    bits."""
     # Another thread may be importing the module, which then lacks its functions.
     is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)
     if num_devices <= LARGE and not (is_ready and is_ready()):

@@ -36,8 +36,7 @@ class PlacedExperts:
     """[L], the parameters of one expert in each layer."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts each member of a stage must hold beyond `held`, so that `members` members together
-        hold all replicas."""
+        """Return how many experts beyond `held` each of `members` members must hold, to place all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
@@ -75,8 +74,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: as much as
-    possible."""
+    """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: all that may."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all experts of its layers."""

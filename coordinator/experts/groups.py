@@ -104,8 +104,7 @@ class ExpertPlaces:
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
 
     def is_due(self, live: Plan, version: int) -> bool:
-        """True if the loads should be checked now: once in `LOOK_STEPS` steps, and at a new era (after a return to a
-        snapshot, or a change of stages)."""
+        """True if the loads should be checked now: once in `LOOK_STEPS` steps, and at each new era (restore point)."""
         era, looked = self._looked
         if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
             return False

@@ -1,5 +1,4 @@
-"""Decides whether to move experts now, and to where. The caller asks every `LOOK_STEPS` steps and at every failure.
-Pure."""
+"""Decides whether to move experts now, and to where; called every `LOOK_STEPS` steps and at every failure. Pure."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -80,8 +79,7 @@ def replan(
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Return the number of copies that nodes must fetch for `target`. Args: both [N], the experts on each node; an
-    expert twice on a node is one copy."""
+    """Count the copies of experts that nodes lack for `target`. Args: both [N], the experts of each node."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 

@@ -60,8 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards alone cannot hold the model, only `card` and `layers` are
-    set."""
+    """The figures of one card for one model. If such cards cannot hold it, all but `card` and `layers` are null."""
 
     card: str
     layers: int
