@@ -175,7 +175,8 @@ def settle(x, share, hop):
 
 @inner
 def _columns(x, k, above, under, partner):
-    """Write stage k of x so that partners share a column; a device without a partner gets the free column."""
+    """Write stage k (`under`) into x so that partners share a column with stage k - 1 (`above`). A device without a
+    partner gets the free column."""
     R = x.shape[1]
     column = np.empty(len(above), np.int64)
     for i in range(len(above)):
@@ -246,14 +247,14 @@ def _boundary(x, above, under, hop):
 
 @kernel
 def total_rows(x, share, totals, first, last):
-    """Compute the totals of stages first to last - 1."""
+    """Compute the rows of `totals` that concern stages, for stages first to last - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the totals of the boundaries above and below stages first to last - 1."""
+    """Compute the rows of `totals` that concern boundaries, for those before and after stages first to last - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 

@@ -145,7 +145,7 @@ class DtfmEvaluator:
         return cost, spent + more
 
     def stages(self, x: Assignment) -> tuple[tuple[int, ...], ...]:
-        """Return the stages of a layout in the best order, each ascending."""
+        """Return the stages of a layout in the best order, each with its devices in ascending order. Changes `x`."""
         self.settle(x)
         return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
 

@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """The stayers' FLOP/s per unit of the stage's cost; the stage with the least limits the pipeline."""
+        """The stayers' total FLOP/s divided by the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -65,7 +65,7 @@ Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
 
 
 class GreedyAllocator:
-    """Implements `Allocator`."""
+    """Implements `Allocator` by the rules of this module."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         return arrange(snapshot, previous, seed=seed)
@@ -149,7 +149,8 @@ def _slot(
 
 
 def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
-    """Return the stages of `previous` with their live holders, without those that `separated` removes."""
+    """Return the stages of `previous` with the holders that are still live, can hold the stage, and reach the
+    others."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
@@ -260,7 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage, with work shares by speed and bandwidth shares by upload."""
+    """Return the slot as a plan's stage; members get work in proportion to speed, and bandwidth to upload."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -287,7 +288,7 @@ def _reason(
         for one, other in sorted(unreachable)
         if displaced & now & {one, other} and {one, other} <= before
     ]
-    # The sentence is cut short, so that the plan of a large swarm still fits into one message.
+    # The list of changes is cut short, so that the plan of a large swarm still fits into one message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
     return ", ".join(shown) or NO_MOVES
 
@@ -298,7 +299,7 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Break ties between equally fast peers independently of their names."""
+    """Return a random key, from the seed, by which ties between equally fast peers are broken."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
 
 

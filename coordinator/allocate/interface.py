@@ -24,7 +24,7 @@ FORECAST_ERROR = 0.1
 """`SwarmSnapshot.forecast_error` before any layout's speed has been compared with its prediction."""
 
 NO_MOVES = "new shares"
-"""The reason of a layout in which no peer moves."""
+"""The `reason` of a layout in which no peer moves."""
 
 Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
 """(first layer, last layer, members) of each stage, and the standbys."""
@@ -42,7 +42,7 @@ class MeasuredPeer:
     card_bytes_per_s: float = 0.0
     """The rate that the peer claims for its network card over all links at once; 0: unknown."""
     machine: str = ""
-    """Peers with the same claimed machine share a network card. Empty: unknown."""
+    """The machine that the peer claims to be on; peers of one machine share a network card. Empty: unknown."""
     draining: bool = False
     failure_probability: float = 0.0
     """The probability that the peer is lost without a good-bye within `failure_records.HORIZON_S` seconds."""
@@ -71,12 +71,12 @@ class MeasuredPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmSnapshot:
-    """All inputs of a layout, besides the previous plan and a seed."""
+    """All inputs of an allocator, besides the previous plan and a seed."""
 
     peers: tuple[MeasuredPeer, ...]
     """The peers, in the order of their identifiers."""
     layer_costs: tuple[float, ...]
-    """The FLOP per token of each decoder layer, with embedding and head at the ends."""
+    """The FLOP per token of each decoder layer; the first includes the embedding, the last the head."""
     num_stages: int | None
     """The required number of stages; None: the allocator chooses."""
     workload: Workload | None = None
@@ -158,7 +158,7 @@ class NoLayout(ShoalError):
 
 
 class Allocator(Protocol):
-    """Makes layouts."""
+    """The interface of an allocator, which makes layouts."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit

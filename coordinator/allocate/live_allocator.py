@@ -69,7 +69,7 @@ tried in the stages. Each trial costs evaluations."""
 
 
 class EvolutionaryAllocator:
-    """Implements `Searching`."""
+    """Implements `Searching` by the greedy rules and a search."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
@@ -242,7 +242,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Say why the best other layout is not worth its price."""
+    """Return a sentence on why the best other layout is not worth its cost. Args: change: the move to it; None:
+    none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)

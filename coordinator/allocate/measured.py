@@ -114,7 +114,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeasuredNetwork:
-    """The links between peers, in the order of a snapshot; NaN: not measured. Rows are senders."""
+    """The links between peers, as matrices in the order of `SwarmSnapshot.peers`; row = sender; NaN: not measured."""
 
     latency_s: Floats
     """[N, N], one-way latency."""

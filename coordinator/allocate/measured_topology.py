@@ -42,7 +42,7 @@ DEFAULT_BYTES_PER_S = 1.25e9
 SAME_MACHINE_S = 0.001
 """Two peers that claim the same machine are believed if the latency between them is below this."""
 CARD_MAX = 16.0
-"""A card is believed to carry at most this multiple of its best link."""
+"""A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
 """The distance, as latency, within which links predict the rates of each other; their weight falls by e with it."""
 LIMITED = 0.75
@@ -173,7 +173,7 @@ def _slower(ratio: Floats) -> Floats:
 
 
 def _of_card(rates: Floats, card: Ints) -> Floats:
-    """Return [N], the best known value of any peer behind the same card; NaN if none."""
+    """Return [N], the best known rate of any peer behind the same network card; NaN: none is known."""
     best = np.full(len(rates), np.nan)
     np.fmax.at(best, card, rates)
     return best[card]

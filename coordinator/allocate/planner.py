@@ -271,7 +271,8 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
 
 
 def _coarse(topology: Topology, near: Ints, units: int) -> Level:
-    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units devices."""
+    """Return a level of about `units` units. Each neighbourhood's devices are sorted by text, memory, card and speed,
+    and cut into slices of about N / units devices. Args: near: int64 [N], the neighbourhood of each device."""
     n = topology.num_devices
     order = np.lexsort(
         (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)

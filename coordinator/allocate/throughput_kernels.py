@@ -134,9 +134,9 @@ def _relocate(S, d, k):
 
 @inner
 def _apply(S, kind, x, y):
-    """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER gives a layer
-    of stage x to stage y and shifts those between. RENAME swaps the members of stages x and y. CARRY also swaps their
-    numbers of layers."""
+    """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER takes a layer
+    from stage x and adds one to stage y; stages between shift by one layer. RENAME swaps the members of stages x and y.
+    CARRY does the same and also swaps their numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:

@@ -33,7 +33,7 @@ class Improved:
     cost: float
     work: int
     others: tuple[Assignment, ...] = ()
-    """The rest of the population, the best first."""
+    """The other individuals of the population, the cheapest first."""
 
 
 class ThroughputEvaluator:
@@ -80,7 +80,7 @@ class ThroughputEvaluator:
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
         """The devices, the best connected first: by the rate of the card or of the median path, whichever is lower."""
         self.draws = 16
-        """The number of random starts of which the cheapest is improved."""
+        """The number of random starts that are drawn to improve the cheapest of them."""
         self.share = 20_000 * topology.num_devices
         """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
 
@@ -232,7 +232,7 @@ def assignment_of(num_devices: int, placement: Placement | None) -> Assignment:
 
 
 def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the members of each stage, ascending."""
+    """Return the devices of each stage, in ascending order."""
     return tuple(tuple(int(device) for device in np.flatnonzero(assignment == k)) for k in range(num_stages))
 
 

@@ -29,12 +29,12 @@ class _KernelCache(FunctionCache):
 
 
 def kernel(function: Any) -> Any:
-    """Compile a function that Python calls."""
+    """Compile a function that Python code calls."""
     return _cached(_njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
 def inner(function: Any) -> Any:
-    """Compile a function that only kernels call."""
+    """Compile a function that only compiled functions call."""
     return _cached(_njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)(function))
 
 
@@ -61,13 +61,13 @@ def draw(state: Any) -> Any:
 
 @inner
 def below(state: Any, n: Any) -> Any:
-    """Draw an int64 in [0, n), n < 2^32."""
+    """Draw a random int64 in [0, n), for n < 2^32. Args: state: as for `draw`, uint64 [1]."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @inner
 def unit(state: Any) -> Any:
-    """Draw a float64 in [0, 1)."""
+    """Draw a random float64 in [0, 1). Args: state: as for `draw`, uint64 [1]."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 

@@ -207,7 +207,7 @@ def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
     graph_bytes = spec.training.microbatch_size * spec.model.context * _graph_bytes(spec)
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
-        # One matrix at a time, of all experts if there are any.
+        # One matrix at a time is dense; in a mixture those of all experts are.
         dense = _dense_bytes(spec, float(spec.model.experts_held * spec.model.dim * spec.model.ffn_dim), "layers.0")
         return max(step, graph_bytes + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
@@ -239,7 +239,8 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the graph bytes of one token in one layer: residuals and norms in fp32, the rest in the compute format."""
+    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest in the
+    compute format."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -69,9 +69,9 @@ in 200 random cases of up to 8 x 8 members in which half of the paths are too sl
 COMMIT_LATENCIES = 4.0
 """A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
-"""The optimizer's FLOP, as in `step_flop` of `peer/pipeline/stage.py`."""
+"""The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5
-"""Equal to `Window.gain` of `peer/replica/flow.py`."""
+"""Microbatches in flight / contents of an empty pipeline; equal to `Window.gain` of `peer/replica/flow.py`."""
 IMPOSSIBLE = 1e9
 """Infeasible placements cost at least this; a higher cost is further from feasible."""
 _GUIDE = 0.03
@@ -144,7 +144,7 @@ class PipelineInput(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """A placement of N units on K stages, and the parts of its cost."""
+    """A placement of N units on K stages, and the values from which its cost is computed."""
 
     stage: Any
     at: Any
@@ -244,7 +244,7 @@ def _scan_mates(P, S, k):
     total = 0.0
     for a in range(n):
         d = S.members[k, a]
-        # A plan allows no part of 0.
+        # A part is never 0: plans do not allow that.
         S.loads[PART, d] = max(S.loads[PART, d], 1e-6 * whole) if 0.0 < whole < np.inf else P.units[WEIGHT, d]
         total += S.loads[PART, d]
     S.times[PATH_UNIT, k] = S.times[LATENCY, k] = 0.0
@@ -297,7 +297,7 @@ def _gradient_bytes(P, S, k, first, last):
 
 
 def _load_cards(P, S):
-    """Compute the bytes that pass each card in a step."""
+    """Compute the bytes over each network card in a step, one way."""
     S.card_load[:] = 0.0
     for k in range(len(S.count)):
         gradient = _gradient_bytes(P, S, k, S.bounds[k], S.bounds[k + 1])

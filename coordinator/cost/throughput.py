@@ -145,7 +145,7 @@ class ThroughputObjective:
 
 
 class _Evaluation:
-    """One placement with its filled tables."""
+    """A placement after its evaluation: `state` has the computed values."""
 
     def __init__(
         self, topology: Topology, workload: Workload, placement: Placement, state: PipelineState, seconds: float

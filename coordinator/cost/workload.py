@@ -63,7 +63,7 @@ class Workload:
     layer_parameters: tuple[float, ...]
     """[L], the trained parameters of one replica. Of placed experts only those at one member count."""
     gradient_bytes_per_parameter: float
-    """The bytes of a gradient on the wire in a reduction, one way."""
+    """The bytes of a gradient on the wire in a reduction, one way, for each parameter."""
     memory: StageMemory
     """The memory terms of stages, including the base of adapters."""
     cut_bytes: float
@@ -195,9 +195,9 @@ class FormatBytes:
     """Bytes of tensors on the wire in each format that a run's plans may choose, the widest first."""
 
     cuts: Mapping[WireFormat, float]
-    """`Workload.cut_bytes` for each format of activations."""
+    """Format of activations -> `Workload.cut_bytes` with it."""
     sums: Mapping[WireFormat, float]
-    """`Workload.gradient_bytes_per_parameter` for each format of sums."""
+    """Format of gradient sums -> `Workload.gradient_bytes_per_parameter` with it."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "FormatBytes":
@@ -259,7 +259,7 @@ def _backward_per_forward(*, adapts: bool) -> float:
 def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
     """Return the trained parameters of each layer; of placed experts only those at one member."""
     model = spec.model
-    if spec.adapter is not None:  # embedding and head have none
+    if spec.adapter is not None:  # embedding and head have no adapters
         return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))
     counts = [decoder_parameters(model, experts_held=experts_held(spec))] * model.num_layers
     counts[0] += float(sum(num_elements(model, EMBED)))

@@ -67,7 +67,7 @@ class ExpertPlaces:
         counts = heartbeat.loads
         if len(counts) != self.num_experts or not all(0 <= count < COUNT_MAX for count in counts):
             return
-        before = self._told.get(peer, counts)  # a first count is old: another coordinator was in office meanwhile
+        before = self._told.get(peer, counts)  # a peer's first count adds nothing: it may be old
         if any(now < then for now, then in zip(counts, before, strict=True)):
             before = (0,) * self.num_experts  # the peer has restarted
         self._told[peer] = counts
@@ -132,7 +132,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return the previous holders of each expert in any layer of `stage`."""
+        """Return for each expert {peer: member} of the previous holders in any layer of `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:

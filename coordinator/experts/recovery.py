@@ -39,7 +39,7 @@ def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[i
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Return the masks that contain no other, each once, smallest first."""
+    """Return the masks that contain no other mask, without duplicates, the smallest first."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(small & mask == small for small in kept):

@@ -135,7 +135,7 @@ def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[
 
     number: dict[Hashable, int] = {}
     kind_N = np.array([number.setdefault(kind, len(number)) for kind in kinds])
-    worth_NN = np.where(kind_N[:, None] == kind_N[None, :], worth_NN, -1e6)  # any number of fetches is better
+    worth_NN = np.where(kind_N[:, None] == kind_N[None, :], worth_NN, -1e6)  # worse than any number of fetches
     _, columns = linear_sum_assignment(worth_NN, maximize=True)
     return [int(column) for column in columns]
 

@@ -146,7 +146,7 @@ def figures_of(
 
 
 def parse_tokens(text: str) -> float:
-    """Parse `20B`, `1.5T`, `300M`, `2e10`. Raises: LocalError."""
+    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: it is no number."""
     body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]

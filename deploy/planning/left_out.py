@@ -23,7 +23,7 @@ from shoal.protocol.topology import Floats, Topology
 Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
-"""A device helps if it shortens a step by this share."""
+"""A device helps if it shortens a step by at least this share."""
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
@@ -84,7 +84,7 @@ class _Examined:
     placement: Placement
     devices: tuple[int, ...]
     goal_s: float
-    """A device helps if it makes a step as short as this."""
+    """A device helps if a step with it takes at most this many seconds."""
 
     @property
     def device(self) -> int:

@@ -100,11 +100,11 @@ class ModelledVectors(Vectors):
         return self.empty(size)
 
     def is_within(self, values_C: Tensor, largest: float) -> bool:
-        """Return True, since there are no numbers."""
+        """Return True, since there is no number that could be too large."""
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return the payload, since there is nothing to round."""
+        """Return the payload of a format in few bits, else None. The mean stays, since it has no numbers to round."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:

@@ -10,7 +10,7 @@ from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
-"""The page's words for `KINDS`."""
+"""The words of the page for `KINDS`, in the same order."""
 SPANS_MAX = 40_000
 """The limit on the spans of a timeline, since more would take many megabytes. A window with more shows fewer steps."""
 DEVICES_MAX = 128

@@ -105,7 +105,7 @@ def chunk_bytes_on(topology: Topology) -> int:
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
-    """Simulate a run. Raises: LocalError: an unknown device, wrong expert loads, or a run that cannot begin."""
+    """Simulate a run. Raises: LocalError: a device is unknown, expert loads are wrong, or the spec is invalid."""
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")

@@ -29,7 +29,7 @@ _BOUNDS: dict[Bound, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy with its layout and prediction and, once it has been simulated, its result."""
+    """A strategy with its layout and prediction, and after the simulation with its result."""
 
     strategy: Strategy
     spec: RunSpec

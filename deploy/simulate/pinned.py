@@ -1,4 +1,4 @@
-"""An allocator with a fixed placement, for strategies that plan once."""
+"""An allocator that keeps one placement, for strategies that plan once."""
 
 from collections.abc import Mapping
 from itertools import pairwise

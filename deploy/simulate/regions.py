@@ -20,7 +20,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 class Region(Section, frozen=True):
-    """`count` equal devices."""
+    """A region: `count` equal devices at one place."""
 
     name: str
     count: int
@@ -133,7 +133,7 @@ def topology_of(network: NetworkSection) -> Topology:
         return np.array(values, dtype=np.float64)[region]
 
     card_of = np.array([r.devices_per_card for r in regions])[region]
-    # The first device of each machine names its card.
+    # A card has the number of the first device of its machine.
     card = np.arange(len(region)) - number % card_of
     last_mile_s = each([r.last_mile_ms * 1e-3 for r in regions])
     latency_s = latency_RR[np.ix_(region, region)] + last_mile_s[:, None] + last_mile_s[None, :]

@@ -120,7 +120,7 @@ class SimResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate at `step_s`."""
+        """The rate if each step takes `step_s`."""
         return self.tokens_per_step / self.step_s
 
     def tokens_by(self, at_s: float) -> float:

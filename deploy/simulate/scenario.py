@@ -33,7 +33,7 @@ _HEAD_SIZE = 128
 
 
 class ChurnSection(Section, frozen=True):
-    """Devices that come and go."""
+    """The `[churn]` table: devices come and go as in a recorded trace."""
 
     trace: str
     """The path of the trace (`traces.py`), relative to the scenario's folder."""
@@ -49,7 +49,7 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """Experts placed among the members of each stage; `[model]` has `num_experts` and `experts_per_token`."""
+    """The `[experts]` table: experts are placed on members of each stage. `[model]` has their number."""
 
     slots: int
     """The number of experts that a member holds of each of its layers."""
@@ -121,7 +121,7 @@ class ScenarioFile(Section, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scenario:
-    """The common input of all strategies."""
+    """A scenario as it was read: the common input of all strategies."""
 
     name: str
     title: str

@@ -27,7 +27,7 @@ from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
 CHURN_SECONDS = 1800.0
-"""The default length of a run through a trace."""
+"""The default length of a run with a trace, in virtual seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,7 +208,7 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 def play(
     scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Return the prepared strategy with its result, simulated within `patience`."""
+    """Simulate a prepared strategy, and return it with its result. Args: patience: limits of the run; None: none."""
     if prepared.problem:
         return prepared
     strategy, spec = prepared.strategy, prepared.spec
