@@ -12,10 +12,9 @@ member d of a stage can take
 
     job_d    (1 + backward_per_forward) F / flop_per_s, with F the stage's forward FLOP: forward and backward run on
              one device (1F1B). The last stage does both in one job (`Workload.loss_per_forward`)              [s]
-    out_d    the sum of d's paths to the next stage; in_d: of those to the previous stage. A gradient of the same size
-             answers each activation, so a path counts with its slower direction and stream credit (`q`)
-                                                                                                  [microbatches/s]
-    card_d   the slower direction of d's card; a shared card is split in proportion to load              [bytes/s]
+    out_d    the sum of d's paths to the next stage; in_d: of those to the previous stage [microbatches/s]. A gradient
+             of the same size answers each activation, so a path counts with its slower direction and stream credit
+    (`q`) card_d   the slower direction of d's card; a shared card is split in proportion to load              [bytes/s]
     R_d      what the reduction of a gradient of S bytes sends over d's card: S times the sum of (p_d + p_e) over the
              members e on other cards. Member d adds up the part p_d of the gradient, in proportion to the rate of its
              exchange with the others (`peer/group/reduce.py`). In a tied model the first and the last stage add the
@@ -42,8 +41,8 @@ drain and reduction exposed. Otherwise the reduction gets the part of each card 
     job / 2      the longest job of a stage with several members, halved: M does not divide evenly           [s]
     commit_k     max over d of R_d / (card_d - b away_d share_d M / T_flow), or the time of the slowest path  [s]
 
-T joins the two by a norm: a pipeline that waits for the reduction is late for the next chain, so where both times are
-nearly equal, T is longer than either. The exponent is fitted to simulations (MEASURED.md).
+T combines T_flow and T_chain by a norm: a pipeline that waits for the reduction is late for the next chain, so where
+both times are nearly equal, T is longer than either. The exponent is fitted to simulations (MEASURED.md).
 
 **Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
 backward. The microbatches in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x the member's rate x the round
