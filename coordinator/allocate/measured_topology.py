@@ -48,7 +48,7 @@ NEAR_S = 0.004
 LIMITED = 0.75
 """A bottleneck lies between two places if more than this part of the links between them are slower than their ends."""
 _POWER = 4.0
-"""The exponent of the mean over such links: the faster ones weigh more, since probes err low."""
+"""The exponent of the mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
 """A peer with at least this number of links slower than estimated is believed to be slow on its other links, too."""
 CENSORED = 0.7

@@ -144,8 +144,8 @@ class LayoutObjective:
         return self._live.why
 
     def change_to(self, found: Placement) -> Change | None:
-        """Estimate gain and cost of `found`. None: it is infeasible; or the live layout is infeasible, and `found` has
-        other boundaries, so that the state could not travel beside training."""
+        """Estimate gain and cost of `found`. None: it is infeasible; or the live layout is, and `found` has other
+        boundaries, so that no cost can be computed."""
         cost = self.throughput.cost(found)
         if not math.isfinite(cost.seconds):
             return None

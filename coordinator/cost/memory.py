@@ -80,7 +80,7 @@ class StageMemory:
     workspace_bytes: float = 0.0
     """The bytes that a stage, however many layers it has, needs while one layer steps or runs backward."""
     base: FrozenBase | None = None
-    """None: all weights train."""
+    """The frozen base beside adapters; None: all weights train."""
     is_by_layer: bool = False
     """True if each stage, the last included, recomputes layer by layer, and holds the graph of one layer."""
 

@@ -77,7 +77,7 @@ class Workload:
     """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: all that may."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
-    """None: each member holds all experts of its layers."""
+    """How experts are placed; None: each member holds all experts of its layers."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:

@@ -152,7 +152,7 @@ class ExpertPlaces:
         begins: bool,
     ) -> list[ExpertGroup]:
         """Return the groups of one stage. Args: held: the previous holders of each expert. measured: the loads of the
-        experts; None: no reports. Others: as for `place`."""
+        experts; None: no reports. sequence: the new plan's number. begins: True if an era begins with it."""
         min_replicas = min(self.min_replicas, len(stage.members))
         if measured is None or sum(measured) <= 0.0:
             is_whole = {*stage.peers} == {peer for peers in held for peer in peers} and min(

@@ -77,7 +77,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     days_to_goal: float
     members: tuple[MemberFigures, ...]
     kwh_per_day: float
-    """The energy of all devices that hold a stage."""
+    """The energy of all devices that hold a stage, in kWh a day."""
     kwh_per_billion_tokens: float
     price_kwh: float
     price_is_assumed: bool

@@ -96,7 +96,7 @@ class NetworkSection(Section, frozen=True):
     """The network: either `file`, or regions and paths."""
 
     file: str = ""
-    """A network file (`protocol/topology.py`), relative to the scenario's folder."""
+    """The path of a network file (`protocol/topology.py`), relative to the scenario's folder; empty: none."""
     region: tuple[Region, ...] = ()
     path: tuple[Path, ...] = ()
     elsewhere: Elsewhere | None = None

@@ -143,7 +143,7 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """`SETTLED_S`; if the run committed no whole step after that, half of its time, if that is less."""
+        """The start of the measured time: `SETTLED_S`, or at most half of a run without a whole step after that."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property

@@ -84,9 +84,9 @@ class ScenarioFile(Section, frozen=True):
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """None: all weights train. Otherwise the first device has the frozen base, and the others fetch it."""
+    """The adapters that train; the first device has their frozen base, the others fetch it. None: all weights train."""
     experts: ExpertsSection | None = None
-    """None: each member of a stage holds all experts of its layers."""
+    """How experts are placed; None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
     """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
