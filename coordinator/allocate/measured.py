@@ -44,7 +44,7 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance a second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""`WIDE` counts as this many devices in the observed variance of measured over claimed speed."""
+"""The variance of a probe is the mean over devices of log(measured / claimed speed)^2 and this many times `WIDE`."""
 CLAIM_MIN = 2.0
 """Bytes/s; a claim below this is none: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12

@@ -120,7 +120,7 @@ class Change:
 
 
 class LayoutObjective:
-    """The value of other layouts of one swarm.
+    """Computes the value of a change from the live layout to another.
 
     Args:
         topology: contains all or some of `snapshot.peers`; all placements here use its device numbers.
