@@ -1,10 +1,10 @@
 """Improves the placement that a search has found in two respects that the search does not count. Pure.
 
-- `filled`: the objective uses means, by which only the longest stage gains from one more member, so a search may leave
-  a useful device out. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does
-  the search know that the run goes back to a snapshot if a stage's only holder fails.
-- `with_fewest_moves`: two equal devices are the same for the objective. But the device that has held the first eight of
-  twelve layers should keep them, so that fewer bytes travel.
+- `filled` adds devices that the search left out. The objective uses means, so one more member shortens a step only in
+  the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does the
+  search know that the run goes back to a snapshot if a stage's only holder fails.
+- `with_fewest_moves` exchanges devices that are equal for the objective, so that fewer bytes of state travel: a device
+  that holds the first eight of twelve layers should keep them.
 """
 
 import math
@@ -21,20 +21,20 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats
 
 TRIED = 16
-"""The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
+"""The number of unplaced devices that are tried. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
-"""The limit on tried exchanges, those that save most first: each costs an evaluation."""
+"""The limit on tried exchanges. Each costs an evaluation, so those that save most bytes come first."""
 ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
-"""The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
+"""Exchanges may lengthen the step by this factor in all: two measured devices are never quite equal."""
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
     """Return `placement` with devices that it leaves out, and second holders for stages that one machine holds alone.
 
-    A device joins where the step, with the work that failures of sole holders cost, grows no longer: first the fastest,
-    and first the stage with a sole holder, then the one that computes longest. Then a device of
-    another stage may go to a sole holder, or be exchanged for it, if that pays."""
+    Left-out devices are tried fastest first, each in the stages with a sole holder first, then in those that compute
+    longest. A device joins where the step, failures of sole holders included, gets no longer. Then, for each stage with
+    a sole holder, a device of another stage may join it or change places with the holder, if the step gets shorter."""
     topology, workload = throughput.topology, throughput.workload
 
     def num_machines(stage: Sequence[int]) -> int:
@@ -73,7 +73,7 @@ def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> t
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
-    """Let two devices change places, or a device and a spare, as long as fewer bytes of state then have to travel.
+    """Let two devices, or a device and a spare, change places as long as this saves bytes of state that must travel.
     Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.step_s(found)
@@ -81,7 +81,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
     refused: set[tuple[int, int]] = set()
     for _ in range(EXCHANGES_TRIED):
         here = lacks[np.arange(len(at)), at]
-        there = lacks[:, at]  # the bytes that each would lack in the other's place
+        there = lacks[:, at]  # [i, j]: the bytes that device i would lack in the place of device j
         saves = np.triu(here[:, None] + here[None, :] - there - there.T, 1)
         for pair in refused:
             saves[pair] = 0.0
@@ -99,8 +99,8 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
 
 
 def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
-    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`; the
-    last column, for a device without a stage, is zeros."""
+    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`. The
+    last column stands for no stage, and is 0."""
     layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
     held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
     for stage, (first, last) in zip(current.stages, pairwise(current.bounds), strict=True):

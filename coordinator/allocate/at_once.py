@@ -1,7 +1,7 @@
-"""Make a layout by rule within a second and without compiled code, to show while the search is not ready yet. Pure.
+"""Makes a layout by rule within a second and without compiled code, for use while the search is not ready. Pure.
 
-The model is cut for the fewest devices that can hold it. The others are then added one by one, the fastest first, each
-where the step gets shortest by the true objective: to a stage, or as a stage of its own, or not at all.
+The model is cut for the fewest devices that can hold it. Each other device is then added, the fastest first, where the
+step gets shortest by the throughput objective: to a stage, as a stage of its own, or not at all.
 `deploy/planning/left_out.py` tries the same places (`joins`) to say what would make an unplaced device useful."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,17 +19,17 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Floats, Topology
 
 GAIN_MIN = 1e-3
-"""A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
+"""A device that shortens a step by less than this share stays out: it costs a copy of the state, and it may leave."""
 
 Move = Callable[[Placement], Iterable[Placement]]
 """A move yields the neighbours of a placement in one respect, such as each place of one device."""
 
 
 def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget: int) -> tuple[Placement, Cost]:
-    """Climb to a placement whose step no move shortens by `GAIN_MIN` any more. The moves take turns; each one tries all
-    neighbours that it yields and goes to the best.
+    """Improve `start` until no move shortens the step by `GAIN_MIN`. The moves take turns: all neighbours that a move
+    yields are tried, and the best one becomes the new placement.
 
-    Args: budget: the most evaluations.
+    Args: budget: the limit on evaluations.
     Returns: (placement, its cost): `start` if nothing helps."""
     best, cost = start, objective.cost(start)
     helped = True
@@ -46,7 +46,7 @@ def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget:
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
-    """Make the layout. Args: num_stages: None: the rule chooses the number.
+    """Make the layout. Args: num_stages: the number of stages; None: the rule chooses.
     Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text."""
     objective = ThroughputObjective(topology, workload)
     start = one_a_stage(objective, num_stages)
@@ -63,8 +63,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Yield every placement with `device` as one more member of a stage, then as one more stage. Bounds fit the stages'
-    speed and memory; where only a member joins, the present bounds are tried, too. Some may be infeasible."""
+    """Yield each placement in which `device` joins a stage, then each in which it is a new stage. Bounds fit the
+    stages' speed and memory; if the device joins a stage, also the present bounds. Some placements may be
+    infeasible."""
     stages = placement.stages
     for k in range(len(stages)):
         joined = placement.with_moves({device: k}).stages
@@ -78,7 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return one cut for each of a few numbers of held microbatches, since that number depends on the cut."""
+    """Return a cut for each of three assumed numbers of held microbatches: the true number depends on the cut."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -86,8 +87,8 @@ def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]
 def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds [K + 1] of the `cheapest_cut` by compute time among those that fit into memory with `held`
-    microbatches; None if no cut fits. Links are ignored."""
+    """Return the bounds [K + 1] of the `cheapest_cut` by compute time, if each device holds `held` microbatches in
+    memory; None if no cut fits. Links are ignored."""
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
@@ -105,15 +106,14 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: the bytes of the layers before each bound, on one of `members` members, without
-    workspace."""
+    """Return float64 [L + 1]: bytes of the layers before each bound, at one of `members` members, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
 
 def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Placement:
-    """Return the best placement with one device a stage and as few stages as hold the model. It tries the fastest
-    devices and those with the most memory. Raises: NoLayout."""
+    """Return the best placement with one device a stage and the fewest stages that hold the model, or `num_stages`. It
+    tries the fastest devices and those with the most memory. Raises: NoLayout."""
     topology, workload = objective.topology, objective.workload
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = _fastest_first(topology), sorted(_fastest_first(topology), key=lambda d: -topology.memory_bytes[d])
@@ -133,9 +133,9 @@ def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Place
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield layouts of `count` stages with one device each, in which neighbouring stages can send to each other. A
-    chain begins with one of the first eight devices of `row` that have the text, with the first one if all devices
-    reach each other, and goes on with the first device of `row` that has a path to its last."""
+    """Yield layouts of `count` stages with one device each, in which neighbours can send to each other. A layout begins
+    with the first device of `row` that has the text; if some devices cannot reach each other, the next seven with the
+    text begin one each, too. It goes on with the first unused device of `row` that has a path to the last one."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     feeders = [device for device in row if topology.may_feed[device]]

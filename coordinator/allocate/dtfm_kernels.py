@@ -1,19 +1,20 @@
 """Kernels of the DT-FM search: exact matching of two stages, exact order of the stages, annealing of pipelines.
 
-A layout is int64 [K, R] of devices: row = stage in pipeline order, column = one pipeline; -1 is the hole of a stage
-that is one smaller than the largest. Where two neighbouring stages have holes in different columns, the two devices
-opposite the holes send to each other; a device opposite the only hole shares the nearest partner.
+A layout is int64 [K, R] of devices: a row is a stage, in pipeline order, and a column is one pipeline. -1 marks the
+hole in a stage that has one device less than the largest. If two neighbouring stages have holes in different columns,
+the two devices opposite the holes send to each other. If only one has a hole, the device opposite it shares the nearest
+partner.
 
 Annealing prices a change by the rows and boundaries that it touches (0.5 us at 64 devices; an exact evaluation takes
-30 us); exact matching and order are computed at the ends only. There are two kinds of change:
+30 us). Exact matching and order are computed only at the beginning and the end. There are two kinds of change:
 
-- Two columns exchange a stretch of stages, the same stages or others. A stretch of one stage exchanges two devices. A
-  stretch to the last stage matches the same groups in another way. Without long stretches a search freezes: where
-  devices come in boxes, moving one device of a box makes two boundaries slow, while moving its stretch makes none slow.
-- A stretch of stages turns around: the same groups in another order.
+- Two columns exchange a run of consecutive stages, at the same position or not. A run of one stage exchanges two
+  devices. A run up to the last stage matches the same groups in another way. Without long runs a search gets stuck: if
+  several devices share a machine, moving one of them makes two boundaries slow, but moving their run makes none slow.
+- A run of stages is reversed: the same groups in another order.
 
-The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum; they
-turn into the true ones as the temperature falls.
+The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum. As the
+temperature falls, the true maxima replace them.
 
 There is no fastmath, no parallel loop, no power and no logarithm, and sums have a fixed order, so the result is the
 same bit for bit on any machine. A kernel calls only kernels of this file and of `cost/compiled.py`: numba's cache does
@@ -24,12 +25,13 @@ import numpy as np
 from shoal.coordinator.cost.compiled import below, inner, kernel
 
 ORDER_EXACT_MAX = 13
-"""The limit for solving the order of stages exactly: Held and Karp's table has K 2^K entries, 106,496 at 13 stages."""
+"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
 _PROBES = 128
-"""The number of first changes that only measure the size of changes, to scale the temperature."""
+"""The first changes, this many, are only measured: their mean size scales the temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
-"""The rows of the totals, float64 [4, K]: of each stage the largest all-reduce seconds (dp) of a member, and the sum of
-their squares; of the boundary below it the longest hop, and the root mean square of all its hops."""
+"""The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
+sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square of all
+hops."""
 
 
 # --- exact matching and order ---
@@ -37,12 +39,13 @@ their squares; of the boundary below it the longest hop, and the root mean squar
 
 @inner
 def match(hop, rows, columns, partner):
-    """Find a bottleneck matching of all rows, no more than there are columns, in O(rows * columns^2).
+    """Match each row with a column of its own so that the longest hop is shortest, in O(rows * columns^2). There must
+    be at least as many columns as rows.
 
-    Rows join one after the other, each along the augmenting path whose longest edge is shortest. This is optimal: if
-    the rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
+    Rows join one after the other, each along the augmenting path that has the shortest longest edge. This is optimal:
+    if all rows can be matched within a bound, each next row has an alternating path within that bound.
 
-    Args: partner: int64, filled: for each column the index of its row, or -1. Returns: the longest edge."""
+    Args: partner: int64, is filled with the index of each column's row, or -1. Returns: the longest hop."""
     slack = np.empty(len(columns))
     way = np.empty(len(columns), np.int64)
     done = np.empty(len(columns), np.bool_)
@@ -82,8 +85,8 @@ def match(hop, rows, columns, partner):
 
 @kernel
 def handover(hop, above, under):
-    """Match two stages. Returns: (longest hop, the partner of each member of the larger stage as an index into the
-    smaller one). A member without a partner of its own has -1 and shares the nearest."""
+    """Match two stages. Returns: (longest hop, partners): for each member of the larger stage the index of its partner
+    in the smaller one. A member without a partner of its own has -1, and shares the nearest."""
     if len(above) <= len(under):
         rows, columns = above, under
     else:
@@ -101,10 +104,10 @@ def handover(hop, above, under):
 
 @kernel
 def open_path(cost, order):
-    """Find the shortest path through all K nodes with free ends (Held and Karp 1962); with more than `ORDER_EXACT_MAX`
-    nodes take them as they come.
+    """Find the shortest path through all K nodes with free ends (Held and Karp 1962). More than `ORDER_EXACT_MAX` nodes
+    keep their given order.
 
-    Args: cost: float64 [K, K], symmetric. order: int64 [K], filled. Returns: its length."""
+    Args: cost: float64 [K, K], symmetric. order: int64 [K], is filled with the path. Returns: its length."""
     K = len(cost)
     shortest = 0.0
     if K > ORDER_EXACT_MAX:
@@ -135,12 +138,12 @@ def open_path(cost, order):
 
 @kernel
 def settle(x, share, hop):
-    """Match each stage with the next so that their longest hop is shortest, in the order of stages where these hops add
-    up to least. Changes `x`.
+    """Put the stages into the order in which the longest hops between neighbours have the least sum, and match the
+    members of neighbours so that their longest hop is shortest. Changes `x`.
 
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
-        hop: float64 [N, N], symmetric.
+        hop: float64 [N, N], symmetric, seconds.
     Returns: (dp, pp, work)."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
@@ -172,7 +175,8 @@ def settle(x, share, hop):
 
 @inner
 def _columns(x, k, above, under, partner):
-    """Write stage k of x so that partners share a column; a device without a partner gets the free column."""
+    """Write stage k (`under`) into x so that partners share a column with stage k - 1 (`above`). A device without a
+    partner gets the free column."""
     R = x.shape[1]
     column = np.empty(len(above), np.int64)
     for i in range(len(above)):
@@ -199,7 +203,7 @@ def _columns(x, k, above, under, partner):
 
 @inner
 def _all_reduce(row, share):
-    """Return (the longest, the sum of squares) of the all-reduce seconds of a stage's members."""
+    """Return (the largest, the sum of squares) of the all-reduce seconds of a stage's members."""
     worst, square = 0.0, 0.0
     for d in row:
         total = 0.0
@@ -243,21 +247,21 @@ def _boundary(x, above, under, hop):
 
 @kernel
 def total_rows(x, share, totals, first, last):
-    """Compute the totals of stages first to last - 1."""
+    """Compute the rows of `totals` that concern stages, for stages first to last - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the totals of the boundaries above and below stages first to last - 1."""
+    """Compute the rows of `totals` that concern boundaries, for those before and after stages first to last - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version by `smooth`, in [0, 1]."""
+    """Return the objective of a layout, mixed with its smooth version. Args: smooth: the latter's weight, in [0, 1]."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):
@@ -274,7 +278,7 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange stages k.. of column c with stages j.. of column m, `length` of them. Twice is nothing."""
+    """Exchange `length` stages of column c from k on with those of column m from j on. A second call undoes it."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
@@ -289,7 +293,7 @@ def turn(x, first, last):
 
 @inner
 def _is_possible(x, k, j, c, m, length):
-    """True if an exchange changes something, and no stage gets a second hole."""
+    """True if this exchange (arguments as of `exchange`) changes something, and no stage gets a second hole."""
     differs = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]
@@ -305,9 +309,10 @@ def anneal(x, share, hop, seed, work, heat, smooth):
 
     Args:
         x: a layout of at least two stages.
-        share, hop: as of `settle`.
-        heat: the first temperature, in mean changes of a trial; 0 accepts no loss.
-        smooth: the first share of the smooth objective, in [0, 1].
+        share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
+        hop: float64 [N, N], symmetric, seconds.
+        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts no loss.
+        smooth: the weight of the smooth objective at the beginning, in [0, 1].
     Returns: the work done; about 150 million units take a second."""
     K, R = x.shape
     totals, kept = np.zeros((4, K)), np.zeros((4, K))
@@ -319,7 +324,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         if trials % 64 == 0:
             rest = max(0.0, 1.0 - spent / work)
             heat_now = mean * heat * rest * rest * rest
-            smooth_now = max(smooth * rest, 0.01)  # what remains at the end breaks ties
+            smooth_now = max(smooth * rest, 0.01)  # the last 1 % breaks ties
             now = energy(totals, len(hop), smooth_now)
         trials += 1
         spent += 10
@@ -358,7 +363,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         spent += 2 * K
         new = energy(totals, len(hop), smooth_now)
         u = np.float64(below(lots, 1 << 20)) / (1 << 20)
-        # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.
+        # The random threshold 3 u^2 has mean 1, like that of Metropolis, and needs no logarithm.
         probing = heat > 0.0 and probed < _PROBES
         if probing and abs(new - now) > 1e-9 * now:
             probed += 1

@@ -1,4 +1,4 @@
-"""The objective of the DT-FM paper and its planner: equal stages, exact order, and no spares.
+"""The objective of the DT-FM paper, and a search for it: stages of equal size in exact order, without spares.
 
 Seconds of communication a step (Yuan et al. 2022, arXiv 2206.01288, section 3):
 
@@ -7,14 +7,14 @@ Seconds of communication a step (Yuan et al. 2022, arXiv 2206.01288, section 3):
     pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
          the perfect matching between them with the shortest bottleneck;  hop = latency + A / bandwidth
 
-G is a stage's gradient, A a replica's activations of one step; the paper counts 10^9 bytes to a gigabyte. |S| is the
-number of replicas. The formula contains no compute, memory or overlap.
+G is the bytes of a stage's gradient, A the bytes of a replica's activations in one step, and |S| the number of
+replicas. The paper's gigabyte is 10^9 bytes. The formula contains no compute, memory or overlap.
 
-Choices where the paper says nothing:
-- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways.
-- **stages of different size**: each member of the smaller has its own partner, and each remaining member of the larger
-  shares the nearest. A is per replica as in the file, for any size.
-- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement."""
+Our choices where the paper says nothing:
+- **asymmetric links**: each direction is used once, so the sum of both ways replaces twice the one-way time.
+- **stages of different size**: each member of the smaller stage has its own partner, and each remaining member of the
+  larger stage shares the nearest partner. A is the file's value per replica, for any size.
+- **more than `ORDER_EXACT_MAX` stages**: they keep the order of the placement."""
 
 import math
 from random import Random
@@ -28,21 +28,21 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 
 NO_PATH_S = 1e9
-"""Stands for infinity, since sums that contain it can be subtracted again."""
+"""Stands for infinity: unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""The first temperature, in mean changes of a trial. 0.2 to 0.35 give equal results, 1 is 1 % worse."""
+"""The first temperature / the mean change of the objective in a trial. 0.2 to 0.35 are equally good, 1 is 1 % worse."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
-    """Return float64 [N, N], symmetric: what another member adds to dp; inf without a path, 0 to itself."""
+    """Return float64 [N, N], symmetric: the seconds that device j in the same stage adds to the all-reduce (dp) of
+    device i; inf without a path, 0 on the diagonal."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
     return _both_ways(topology, part)
 
 
 def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
-    """Return float64 [N, N], symmetric: mean of both ways between neighbouring stages; inf without a path, 0 to
-    itself."""
+    """Return float64 [N, N], symmetric: seconds of a hop, the mean of both ways; inf without a path, diagonal 0."""
     return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
 
 
@@ -55,7 +55,7 @@ def _both_ways(topology: Topology, size_bytes: float) -> Floats:
 
 
 class DtfmObjective:
-    """Implements `placement.Objective`. `Cost.parts`: `dp_s` and `pp_s`, which is 2 pp; their sum is `seconds`."""
+    """Implements `placement.Objective`. `Cost.parts` has `dp_s` (dp) and `pp_s` (2 pp); their sum is `seconds`."""
 
     def __init__(self, topology: Topology, workload: WorkloadEntry) -> None:
         from shoal.coordinator.allocate import dtfm_kernels  # numba takes a second to import
@@ -81,12 +81,12 @@ class DtfmObjective:
 
     def _slowest_member(self, stage: Assignment) -> float:
         share = share_seconds(self._topology.take(stage), self._workload, len(stage))
-        # fsum is exact, so the order of addition does not matter on any machine.
+        # fsum is exact, so the order of addition does not matter.
         return max(math.fsum(row) for row in share.tolist())
 
 
 class DtfmEvaluator:
-    """Prices and anneals layouts of equal stages, which are int64 [K, R] as in `dtfm_kernels.py`.
+    """Prices and anneals layouts of equal stages: int64 [K, R] of devices, as in `dtfm_kernels.py`.
 
     Stage sizes differ by at most one: N mod K stages hold one device more. No device is left out. Any device may hold
     stage 0, since the paper does not model access to the text.
@@ -106,10 +106,10 @@ class DtfmEvaluator:
         share = np.stack([share_seconds(topology, workload, size) for size in (small, self._places)])
         self._share: Floats = np.minimum(share, NO_PATH_S)
         self.hop: Floats = np.minimum(hop_seconds(topology, workload), NO_PATH_S)
-        """float64 [N, N], symmetric, seconds."""
+        """The seconds of a hop between two devices: float64 [N, N], symmetric."""
 
     def random(self, seed: int) -> Assignment:
-        """Return int64 [N], a stage for each device."""
+        """Return int64 [N], a random stage for each device."""
         assignment = np.arange(self.num_devices, dtype=np.int64) % self.num_stages
         order = list(range(self.num_devices))
         Random(seed).shuffle(order)
@@ -123,21 +123,21 @@ class DtfmEvaluator:
         return x
 
     def settle(self, x: Assignment) -> tuple[float, int]:
-        """Order and match a layout, in place. Returns: (cost, work)."""
+        """Put the stages into the best order and match their members, in place. Returns: (cost, work)."""
         dp, pp, work = self._kernels.settle(x, self._share, self.hop)
         return float(dp + 2.0 * pp), int(work)
 
     def improve(self, x: Assignment, *, seed: int, work: int) -> tuple[Assignment, float, int]:
-        """Anneal a layout, then improve it further without heat. Changes `x`. Returns: (layout, its cost, work)."""
+        """Anneal `x`, then improve it further without accepting losses. Changes `x`. Returns: (layout, cost, work)."""
         _, spent = self.settle(x)
-        hot = work - work // 8 - spent  # the last eighth starts from exact matching and order
+        hot = work - work // 8 - spent  # the last eighth is without heat and starts from exact matching and order
         found, more = self._anneal(x, seed, hot, heat=_HEAT, smooth=1.0)
         best, spent = x.copy(), spent + more
         polished, more = self._anneal(x, seed + 1, work - spent, heat=0.0, smooth=0.0)
         return (x, polished, spent + more) if polished < found else (best, found, spent + more)
 
     def _anneal(self, x: Assignment, seed: int, work: int, *, heat: float, smooth: float) -> tuple[float, int]:
-        """Anneal a layout of two stages or more, and settle it, in place. Returns: (cost, work)."""
+        """Anneal a layout if it has two stages or more, then `settle` it, in place. Returns: (cost, work)."""
         spent = 0
         if self.num_stages > 1:
             spent = int(self._kernels.anneal(x, self._share, self.hop, np.uint64(seed), work, heat, smooth))
@@ -145,7 +145,7 @@ class DtfmEvaluator:
         return cost, spent + more
 
     def stages(self, x: Assignment) -> tuple[tuple[int, ...], ...]:
-        """Return the stages of a layout in the best order, each ascending."""
+        """Return the stages of a layout in the best order, each with its devices in ascending order. Changes `x`."""
         self.settle(x)
         return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
 
@@ -153,27 +153,27 @@ class DtfmEvaluator:
 def plan_dtfm(
     topology: Topology, workload: WorkloadEntry, *, num_stages: int, seed: int, work: int
 ) -> tuple[Placement, Cost]:
-    """Find the cheapest layout on the DT-FM objective within `work` units, the best of several random starts: stages in
-    the best order, layers dealt evenly.
+    """Search from several random starts, within `work` units, for the cheapest layout on the DT-FM objective. Its
+    stages are in the best order, and layers are divided evenly.
     Raises: LocalError: more stages than devices."""
     evaluator, rng = DtfmEvaluator(topology, workload, num_stages), Random(seed)
     # With a third of this work for each start, a search of the same time on 100 devices ends 2 % worse; with three
-    # times that, a search of one second has too few starts.
+    # times this work, a search of one second has too few starts.
     share = 2_000_000 + 1_000 * topology.num_devices**2
     best: Assignment = np.zeros((num_stages, 0), dtype=np.int64)
     lowest, spent = math.inf, 0
     while spent < work or lowest == math.inf:
         start = evaluator.layout(evaluator.random(rng.getrandbits(63)))
         x, cost, did = evaluator.improve(start, seed=rng.getrandbits(63), work=min(share, work - spent))
-        spent += did + 20_000 + 200 * topology.num_devices  # what one start costs this loop, which is Python
-        if cost < lowest * (1.0 - 1e-12):  # names of stages and alike devices make no other cost
+        spent += did + 20_000 + 200 * topology.num_devices  # the cost of one start in this Python loop
+        if cost < lowest * (1.0 - 1e-12):  # layouts that differ only in stage names or like devices cost the same
             best, lowest = x, cost
     placement = even(evaluator.stages(best), workload.num_layers)
     return placement, DtfmObjective(topology, workload).cost(placement)
 
 
 def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
-    """Return a placement with layers dealt evenly, at least one for each stage."""
+    """Return a placement with the layers divided evenly, at least one for each stage."""
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))

@@ -1,11 +1,11 @@
-"""The search: iterated local search over a small population. A child is a perturbed individual, improved by local
-search; the cheapest individuals survive.
+"""The search: iterated local search over a small population of assignments. A child is a perturbed individual, improved
+by local search; the cheapest individuals survive.
 
-**Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; the cost of a call is
-counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit, and a
-run with more work begins with the same steps as a run with less, except for the last step of the shorter one.
+**Budgets are work, not seconds.** A unit of work is about one number touched by a kernel's inner loop; work is counted,
+never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A search with
+more work begins with the same steps as one with less, except for the last step of the shorter search.
 
-Source: iterated local search (Lourenço, Martin, Stützle 2003), with a population against the luck of one start."""
+Source: iterated local search (Lourenço, Martin, Stützle 2003); a population makes it depend less on one start."""
 
 import random
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ import numpy as np
 from shoal.coordinator.allocate.throughput_search import HOMELESS, Assignment, Improved, ThroughputEvaluator
 
 WORK_PER_SECOND = 100_000_000
-"""Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
+"""The units of work in a budget of one second. Kernels do more on one core (MEASURED.md), so a search takes less."""
 POPULATION = 8
-"""A smaller one lacks alternatives; a larger one leaves each individual too little of a one-second search."""
+"""The number of individuals. Fewer lack alternatives; with more, each gets too little of a one-second search."""
 
 
 def evolve(
@@ -30,16 +30,16 @@ def evolve(
     """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
-        start: feasible assignments to begin with, such as the current plan, each first improved without heat. The
-            result is never worse than the best of them.
+        start: feasible assignments to begin with, such as the current plan. Each is first improved without accepting
+            worse ones, so the result is never worse than the best of them.
     """
     rng = random.Random(seed)
-    child_work = 20_000 + 200 * evaluator.num_devices  # what one child costs this loop, which is Python
+    child_work = 20_000 + 200 * evaluator.num_devices  # the cost of one child in this Python loop
     population: list[tuple[float, bytes, Assignment]] = []
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless it is there; names of stages and alike devices make no other cost."""
+        """Add an individual, unless one of equal cost is there: the two differ only in stage names or like devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])
@@ -57,7 +57,7 @@ def evolve(
         drawn = [evaluator.random(rng.getrandbits(63))]
         while (
             len(drawn) < evaluator.draws and work - spent > evaluator.share // 4
-        ):  # else nothing is left to improve it
+        ):  # keep some work for improving the chosen draw
             drawn.append(evaluator.random(rng.getrandbits(63)))
             spent += child_work
         return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]
@@ -81,8 +81,8 @@ def evolve(
 
 
 def perturbed(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Exchange or relocate one to a few devices, or dissolve a stage and seed it anew. Devices may become
-    `HOMELESS`."""
+    """Return a copy with a random change: a few devices exchanged, a few relocated, or one or two stages dissolved and
+    seeded anew. Devices may become `HOMELESS`."""
     child = assignment.copy()
     devices = len(child)
     kind = rng.randrange(3)

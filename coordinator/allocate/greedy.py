@@ -1,15 +1,17 @@
 """The rule-based allocator: it balances measured speed over stages and keeps placed peers in place. Pure.
 
 The first plan cuts the model so that the most expensive stage is as cheap as possible; if the number of stages is free,
-it takes the fewest that fit into the peers' memory. It deals the peers out, fastest first, each to the stage with the
-least speed for its cost that it has the memory for (longest processing time first, Graham 1969). Later plans keep the
-boundaries and each peer's stage, because moving state is expensive. A newcomer joins the poorest stage, or its old
-stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
-stage. A draining peer is left out once another member holds its stage's state.
+it takes the fewest that fit into the peers' memory. It then takes the peers, fastest first, and gives each one to the
+*poorest* stage that fits into its memory: the stage with the least total speed relative to its cost (longest processing
+time first, Graham 1969). Later plans keep the boundaries and each peer's stage, because moving state is expensive. A
+newcomer joins the poorest stage, or its old stage if that is about as poor. A stage that lost its last holder gets a
+spare, a newcomer, or a member of the richest stage. A draining peer is left out once another member holds its stage's
+state.
 
-All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits a member of each
-stage, so a member must reach at least one of the stage before and of the stage after. The member that fails to reach
-most others leaves at once (`separated`); a search may find a better place for it later."""
+All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits one member of
+each stage, so each member must reach at least one member of the stage before and one of the stage after. Where a member
+fails in this, the member that cannot reach the most others leaves its stage at once (`separated`). A search may find a
+better place for it later."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -39,7 +41,7 @@ class Slot:
     cost: float
     holders: list[MeasuredPeer] = field(default_factory=list)
     needed_bytes: float = 0.0
-    """The least memory of a holder: the stage's state and one step on it."""
+    """The memory that a holder needs for the stage's state and one step on it."""
     unreachable: frozenset[Pair] = frozenset()
 
     @property
@@ -49,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """The stayers' FLOP/s per unit of the stage's cost; the stage with the least limits the pipeline."""
+        """The stayers' total FLOP/s divided by the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -59,11 +61,11 @@ class Slot:
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
-"""(all slots, the slots that the newcomer may serve, the newcomer) -> one of the second."""
+"""A function (all slots, the slots that the newcomer may serve, the newcomer) -> the slot that it joins."""
 
 
 class GreedyAllocator:
-    """Implements `Allocator`."""
+    """Implements `Allocator` by the rules of this module."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         return arrange(snapshot, previous, seed=seed)
@@ -80,8 +82,8 @@ def arrange(
     """Make a layout.
 
     Args:
-        standby: spares that stay spares.
-        choose: picks the stage where a newcomer helps most; by speed if None.
+        standby: spares and newcomers that get no stage.
+        choose: picks the stage where a newcomer helps most; None: `poorest`.
     Raises: NoLayout."""
     if previous is not None:
         slots = slots_of(snapshot, previous)
@@ -107,7 +109,7 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, (peer, stage) of each rescuer). Raises: NoLayout."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] of the peers that `_rescue` moved). Raises: NoLayout."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(
@@ -138,7 +140,7 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _slot(
     snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
 ) -> Slot:
-    """Make one slot. Its memory need is computed for an equal part of the peers as members."""
+    """Make one slot. Its memory need assumes that the peers are divided equally over the stages."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -147,7 +149,8 @@ def _slot(
 
 
 def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
-    """Return the stages of `previous` with their live holders, without those that `separated` removes."""
+    """Return the stages of `previous` with the holders that are still live, can hold the stage, and reach the
+    others."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
@@ -170,8 +173,8 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
-    """Return the holders of a stage without those that lack the memory for it, provided that a remaining one has its
-    state. With placed experts all stay: the memory that a member needs is not known beforehand."""
+    """Return the holders of a stage that have enough memory for it; all holders, if none of those has its state, or
+    only draining ones. In a run that places experts all stay: a member's memory need is not known beforehand."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -184,12 +187,12 @@ def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:
 
 
 def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> list[PeerID]:
-    """Give each newcomer to a stage that it may serve, empty stages first. Returns: the peers that may serve none."""
+    """Add each newcomer to a stage that it may serve, empty stages first. Returns: the peers that may serve none."""
     waiting = list(newcomers)
     able = [peer for peer in waiting if may_serve(slots, slots[0], peer)] if not slots[0].stayers else []
     if able:
-        # Stage 0 comes first, while peers that can serve it are still free. Where text is rare its slowest owner is
-        # enough to begin with; where all have it, the fastest peer goes wherever it helps most.
+        # Stage 0 is filled first, while peers that can serve it are still free. If only some newcomers can serve it,
+        # the slowest of these is enough to begin with; if all can, the fastest takes it.
         first = able[0] if len(able) == len(waiting) else able[-1]
         slots[0].holders.append(first)
         waiting.remove(first)
@@ -205,7 +208,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """Return the poorest stage, or one of the peer's homes that is no richer than the poorest stage would become."""
+    """Return the poorest stage for `peer`. A home of the peer comes first, if it has no more headroom now than the
+    poorest stage would have with `peer`."""
     poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
     bound = poorest.headroom + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
@@ -213,8 +217,8 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage without stayers a member of the richest stage that can spare one. Stage 0 may take the only
-    holder of another stage if no other peer has the text: the other stage is rescued later."""
+    """Give each stage without stayers a member of the richest stage that can spare one. If no other peer has the text,
+    stage 0 may take the only holder of another stage, which is then rescued in turn."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:
@@ -236,7 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return the loss to a stage if `peer` moves away: 3 all its holders, 2 its state, 1 its leader, 0 nothing."""
+    """Return what a stage loses if `peer` moves away: 3: its last holder, 2: its state, 1: its leader, 0: nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -246,7 +250,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Release draining peers where a stayer holds the state; where none does, keep one of them."""
+    """Remove the draining peers of a stage if a stayer holds its state; otherwise keep one of the draining peers."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):
@@ -257,7 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage, with work shares by speed and bandwidth shares by upload."""
+    """Return the slot as a plan's stage; members get work in proportion to speed, and bandwidth to upload."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -284,7 +288,7 @@ def _reason(
         for one, other in sorted(unreachable)
         if displaced & now & {one, other} and {one, other} <= before
     ]
-    # A sentence for people must not make the plan of a large swarm too large for its message.
+    # The list of changes is cut short, so that the plan of a large swarm still fits into one message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
     return ", ".join(shown) or NO_MOVES
 
@@ -295,12 +299,12 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Break ties between equally fast peers independently of their names."""
+    """Return a random key, from the seed, by which ties between equally fast peers are broken."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the bounds [num_stages + 1] of the `cheapest_cut` of layers with these costs into so many stages."""
+    """Return the bounds [num_stages + 1] of the `cheapest_cut` of layers with `costs` into `num_stages` stages."""
     assert 0 < num_stages <= len(costs)
     total = np.array([0.0, *accumulate(costs)])
     cost: Floats = np.where(np.tri(len(total), k=0, dtype=np.bool_), np.inf, total[None, :] - total[:, None])
@@ -310,12 +314,12 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def cheapest_cut(costs: Sequence[Floats]) -> tuple[int, ...] | None:
-    """Return the bounds of the best cut into stages, exact, by dynamic programming in O(K L^2); None if all are
-    impossible.
+    """Return the bounds of the best cut of L layers into K stages, exact, by dynamic programming in O(K L^2); None if
+    every cut is impossible.
 
-    Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
-    those the earlier boundaries. The second pass is needed because the beginning with the cheaper largest stage need
-    not be the better one once a later stage is the most expensive.
+    The best cut has the cheapest largest stage. Ties are broken by the smaller sum of squares, which keeps the other
+    stages even, then by earlier boundaries. This takes two passes: a single one would prefer the beginning with the
+    cheaper largest stage, even where a later stage is the most expensive and only the sum of squares matters.
 
     Args: costs: for each stage float64 [L + 1, L + 1], the cost of the layers from each bound to each later one; inf
     where that is impossible."""
@@ -341,21 +345,21 @@ def _cheapest(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats])
 
 
 def num_unreachable(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> int:
-    """Return how many of `others` cannot be reached from `peer`."""
+    """Return how many of `others` the peer cannot reach."""
     return sum(pair_of(peer.peer, other.peer) in unreachable for other in others) if unreachable else 0
 
 
 def is_cut_off(
     peer: MeasuredPeer, index: int, groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]
 ) -> bool:
-    """True if `peer` at stage `index` reaches no member of a neighbouring stage that has members."""
+    """True if a stage next to `index` has members, but none that `peer` can reach."""
     near = (groups[k] for k in (index - 1, index + 1) if 0 <= k < len(groups))
     return any(group and num_unreachable(peer, group, unreachable) == len(group) for group in near)
 
 
 def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
-    """Choose the members of `groups` that must leave so that each remaining one reaches its whole group and a member of
-    each neighbouring one. The last member of a group never leaves."""
+    """Choose the members of `groups` (the stages) that must leave, so that each remaining member reaches all others of
+    its group and a member of each neighbouring group. The last member of a group never leaves."""
     left = [list(group) for group in groups]
     leaving: list[MeasuredPeer] = []
     while unreachable:

@@ -1,7 +1,7 @@
-"""The inputs, the duties and the result of every allocator.
+"""Defines the inputs, the interface and the result of every allocator.
 
-A layout has two types. A search works on a `Placement`, by device numbers of one topology. A `Layout` has the plan's
-own terms: stages with their members' shares, and standbys."""
+An assignment of layers to peers has two types. A search works on a `Placement`, which uses device numbers of one
+topology. A `Layout` uses the plan's own terms: stages with their members' shares, and standbys."""
 
 import math
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from shoal.protocol.plan import Foreseen, Plan, Stage
 from shoal.protocol.wire_format import Formats
 
 SPEED_MAX = 1e15
-"""The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements limit a claim's value (`measured`)."""
+"""The limit on claimed FLOP/s or bytes/s, so that sums stay finite. `measured.py` sets stricter limits to claims."""
 
 FORECAST_ERROR = 0.1
-"""`SwarmSnapshot.forecast_error` before any layout has been compared with its plan's promise."""
+"""`SwarmSnapshot.forecast_error` before any layout's speed has been compared with its prediction."""
 
 NO_MOVES = "new shares"
-"""The reason of a layout in which no peer moves."""
+"""The `reason` of a layout in which no peer moves."""
 
 Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
 """(first layer, last layer, members) of each stage, and the standbys."""
@@ -40,22 +40,22 @@ class MeasuredPeer:
     memory_bytes: int
     has_data: bool
     card_bytes_per_s: float = 0.0
-    """The claimed rate of its network card over all links at once; 0: unknown."""
+    """The rate that the peer claims for its network card over all links at once; 0: unknown."""
     machine: str = ""
-    """Peers with the same claimed machine share a network card. Empty: unknown."""
+    """The machine that the peer claims to be on; peers of one machine share a network card. Empty: unknown."""
     draining: bool = False
     failure_probability: float = 0.0
-    """The probability of loss without a good-bye within `failure_records.HORIZON_S`."""
+    """The probability that the peer is lost without a good-bye within `failure_records.HORIZON_S` seconds."""
     synced_stage: int | None = None
-    """The stage of the state that it holds."""
+    """The stage for which this peer holds the training state; None: it holds none."""
     speed_variance: float = WIDE
-    """The variance of the natural logarithm of `flop_per_s`: small for jobs, `WIDE` for a probe."""
+    """The variance of log(`flop_per_s`): small if measured on real microbatches, `WIDE` if on a probe."""
     homes: tuple[int, ...] = ()
-    """The stages where it would start sooner: it holds their state, held it last, or has it on disk."""
+    """The stages where this peer would start sooner: it holds their state, held it last, or has it on disk."""
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
-        """Make one from the advert of `peer`; impossible numbers become the smallest possible."""
+        """Return `peer` as `advert` describes it. Rates are clipped to [1, `SPEED_MAX`]; non-finite ones become 1."""
         return cls(
             peer=peer,
             flop_per_s=_rate(advert.flop_per_s),
@@ -71,32 +71,32 @@ class MeasuredPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmSnapshot:
-    """All inputs of a layout, besides the previous plan and a seed."""
+    """All inputs of an allocator, besides the previous plan and a seed."""
 
     peers: tuple[MeasuredPeer, ...]
     """The peers, in the order of their identifiers."""
     layer_costs: tuple[float, ...]
-    """The FLOP per token of each decoder layer, with embedding and head at the ends."""
+    """The FLOP per token of each decoder layer; the first includes the embedding, the last the head."""
     num_stages: int | None
     """The required number of stages; None: the allocator chooses."""
     workload: Workload | None = None
-    """The demand of a step on the devices; a search needs it and `network`."""
+    """The demand of a step on the devices; a search needs `workload` and `network`."""
     network: MeasuredNetwork | None = None
-    """The links between `peers`, in their order."""
+    """The measured links between `peers`, in the order of `peers`."""
     unreachable: frozenset[Pair] = frozenset()
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """The rate of the live layout by its commits; 0: too few steps. A lower rate by the devices' figures is wrong."""
+    """Tokens/s of the live layout, measured from its commits; 0: too few steps. An estimate below it is wrong."""
     chosen_tokens_per_s: float = 0.0
-    """What was foreseen of the live layout when it was chosen; 0: unknown."""
+    """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR
-    """The root mean square of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
+    """The root mean square of log(measured / predicted tokens/s) over the layouts of this run (`calibration.py`)."""
     forecast_bias: ForecastBias = UNBIASED
     """The objective's bias in this run, for each number of stages."""
     horizon_s: float = HORIZON_S
-    """Seconds that a layout is expected to last: a gain that comes later does not justify a move."""
+    """Seconds that a layout is expected to last: a gain after that does not justify a move."""
     going_back_s: float = 0.0
-    """Seconds lost when a stage's last holder dies: the work since the last snapshot, and the way back to it."""
+    """Seconds lost when a stage's last holder dies: the work since the last snapshot, and the time to restore it."""
 
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]
@@ -106,7 +106,8 @@ class SwarmSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Era `era` begins at `version`, from the snapshots of `from_era`; at version 0 from the run's seed."""
+    """The start of an era (the training from one restore point on): era `era` begins at `version`, from the snapshots
+    of `from_era`, or at version 0 from the run's seed."""
 
     era: int
     version: int = 0
@@ -127,7 +128,7 @@ class Layout:
     cutover_version: int = 0
     """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: no end is set."""
     next_layout: tuple[Stage, ...] = ()
-    """The stages after these. Members download their missing layers, before an end is set."""
+    """The stages that will replace `stages`. Their members download missing layers before `cutover_version` is set."""
     foreseen: Foreseen | None = None
     """Predicted throughput of `stages`; None: no prediction."""
     formats: Formats | None = None
@@ -148,16 +149,16 @@ class Layout:
 
 
 def places_of(layout: Layout | Plan) -> Places:
-    """Return the places of the members, without shares: equal places mean that no peer moves."""
+    """Return the layers and members of each stage, without shares: if two layouts are equal in this, no peer moves."""
     return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
 class NoLayout(ShoalError):
-    """These peers cannot hold the model; the message says what is missing."""
+    """The peers of a snapshot cannot hold the model; the message says what is missing."""
 
 
 class Allocator(Protocol):
-    """Makes layouts."""
+    """The interface of an allocator, which makes layouts."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
@@ -167,16 +168,17 @@ class Allocator(Protocol):
 
 @runtime_checkable
 class Searching(Allocator, Protocol):
-    """An allocator that answers a change at once with hardly any moves, and searches for a better layout afterwards."""
+    """An allocator that answers a change at once with few moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do slow preparations of the first search now, such as a minute of compiling."""
+        """Do the slow preparations of the first search, such as a minute of compiling, before that search."""
 
     def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
-        """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds, in its own thread.
+        """Search for a better layout than `previous`, or for a first one. Pure. A search may take seconds, so it runs
+        in a thread of its own.
 
         Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
-        Returns: (layout, why); the layout is None if none is worth its moves.
+        Returns: (layout, reason); the layout is None if no layout is worth the cost of moving to it.
         Raises: LocalError: the snapshot is impossible."""
 
 

@@ -1,14 +1,15 @@
 """The live coordinator's allocator: it repairs at once, then searches in the background. Pure.
 
 The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
-shares follow the throughput objective. A newcomer is a spare at first, since its links are unknown and its state
-download takes its holders' uplinks from the step; only a stage that lost a member or has a sole holder takes it at
-once, where that pays. A search (`planner.py`) then looks for better layouts, with the same and with other boundaries.
-That with the highest J (`objective.py`) is taken, if it exceeds the live layout's. Three rules are about safety:
+shares follow the throughput objective. A newcomer is a spare at first: its links are unknown, and its download of the
+state takes bandwidth of the holders from the step. Only a stage that lost a member or has a sole holder takes a
+newcomer at once, and only if the step gets no longer. A search (`planner.py`) then looks for better layouts, with the
+same and with other boundaries. The layout with the highest J (`objective.py`) is taken, if its J exceeds that of the
+live layout. Three rules of the search are about safety:
 
-- Only a peer that holds its stage's state moves or becomes a spare.
+- A peer that does not hold its stage's state yet keeps its place.
 - At least half of each stage's holders stay, since newcomers fetch the state from them.
-- No peer moves while a peer drains, which has its own rules."""
+- No peer moves while another one drains: the greedy rules handle that."""
 
 import math
 from collections.abc import Sequence
@@ -44,30 +45,31 @@ from shoal.protocol.topology import Topology, make_topology
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""The fewest holders that a search of single moves leaves in a stage, if it had as many."""
+"""A search that keeps the boundaries leaves at least this number of holders in a stage that has as many."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a stage whose state it has, if the step is at most this many times as long as with the best."""
+"""A newcomer goes to a stage for which it has the state, if the step is at most this many times the shortest one."""
 SMALL_DEVICES = 32
-"""A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
+"""A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
 """The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
-stays until a halt pays for a better one. A small swarm gets proportionally less again."""
+into stages stays until a better one is worth a halt. A small swarm gets proportionally less again."""
 FIRST_HORIZON_S = 3600.0
-"""The time over which a first layout counts its steps if members must first fetch frozen weights."""
+"""First layouts are compared by the steps in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
-"""The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
-third of 4.8 GB took 456 s, 128 s by the lines.)"""
+"""Fetching frozen weights takes this many times as long as line rates say, since at first only one peer has them. (16
+homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
+"""Shares are set again once one is off by the factor `SHARE_DRIFT`. A share below `SHARE_MIN` counts as `SHARE_MIN`."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-"""Above these numbers newcomers are dealt by speed, and spares are not tried: each trial costs evaluations."""
+"""If there are more newcomers than `NEWCOMERS_MAX`, speed alone places them. Only the `SPARES_TRIED` fastest spares are
+tried in the stages. Each trial costs evaluations."""
 
 
 class EvolutionaryAllocator:
-    """Implements `Searching`."""
+    """Implements `Searching` by the greedy rules and a search."""
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
@@ -108,14 +110,14 @@ def _arranged(
 
 
 class _Place:
-    """Finds where a newcomer helps most: by the foreseen step, with what failures of sole holders cost."""
+    """Finds the stage where a newcomer helps most, by the predicted step and the cost of failures of sole holders."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload) -> None:
         self._throughput, self._losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage, or a home of the peer that is about as good. Sole holders come first."""
+        """Return the best stage, or a home of the peer that is about as good. Stages with a sole holder come first."""
         fitting = _alone(fitting) or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -125,7 +127,7 @@ class _Place:
         return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
-        """Return the seconds of a step with `peer` in a stage, for each stage; inf if impossible."""
+        """Return {stage: seconds of a step if `peer` joins that stage; inf if impossible}."""
         stages, device = self._stages(slots), self._number[peer.peer]
         return {slot.index: self._step_s(slots, with_device(stages, slot.index, device)) for slot in fitting}
 
@@ -141,9 +143,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that take no part. As many take part as members were lost, or as there are
-    stages with a sole holder: those that help most, and none that lengthens the step. A peer that lost its place
-    because it cannot reach others counts as a spare."""
+    """Return the spares and newcomers that get no stage now. The number of those that do get one is the number of lost
+    members or the number of stages with a sole holder, whichever is larger. The peers that help most are chosen, and
+    none that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -173,7 +175,7 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
 
 
 def _alone(slots: Sequence[Slot]) -> list[Slot]:
-    """Return the stages with a sole holder, or with none."""
+    """Return the stages that have only one holder or none."""
     return [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
 
 
@@ -191,18 +193,19 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
 
 
 def _first_topology(snapshot: SwarmSnapshot) -> Topology:
-    """Return the topology that a first layout is made for. Little but probes is known then, and work is slower than a
-    probe (quota, heat, other programs, the peer's own networking): so each device counts as half a standard deviation
-    slower than measured. A layout for slower devices uses more of them; one for faster devices leaves them idle."""
+    """Return the topology for a first layout, in which each device is half a standard deviation slower than measured.
+    At that time hardly more than probes is known, and work is slower than a probe (quota, heat, other programs, the
+    peer's own networking). A layout for devices that are too slow uses more of them than needed; one for devices that
+    are too fast leaves useful ones idle."""
     topology = topology_of(snapshot)
     slower = np.array([math.exp(-0.5 * math.sqrt(peer.speed_variance)) for peer in snapshot.peers])
     return replace(topology, flop_per_s=topology.flop_per_s * slower)
 
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
-    """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
-    member has fetched the adapters' base, if there is one; the slowest downlink or the sum of all uplinks bounds
-    that."""
+    """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. In a run with adapters,
+    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink needs, or all
+    uplinks together."""
     topology, base = throughput.topology, throughput.workload.memory.base
     step_s, base_s = losses.step_s(throughput, placement), 0.0
     if base is not None and base.travels:
@@ -218,8 +221,8 @@ def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement
 
 
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    """Return the layout with the highest J; None, and why, if that is the live one. If the run asks for another number
-    of stages than the live plan has, return the best of that number, whatever it costs."""
+    """Return (the layout with the highest J, its reason); (None, why) if that is the live layout. If the run asks for
+    another number of stages than the live plan has, return the best layout with that number, whatever it costs."""
     horizon_s = snapshot.horizon_s
     if snapshot.num_stages not in (None, len(previous.stages)):
         ((change, layout),) = _divided(snapshot, previous, seed)
@@ -239,7 +242,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Say why the best other layout is not worth its price."""
+    """Return a sentence on why the best other layout is not worth its cost. Args: change: the move to it; None:
+    none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -248,8 +252,8 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 
 
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
-    """Return the best layout found with the live boundaries, with its change. Returns: (none or one, why the live
-    layout must stay for now; empty: it need not)."""
+    """Search with the live boundaries. Returns: ([(change, layout)] of the best layout, or an empty list; why the live
+    layout must stay for now, or an empty string)."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -294,8 +298,8 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
 
 
 def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[Change | None, Layout]]:
-    """Return the best layout found with each number of stages, and other boundaries than the live ones, with its
-    change, which is None if the live layout cannot be compared. Raises: NoLayout, LocalError."""
+    """Search for other boundaries. Returns: (change, the best layout) for each number of stages; the change is None if
+    the live layout cannot be compared. Raises: NoLayout, LocalError."""
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current = placement_of(previous.stages, snapshot.peers)
@@ -327,7 +331,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares by the current figures, if these are far from the plan's; else None."""
+    """Return the live layout with shares from the current measurements, if these are far from the plan's shares."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -355,7 +359,7 @@ def _stages_of(
 
 
 def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
-    """Return the workload with each stage as one layer, so that no planner can move a boundary."""
+    """Return the workload with all layers of a stage merged into one, so that no planner can move a boundary."""
 
     def sums(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
@@ -371,7 +375,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank."""
+    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank there."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -380,7 +384,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Set the shares of traffic and reduction that the objective assumes."""
+    """Return the stages with the shares of traffic and reduction that the objective assumes, if it finds any."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

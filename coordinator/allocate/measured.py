@@ -1,12 +1,12 @@
-"""What is believed of the figures that peers report: estimates with their variances, and the caps on claims. Pure.
+"""Turns the figures that peers report into estimates with variances, and limits unproven claims. Pure.
 
-Claims are not trusted. For a link, the receiver's figure bounds the sender's, and of two round trips over one link the
-longer counts: a peer gains nothing by claiming a better link, and loses work by claiming a worse one. For a device, the
-measured seconds of its microbatches count before its probe.
+Claims are not trusted. For a link, the receiver's figure limits the sender's, and the longer of the two ends' round
+trips counts: a peer gains nothing by claiming a better link, and loses work by claiming a worse one. For a device, the
+measured seconds of its microbatches replace its probe.
 
-Until others have seen a peer at work, it counts at most as the median of those that have been seen, for any claims
-about its device and its line: six boasting peers beside six working ones get the work of six average ones. The gain of
-a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only."""
+Until others have seen a peer at work, its device and line count for no more than the median of the peers that have been
+seen: six boasting peers beside six working ones get the work of six average ones. A peer that works, but lies about its
+own seconds, is limited only by `BOAST_MEASURED`."""
 
 import math
 from collections import Counter
@@ -21,36 +21,37 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""Reports in the logarithmic average; after that each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
+"""The number of reports in the logarithmic average; each further one counts for 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""A figure replaces the average after this many reports in a row that are more than a factor of `ODD` off."""
+"""After this many reports in a row that are off by more than a factor of `ODD`, the last report replaces the
+average."""
 SPEED_REPORTS = 3
-"""Reports before a device's figure counts, because its first forward includes one-time costs."""
+"""The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0
 """A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
-"""Bound of a claim over the median claim before anything is measured: cards and processors do differ that much."""
+"""The limit on claim / median claim before anything is measured: cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
-"""Bound of a device's report about its own work over the median: a data centre's card among processors."""
+"""The limit on a device's reported speed / median: it allows a data centre's card among processors."""
 WIDE = math.log(2.0) ** 2
-"""Variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six homes
-worked at 0.26 to 0.4 of theirs), a link that nobody has measured, one probe on a busy line."""
+"""The variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six
+homes worked at 0.26 to 0.4 of their probes), a link that no peer has measured, a single probe on a busy line."""
 JOB_VARIANCE = 0.1**2
-"""The same of one report of a microbatch's seconds."""
+"""The variance of the logarithm of one report of a microbatch's seconds."""
 LEAST_VARIANCE = 0.05**2
-"""What no number of reports removes: another stage or another hour has another speed."""
+"""The variance that remains after any number of reports: in another stage or at another hour the speed differs."""
 VARIANCE_PER_S = 0.2**2 / 600.0
-"""A figure that nobody measures again is off by 20 % more after ten minutes."""
+"""The growth of the variance a second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""Number of devices as which `WIDE` counts in the observed variance of measured over claimed speed."""
+"""The variance of a probe is the mean over devices of log(measured / claimed speed)^2 and this many times `WIDE`."""
 CLAIM_MIN = 2.0
-"""Bytes/s. A claim of nothing arrives as 1 (`MeasuredPeer.of`)."""
+"""Bytes/s; a claim below this is none: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
-"""Bytes/s and, in seconds, the inverse: figures beyond are no measurements."""
+"""The limit on believable bytes/s; in seconds, its inverse is the lower limit."""
 
 Pair = tuple[PeerID, PeerID]
-"""Two peers that cannot reach each other, the lesser identifier first."""
+"""Two peers, the lesser identifier first."""
 
 
 def pair_of(one: PeerID, other: PeerID) -> Pair:
@@ -59,18 +60,18 @@ def pair_of(one: PeerID, other: PeerID) -> Pair:
 
 @dataclass(slots=True)
 class Estimate:
-    """A positive figure with its noise removed, which still follows changes, and its variance."""
+    """A running average of reports of one positive figure, and its variance. It removes noise but follows changes."""
 
     log: float = math.nan
     """The figure's natural logarithm; NaN: no report yet."""
     var: float = math.nan
     """The variance of `log` at `at_s`."""
     n: int = 0
-    """The reports behind it, at most `STEADY_REPORTS`."""
+    """The number of reports in the average, at most `STEADY_REPORTS`."""
     at_s: float = -math.inf
-    """When the figure was measured last."""
+    """The time of the last measurement."""
     _odd: int = 0
-    """Number of reports in a row that are far off; negative: below."""
+    """The number of last reports that are all far above the average; negative: far below it."""
 
     @property
     def value(self) -> float:
@@ -78,19 +79,19 @@ class Estimate:
 
     @property
     def is_falling(self) -> bool:
-        """True if the last reports are far below the average, but too few to be believed."""
+        """True if the last reports are far below the average, but too few to replace it."""
         return self._odd < 0
 
     def variance(self, now_s: float) -> float:
-        """Return the variance of the figure's natural logarithm now; NaN: there is no figure yet."""
+        """Return the variance of `log` at `now_s`; NaN: there is no report yet."""
         return LEAST_VARIANCE + self._aged(now_s)
 
     def _aged(self, now_s: float) -> float:
         return self.var + VARIANCE_PER_S * max(0.0, now_s - self.at_s)
 
     def add(self, figure: float, now_s: float, variance: float, *, is_new: bool = True) -> None:
-        """Add a report unless it is impossible or 0, which means unknown.
-        Args: variance: of its logarithm. is_new: False: an old measurement, reported again."""
+        """Add the report `figure`, unless it is impossible or 0 (unknown).
+        Args: variance: the variance of the report's logarithm. is_new: False: an old measurement is reported again."""
         if not 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
             return
         log = math.log(figure)
@@ -113,21 +114,21 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeasuredNetwork:
-    """The links between peers, in the order of a snapshot; NaN: not measured. Rows are senders."""
+    """The links between peers, as matrices in the order of `SwarmSnapshot.peers`; row = sender; NaN: not measured."""
 
     latency_s: Floats
-    """[N, N], one way."""
+    """[N, N], one-way latency."""
     bytes_per_s: Floats
     is_certain: Bools
-    """[N, N], True if several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
+    """[N, N], True if several probes agree that the link is no faster; else its rate is only a lower bound."""
     rate_variance: Floats = field(default_factory=lambda: np.array(math.nan))
-    """[N, N], of the natural logarithm of `bytes_per_s`; NaN: not measured, as everywhere in the default."""
+    """[N, N], the variance of log(`bytes_per_s`); NaN: not measured. The default is NaN everywhere."""
 
 
 class BelievedSpeed(NamedTuple):
     flop_per_s: float
     variance: float
-    """The variance of the natural logarithm of `flop_per_s`."""
+    """The variance of log(`flop_per_s`)."""
 
 
 def speeds(
@@ -138,17 +139,18 @@ def speeds(
     *,
     seen: Collection[PeerID],
 ) -> dict[PeerID, BelievedSpeed]:
-    """Return the speed of every peer. A measured peer counts as measured. Any other counts as claimed, times the ratio
-    of measurements to claims, but at most as the measured median and as its own report. The ratio is there because a
-    microbatch's forward is slower than the single layer of a probe, on every device. A probe is as uncertain as probes
-    have been in this run, and more if several devices of one machine may have worked at once.
+    """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
+    times the median ratio of reports to claims, but with no more than its own report and the median of the peers in
+    `seen`. The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The
+    variance of such a speed is that of reports over claims in this run, and larger if several peers share a machine,
+    since their probes may have run at once.
 
     Args:
         claims: FLOP/s of each peer by its probe.
         reports: the peers' reports of their own work.
-        machines: the claimed machine of each peer; empty: one of its own.
-        seen: the peers that others have seen at work; the reports of other peers are claims, which count for the ratio
-            while there is nothing better."""
+        machines: the claimed machine of each peer; empty: a machine of its own.
+        seen: the peers that others have seen at work. If there is none with enough reports, the reports of all peers
+            make the ratio."""
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
     ratios = [speed / claims[peer] for peer, speed in (found or own).items()]
@@ -169,7 +171,7 @@ def speeds(
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """Bound claims by the median of what is measured; if nothing is, by a multiple of the median claim."""
+    """Limit claims to the median measurement or, without measurements, to `BOAST_CLAIMED` times the median claim."""
     if measured:
         most = median_low(measured.values())
     elif claimed:

@@ -1,23 +1,24 @@
-"""The topology of a snapshot: measured values where known, estimates elsewhere; and what a plan's stages do on it.
+"""Makes the topology of a snapshot from measured values and, where those are missing, estimates. Also predicts the
+speed of a plan's stages on it, and chooses their tensor formats.
 
 | unknown                   | estimate                                                                               |
 |---------------------------|----------------------------------------------------------------------------------------|
-| latency i -> j            | by the triangle: between the largest |ia - aj| and the least ia + aj over all a with   |
-|                           | both measured; nearer to the upper bound                                               |
-| rate i -> j               | the least of i's best rate out, j's best rate in, and the rate of links between peers  |
-|                           | near i and peers near j that are slower than their own ends (a line between two towns);|
-|                           | lower if most links of i, or towards j, are slower than this, or most links towards i  |
-|                           | if few of its own are known                                                            |
+| latency i -> j            | by the triangle inequality: over all peers a with both latencies measured, between the |
+|                           | largest |ia - aj| and the least ia + aj; nearer to the latter                          |
+| rate i -> j               | the least of i's best rate out, j's best rate in, and the rate of a bottleneck between |
+|                           | their places (shown by links from peers near i to peers near j that are slower than    |
+|                           | their ends); lower if most links from i, or most links to j, are slower than this;     |
+|                           | if few links from i are known, the links to i count in their place                     |
 | a peer without figures    | its claim; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`    |
-| rate of a network card    | the rate out over several links at once, or its best link to another machine; the same |
-|                           | rate in, or its best link in                                                           |
-| rate of a link probed     | the estimate if it is higher: the far end may have been busy                           |
-| less than 3 times         |                                                                                        |
+| rate of a network card    | out: the rate over several links at once, or the best link to another machine; in: the |
+|                           | same rate, or the best link from another machine if that is faster                     |
+| rate of an uncertain link | the estimate if it is higher than the probes: the far end may have been busy           |
 | rate inside a machine     | the median rate inside machines                                                        |
-| which peers share a card  | peers that claim the same machine and are near each other                              |
-| unreachable pairs         | no path: rate 0                                                                        |
+| peers on one network card | those that claim the same machine and are near each other                              |
+| rate between peers that   | 0                                                                                      |
+| cannot reach each other   |                                                                                        |
 
-Memory is a claim: no other peer can measure it.
+Memory is always the peer's claim: no other peer can measure it.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,21 +38,21 @@ from shoal.protocol.wire_format import Formats
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s where no link is known, so that compute and memory decide."""
+"""The rate (10 Gbit/s) where no link is known: so high that compute and memory decide."""
 SAME_MACHINE_S = 0.001
-"""Two peers that claim the same machine are believed if their latency is lower."""
+"""Two peers that claim the same machine are believed if the latency between them is below this."""
 CARD_MAX = 16.0
-"""A card is believed to carry at most this multiple of its best link."""
+"""A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""The distance scale within which links predict the rate of another link."""
+"""The distance, as latency, within which links predict the rates of each other; their weight falls by e with it."""
 LIMITED = 0.75
-"""A bottleneck lies between two places if more than this part of their links are slower than their ends."""
+"""A bottleneck lies between two places if more than this part of the links between them are slower than their ends."""
 _POWER = 4.0
-"""The exponent of the mean over such links: the faster ones weigh more, since a probe errs low."""
+"""The exponent of the mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
-"""A peer with at least this number of links slower than their estimates is believed to be slow on its others, too."""
+"""A peer with at least this number of links slower than estimated is believed to be slow on its other links, too."""
 CENSORED = 0.7
-"""A link that reaches this part of the rate of its ends says nothing about the path between them."""
+"""A link that reaches this part of the rate of its ends shows no bottleneck between them."""
 
 
 @lru_cache(maxsize=1)
@@ -101,8 +102,8 @@ def topology_of(snapshot: SwarmSnapshot) -> Topology:
 
 
 def rate_variance_of(snapshot: SwarmSnapshot, topology: Topology) -> Floats:
-    """Return float [N, N], the variance of log(`Topology.bytes_per_s`) of each link; row = sender. A rate that is no
-    measurement has `WIDE`. Args: topology: that of `snapshot`."""
+    """Return float [N, N], the variance of log(`Topology.bytes_per_s`) of each link; row = sender. It is `WIDE` where
+    the rate is an estimate. Args: topology: the topology of `snapshot`."""
     network = snapshot.network
     assert network is not None
     is_measured = (topology.bytes_per_s == network.bytes_per_s) & ~np.isnan(network.rate_variance)
@@ -110,7 +111,7 @@ def rate_variance_of(snapshot: SwarmSnapshot, topology: Topology) -> Floats:
 
 
 def _latencies(measured: Floats) -> Floats:
-    """Return [N, N] seconds, without gaps and symmetric."""
+    """Return the latencies [N, N] in seconds, with estimates in place of NaN."""
     n = len(measured)
     known = measured.copy()
     np.fill_diagonal(known, 0.0)
@@ -119,7 +120,7 @@ def _latencies(measured: Floats) -> Floats:
         row = known[a]
         lower = np.fmax(lower, np.fabs(row[:, None] - row[None, :]))
         upper = np.fmin(upper, row[:, None] + row[None, :])
-    # With a peer right beside i the two bounds meet. Without one the truth is more often near the upper.
+    # With a peer right beside i the two bounds meet. Otherwise the truth is more often near the upper bound.
     bounded = np.isfinite(upper)
     estimate = np.where(bounded, 0.25 * lower + 0.75 * np.where(bounded, upper, 0.0), np.nan)
     near = _or(_of_rows(np.nanmedian, measured), np.full(n, DEFAULT_LATENCY_S))
@@ -128,7 +129,7 @@ def _latencies(measured: Floats) -> Floats:
 
 
 def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
-    """Return [N], equal numbers for peers behind one network card."""
+    """Return a number [N] for the network card of each peer."""
     first: dict[str, int] = {}
     card = np.arange(len(peers))
     for index, peer in enumerate(peers):
@@ -141,7 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N] bytes/s between i's surroundings and j's, as measured links show; inf: no bottleneck."""
+    """Return [N, N] bytes/s, the bottleneck that links show between the neighbourhoods of i and j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -161,8 +162,8 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 
 def _slower(ratio: Floats) -> Floats:
-    """Return [N], in [0, 1]: the median ratio by which the links from each peer are slower than estimated, if most
-    known ones are; else 1. Args: ratio: [N, N], known over estimated; NaN: unknown."""
+    """Return [N], the median of `ratio` over the known links from each peer, if most of them are slower than estimated;
+    else 1. Args: ratio: [N, N], measured rate / estimated rate; NaN: unknown."""
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
     slower = np.ones(len(ratio))
@@ -172,14 +173,14 @@ def _slower(ratio: Floats) -> Floats:
 
 
 def _of_card(rates: Floats, card: Ints) -> Floats:
-    """Return [N], the best known value of any peer behind the same card; NaN if none."""
+    """Return [N], the best known rate of any peer behind the same network card; NaN: none is known."""
     best = np.full(len(rates), np.nan)
     np.fmax.at(best, card, rates)
     return best[card]
 
 
 def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
-    """Return [N], `of_known` (such as nanmax) of each row; NaN for a row without a known value."""
+    """Return [N], the function `of_known` (such as nanmax) of each row; NaN for a row without a known value."""
     found = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
@@ -188,14 +189,14 @@ def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill gaps in `values`: with `claims`, then the median of the known values, then `DEFAULT_BYTES_PER_S`."""
+    """Fill gaps in `values`: with `claims`, else the median of the known values, else `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)
 
 
 def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
+    """Return a plan's stages as a placement with peers numbered as in `peers`, without members that are not there."""
     number = {peer.peer: device for device, peer in enumerate(peers)}
     return Placement(
         stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
@@ -210,7 +211,7 @@ def predict_step_time(
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
-        wire: the bytes of travelling tensors; None: as in the snapshot's workload.
+        wire: the bytes of tensors on the wire; None: as in the snapshot's workload.
     """
     workload = snapshot.workload
     assert workload is not None
@@ -224,8 +225,8 @@ def predict_step_time(
 def choose_formats(
     snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
-    known peer. Args: kept: the present formats of the stages."""
+    """Choose the wire formats of the stages' tensors (`cost/format_choice.py`); the narrowest if a stage has no known
+    peer. Args: takes: the bytes in each format. kept: the present formats of the stages."""
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):

@@ -1,25 +1,25 @@
 """J, the one objective of live layouts: the work that a swarm is expected to do within the horizon. Pure.
 
-Let R be the foreseen rate of a layout, H the time for which layouts are expected to last (`SwarmSnapshot.horizon_s`),
-and x0 the live layout, which makes R0. A layout x is worth, in seconds of the live layout's work,
+Let R(x) be the predicted rate of layout x in tokens/s, x0 the live layout, and H the time for which layouts are
+expected to last (`SwarmSnapshot.horizon_s`). The value of x, in seconds of the live layout's work, is
 
     J(x)  = max over ways (mu A + r (H - A - S)) / (1 + loss(x)),    J(x0) = H / (1 + loss(x0))
     r     = (R(x) / max(R(x0), seen))^kappa,                         kappa = d^2 / (d^2 + tau^2 + v(x)); 1 for losses
     loss  = G / T * sum of p over the stages that one machine holds alone
 
-- **The way there.** State travels for A seconds, in which the swarm makes mu R0; then the run stands still for S.
-  *In place* (the boundaries stay): members that stay work meanwhile, and state takes a part of their lines; S is what
-  coordination costs. *Pre-copy* (other boundaries): all work meanwhile, on what the lines have left; S is the drain
-  of the pipeline and the rest of the state. *Stop-and-copy*: A = 0, and S is the drain and the whole state, which peers
-  that lack the same layers pass on to each other (`peer/handoff/relay.py`).
-- **The gain is shrunk.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
-  figures err upwards. With d, the true spread of the layouts that a search compares, tau, the error of this run's
-  earlier promises (`SwarmSnapshot.forecast_error`), and v, the variance of the figures that bound x, all of the
-  logarithm, the mean of the true gain is kappa times the promised one. The live layout was once the best of such a
-  search: so d is small at first, and grows by as much as the figures have changed since then.
+- **The ways to move.** State travels for A seconds, in which the swarm works at mu times its present rate; then the run
+  stands still for S seconds. *In place* (the boundaries stay): members that stay work meanwhile, and state takes a part
+  of their lines; S is the cost of coordination. *Pre-copy* (other boundaries): all members work meanwhile, with the
+  bandwidth that is left; S is the drain of the pipeline and the rest of the state. *Stop-and-copy*: A = 0, and S is the
+  drain and the whole state, which peers that lack the same layers pass on to each other (`peer/handoff/relay.py`).
+- **The gain is shrunk.** A search takes the best of many layouts by estimates with errors, so it prefers layouts with
+  estimates that are too high. The expected true gain is therefore only kappa times the promised one. Here d is the
+  true spread of the layouts that a search compares, tau the error of earlier predictions in this run
+  (`SwarmSnapshot.forecast_error`), and v the variance of the measurements that limit x; all are of the logarithm. The
+  live layout was once the best of such a search, so d is small at first, and grows as measurements change after that.
   Source: regression to the mean, for normal errors.
-- **A sole holder.** If the only machine that holds a stage fails, which it does within T with probability p, the run
-  goes back, which costs G seconds. Peers of one machine fail together."""
+- **A sole holder.** The only machine that holds a stage fails within T seconds with probability p. The run then goes
+  back to a snapshot, which costs G seconds. Peers of one machine fail together."""
 
 import math
 from collections.abc import Sequence
@@ -40,56 +40,57 @@ from shoal.protocol.plan import Bound, Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 5.0
-"""The seconds that a change of plan costs alone: from a plan that divides a small model anew to its first step, real
-peers take 4 to 6 s (`tests/lab/MEASURED.md`)."""
+"""The seconds that a change of plan costs by itself: with a small model, real peers take 4 to 6 s from a plan with new
+boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
+"""While a peer fetches layers ahead, it can apply the gradients of these layers that travel within this part of a step
+(`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""The least part of a line that state fetched ahead gets while training uses the line all the time: a holder waits for
-a quiet moment, but no more than four times as long as the transfer takes (`peer/handoff/server.py`). So steps that are
-bound by their lines are estimated to be 20 % slower meanwhile (17 % measured in two-universities), others no slower."""
+"""The least part of a busy line that state fetched ahead gets: a holder waits for a quiet moment to send, but at most
+four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by their lines are estimated to be
+20 % slower meanwhile (17 % measured in two-universities), other steps no slower."""
 STATE_PART = 0.5
-"""The assumed part of its holders' lines that state takes if the boundaries stay."""
+"""The assumed part of the holders' lines that state takes if the boundaries stay."""
 GAIN_LOG_MAX = 10.0
-"""Larger gains are promised by no layout."""
+"""The logarithm of the largest gain that any layout can promise."""
 FROM_ONE_TIMES = 1.6
-"""The factor on the upload time of state with one holder and several peers that lack it: parts that one of them is slow
-to pass on are fetched again (measured once: 148 s for 90 s)."""
+"""The factor on the upload time of state that one peer holds and several lack: if a receiver is slow to pass parts on,
+the others fetch these parts again (measured once: 148 s in place of 90 s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Going from the live layout to another. Work is in seconds of the live layout."""
+    """The gain and the cost of a move from the live layout to another. Work is in seconds of the live layout."""
 
     gain: float
     """The estimated gain in tokens/s: 0.1 is 10 % more."""
     trust: float
-    """kappa, how far a promised gain is believed, in [0, 1]."""
+    """kappa in [0, 1], the factor on the logarithm of a promised gain."""
     loss: float = 0.0
     """The time that failures of sole holders cost in the new layout, divided by the time of work."""
     loss_before: float = 0.0
-    """The same in the live layout."""
+    """The same for the live layout."""
     drain_s: float
     """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
     stop_and_copy_s: float
-    """Seconds of travel if the run halts for all of it; inf: the run need not halt."""
+    """Seconds in which all state travels while the run stands still; inf: the run need not stand still."""
     precopy_s: float
-    """Seconds of travel beside training."""
+    """Seconds in which state travels while the run trains."""
     meanwhile: float
-    """The rate while state travels beside training, divided by the rate of the live layout."""
+    """The training rate during `precopy_s`, divided by the rate of the live layout."""
     residual_s: float
-    """Seconds of halt after that, for the rest of the state."""
+    """Seconds for which the run stands still after `precopy_s`, for the rest of the state."""
 
     @property
     def believed(self) -> float:
-        """The mean of the true gain. Losses, and an infinite gain, are believed as they are."""
+        """The expected true gain. A loss or an infinite gain is taken as promised."""
         if self.gain <= 0.0 or math.isinf(self.gain):
             return max(self.gain, -1.0)
         return math.expm1(self.trust * math.log1p(self.gain))
 
     def stands_still(self, precopy_s: float | None = None) -> bool:
-        """True if halting at once costs less than travel beside training.
-        Args: precopy_s: the seconds that this is measured to take; None: as estimated."""
+        """True if stop-and-copy costs no more than pre-copy.
+        Args: precopy_s: the measured seconds of the pre-copy; None: the estimate."""
         precopy_s = self.precopy_s if precopy_s is None else precopy_s
         return self.stop_and_copy_s <= self.residual_s + (1.0 - self.meanwhile / (1.0 + self.believed)) * precopy_s
 
@@ -104,7 +105,7 @@ class Change:
         return self.work_s(horizon_s) > horizon_s / (1.0 + self.loss_before)
 
     def gain_needed(self, horizon_s: float) -> float:
-        """Return the gain that this change would have to promise to be worth its price; inf: none is enough."""
+        """Return the gain that this change would have to promise to be worth its cost; inf: no gain is enough."""
         work_s = horizon_s * (1.0 + self.loss) / (1.0 + self.loss_before)
         copies_s = min(self.precopy_s, horizon_s)
         ways = (
@@ -119,11 +120,11 @@ class Change:
 
 
 class LayoutObjective:
-    """The value of other layouts of one swarm.
+    """Computes the value of a change from the live layout to another.
 
     Args:
-        topology: of all or some of `snapshot.peers`; its numbers are those of all placements here.
-        workload: of the run, or with each stage as one layer.
+        topology: contains all or some of `snapshot.peers`; all placements here use its device numbers.
+        workload: the workload of the run, possibly with the layers of each stage merged into one.
         current: the live layout."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload, current: Placement) -> None:
@@ -132,18 +133,19 @@ class LayoutObjective:
         self._live = self.throughput.cost(current)
         self._losses = SoleHolders(snapshot, topology)
         self._changed = 0.0
-        """log(what was foreseen of the live layout when it was chosen / what today's figures give it)."""
+        """log(tokens/s predicted for the live layout when it was chosen / tokens/s predicted from today's figures)."""
         if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
             factor = snapshot.forecast_bias.factor(len(current.stages))
             self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
 
     @property
     def why_not(self) -> str:
-        """Why the live layout is impossible by the figures; empty: it is possible."""
+        """The reason why the live layout is impossible by today's figures; empty: it is possible."""
         return self._live.why
 
     def change_to(self, found: Placement) -> Change | None:
-        """Estimate gain and cost of `found`; None: it is infeasible, or the live layout is and stays without state."""
+        """Estimate gain and cost of `found`. None: it is infeasible; or the live layout is, and `found` has other
+        boundaries, so that no cost can be computed."""
         cost = self.throughput.cost(found)
         if not math.isfinite(cost.seconds):
             return None
@@ -161,11 +163,11 @@ class LayoutObjective:
         return Change(gain=gain, trust=trust, loss=self._losses.of(found), loss_before=loss_before, **price)
 
     def _gain(self, found: Placement, cost: Cost) -> float:
-        """Return the relative gain in tokens/s by the foreseen step; infinite if the live layout is impossible.
+        """Return the relative gain in tokens/s by the predicted step; infinite if the live layout is impossible.
 
-        The live layout counts as fast as it is seen or foreseen, whichever is more: leaving a fast layout gains
-        nothing, whatever its figures say. The objective's known bias by number of stages corrects this, but never
-        upwards: if a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
+        The live layout counts with its measured or its predicted speed, whichever is higher: leaving a fast layout
+        gains nothing, whatever the prediction says. The objective's known bias by number of stages may lower either
+        prediction, but never raises one: a layout that is faster than predicted only shows that a figure is wrong."""
         if not math.isfinite(self._live.seconds):
             return math.inf
         before, after = (
@@ -175,13 +177,13 @@ class LayoutObjective:
 
     @property
     def _before_s(self) -> float:
-        """Seconds of a step of the live layout, the lower of measurement and estimate."""
+        """The seconds of a step of the live layout: the measured or the predicted ones, whichever are fewer."""
         seen = self._snapshot.seen_tokens_per_s
         return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
 
     def _in_place(self, found: Placement) -> dict[str, float]:
-        """Price moves that keep the boundaries. Until the movers compute, only those that stay work. A mover computes
-        once it has its state or, if that takes long and the run has learners, its weights."""
+        """Price moves that keep the boundaries. Only the members that stay work until the movers can. A mover can
+        compute once it has its state. If that takes long and the run has learners, its weights are enough."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -200,7 +202,7 @@ class LayoutObjective:
         }
 
     def _divided(self, found: Placement, cost: Cost) -> dict[str, float]:
-        """Price other boundaries."""
+        """Price a move to other boundaries."""
         topology, workload, current, live = self._topology, self._workload, self._current, self._live
         everywhere = np.full(topology.num_devices, 1.0 - AHEAD_PART)
         slowed = ThroughputObjective(_with_part(topology, everywhere), workload).cost(current)
@@ -221,7 +223,7 @@ class LayoutObjective:
 
 
 class SoleHolders:
-    """What failures of sole holders cost."""
+    """Computes the cost of failures of machines that alone hold a stage."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology) -> None:
         chance = {peer.peer: peer.failure_probability for peer in snapshot.peers}
@@ -234,26 +236,29 @@ class SoleHolders:
         return self._going_back_s / HORIZON_S * sum(map(self._lost, placement.stages))
 
     def step_s(self, throughput: ThroughputObjective, placement: Placement) -> float:
-        """Return the foreseen seconds of a step and of its part of what failures cost; inf if infeasible."""
+        """Return the predicted seconds of a step plus the time that failures cost per step; inf if infeasible."""
         cost = throughput.cost(placement)
         return cost.parts["foreseen_s"] * (1.0 + self.of(placement)) if math.isfinite(cost.seconds) else math.inf
 
     def _lost(self, stage: Sequence[int]) -> float:
-        """Return the chance that the run loses this stage; with two machines it gets a new copy before both fail."""
+        """Return the chance that the run loses this stage. It is 0 with two machines or more: if one fails, the stage
+        gets a new copy before the last one fails."""
         machines = {int(self._card[device]) for device in stage}
         return max(self._chances[device] for device in stage) if len(machines) == 1 else 0.0
 
 
 def trust_in(*, spread: float, error: float, variance: float) -> float:
-    """Return kappa. Args: d, tau (standard deviations) and v of the module's formula."""
+    """Return kappa of the module's formula. Args: spread: d; error: tau; variance: v."""
     return spread**2 / (spread**2 + error**2 + variance)
 
 
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the variance of the logarithm of the figures that bound a layout: the mean over the devices of its
-    slowest stage or, if lines bound it, over the links of these with each other and with the neighbouring stages."""
+    """Return v, the variance of the logarithm of the measurements that limit a layout: the mean over the devices of the
+    limiting stage, or, if lines limit it, over the links of these devices with each other and with neighbouring stages.
+
+    Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
         return 0.0
     what, k = bound
@@ -269,7 +274,7 @@ def figures_variance(
 
 
 def next_layout_change(snapshot: SwarmSnapshot, live: Plan, next_layout: Sequence[Stage]) -> Change | None:
-    """Return the change to the `next_layout` stages; None if a stage has no known peer or a layout is infeasible."""
+    """Return the change from `live` to `next_layout`; None if a stage has no known peer or a layout is infeasible."""
     current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, next_layout))
     if not all(current.stages) or not all(found.stages):
         return None
@@ -292,12 +297,12 @@ def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) 
 def fetch_s(
     topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
 ) -> float:
-    """Return the seconds until all peers hold the layers of `found`, if the lines carry nothing else: the longest of
-    the paths from all holders of a layer at once, the busiest card, and (if `together`) the upload of each stage's
-    state.
+    """Return the seconds until all peers hold their layers of `found`, if the lines carry nothing else. This is the
+    longest of three times: of a receiver's paths from all holders of its layers at once, of the busiest network card,
+    and (if `together`) of the upload of a stage's state.
 
     Args: together: peers that lack the same layers pass received parts on, and all other peers relay over their own
-    paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there."""
+    paths (`peer/handoff/relay.py`); so each holder's layers are uploaded once, over all its paths."""
     layer_bytes = np.array(workload.layer_state_bytes)
     _, card = np.unique(topology.card, return_inverse=True)
     same_card = card[:, None] == card[None, :]
@@ -338,7 +343,7 @@ def fetch_s(
 def _leave_s(
     topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
 ) -> float:
-    """Estimate the seconds in which `num_bytes` of state leave their holders over all paths and cards.
+    """Estimate the seconds that the holders take to send `num_bytes` of state over all their paths and cards.
 
     Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers."""
     others = np.setdiff1d(np.arange(topology.num_devices), givers)
@@ -349,7 +354,8 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the part that is left for the halt: one step's gradient of fetched layers, and other layers."""
+    """Return the seconds of travel that are left when the run halts after a pre-copy: for one step's gradient of the
+    layers that could be kept up to date, and for the whole state of the others."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -357,7 +363,7 @@ def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> 
 
 
 def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
-    """Return the part of a step in which the busiest device sends, one transfer after the other over its paths."""
+    """Return the share of a step in which the busiest device sends, if it sends over one path after the other."""
     topology = objective.topology
     members = np.array([device for stage in current.stages for device in stage])
     if len(members) < 2:
@@ -369,7 +375,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with a part of each device's line rates. A path has the larger part of its two ends."""
+    """Return `topology` with the line rates of device n times `part_N[n]`. On a path the larger factor counts."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,
@@ -383,7 +389,7 @@ def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:
 
 
 def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """Return the line rates that remain for steps while members of `stay` send their stage's state to newcomers."""
+    """Return the topology with the line rates left for steps while members of `stay` send state to newcomers."""
     left = np.ones(topology.num_devices)
     for stayers, members in zip(stay, found.stages, strict=True):
         if len(members) > len(stayers):

@@ -1,11 +1,12 @@
-"""The throughput planner: decides which device holds which layers, alike on any machine.
+"""The throughput planner: decides which device holds which layers, with the same result on any machine.
 
-Several numbers of stages get a short search each, and the most promising ones a longer one.
+Each of several numbers of stages gets a short search, and the most promising numbers a longer one.
 
-A large swarm is searched in several views, from the coarsest to the finest. Devices that are near each other and alike
-become one unit: their speeds and cards add up, two units have a path for each pair of their devices, and the unit's
-memory is the smallest. So a swarm of units is again a swarm, of fewer and larger devices. The search runs on about a
-hundred units, then from that result on eight times as many, and last on the devices if they are not too many."""
+A large swarm is searched at several levels, from the coarsest to the finest. At a coarse level, similar devices that
+are near each other form one unit. The speeds and network cards of a unit add up, two units have a path for each pair of
+their devices, and a unit's memory is the smallest of its devices. So a swarm of units looks like a swarm of fewer and
+larger devices. The search runs on about a hundred units, then from that result on eight times as many, and at last on
+single devices if there are not too many."""
 
 import math
 from dataclasses import dataclass, field
@@ -32,17 +33,18 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _FINALISTS = 2
-"""The search goes on with this many numbers of stages after a first try of all."""
+"""After short searches with all numbers of stages, this many of the best numbers get a longer search."""
 _RANKED = 4
-"""This many of the best placements of a search are compared by the foreseen step."""
+"""This many of the best placements of a search are compared by the predicted step."""
 UNITS = 128
-"""The number of units on the coarsest level, few enough for a good result within a second."""
+"""The number of units at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
+"""The last level has single devices if there are at most this many: a move among n members of a stage costs n^2."""
 
 
 def default_work(num_devices: int) -> int:
-    """Return the units for about half a second with 64 devices, 2 s with 1,000, 16 s with 10,000, on one core."""
+    """Return the default budget in units of work: on one core about half a second with 64 devices, 2 s with 1,000, 16 s
+    with 10,000."""
     return 34_000_000 + 240_000 * num_devices
 
 
@@ -57,14 +59,14 @@ def plan(
     horizon_s: float = 600.0,
     stayers: tuple[int, ...] = (),
 ) -> tuple[Placement, Cost]:
-    """Search for the placement with the shortest time to a given loss: tokens/s, less the cost of staleness.
+    """Search for the placement with the shortest predicted step.
 
     Args:
-        num_stages: None: several are tried and the best is taken.
-        work: a budget in units of `evolution.WORK_PER_SECOND`.
+        num_stages: the number of stages; None: several are tried and the best is taken.
+        work: the budget, in units of work (`evolution.WORK_PER_SECOND` a second).
         current: the present placement, on `num_stages` stages. The search begins there, and the time of fetching other
             layers counts as lost work, spread over `horizon_s`.
-        stayers: how many of its holders in `current` each stage keeps: newcomers must be able to fetch the state.
+        stayers: the number of holders in `current` that each stage must keep, so that newcomers can fetch the state.
     Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
     Raises: NoLayout: no placement on `num_stages` stages is possible."""
     objective = ThroughputObjective(topology, workload)
@@ -84,25 +86,25 @@ def plan_each(
     work: int,
     bias: ForecastBias = UNBIASED,
 ) -> list[Placement]:
-    """Return the best placement found for each number of stages, the best of all first: moving to that may cost too
-    much.
+    """Return the best placement found for each number of stages, the best of all first. The caller needs several, since
+    a move to the best may cost too much.
 
-    Args: as of `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
-    Raises: NoLayout: there is none."""
+    Args: as for `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
+    Raises: NoLayout: there is no placement."""
     search = _Search(ThroughputObjective(topology, workload), seed=seed, bias=bias)
     return [found.placement for found in search.each(num_stages, work)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a search with one number of stages has found."""
+    """The result of a search with one number of stages."""
 
     placement: Placement
     cost: Cost
-    """The cost of moving is left out. A placement of a large swarm's clusters may be impossible."""
+    """The cost without that of moving. A placement found on the units of a large swarm may be impossible."""
     foreseen_s: float
-    """The foreseen step with the cost of moving, corrected by the bias seen in this run: it compares numbers of
-    stages, while the search's T is made for climbing."""
+    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. It compares
+    numbers of stages; the search itself minimises another figure, T of `cost/pipeline.py`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,8 +151,8 @@ class _Search:
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
     def _solve(self, num_stages: int, work: int, best: dict[int, _Found], *, ranked: int = _RANKED) -> int:
-        """Search on `num_stages` stages, and keep the result in `best` if it is better than the one there.
-        Args: ranked: the placements of which the foreseen step chooses. Returns: the work done."""
+        """Search on `num_stages` stages, and put the result into `best` if it is better than the entry there.
+        Args: ranked: the number of placements among which the predicted step chooses. Returns: the work done."""
         t, w = self.objective.topology, self.objective.workload
         if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
             return 0
@@ -181,7 +183,7 @@ class _Search:
         for assignment in (found.assignment, *found.others)[:ranked]:
             seconds = evaluator.cost(assignment)
             by_device = assignment[level.unit_of]
-            # Units of several devices know no holders.
+            # At the level of units the search does not know which devices are holders that must stay.
             put_back(by_device, assignment_of(t.num_devices, self.current), self.stayers, self.seed)
             stages = stages_of(by_device, num_stages)
             if seconds >= IMPOSSIBLE or not all(stages):
@@ -195,7 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start where some devices do not reach others; None if all do, or none is found."""
+        """Return a feasible start if some devices cannot reach each other; None: all can, or no start was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None
@@ -210,11 +212,13 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Level:
-    """A view of a swarm as units."""
+    """A swarm seen as units, each of one or more similar devices."""
 
     topology: Topology
-    """U units: the sums of FLOP/s and cards, the smallest memory, and the latency and paths of the first device."""
+    """The U units as devices: FLOP/s and cards are sums, memory is the smallest, latency and paths are those of the
+    first device."""
     weight: Ints
+    """[U], the number of devices in each unit."""
     unit_of: Ints
     """[N], the unit of each device."""
 
@@ -234,8 +238,8 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stages of a level's units: each goes to the stage of most of its devices, the lowest among equals.
-    Args: assignment: by device."""
+    """Return the stage of each unit of a level: the stage of most of its devices, the lowest among equals.
+    Args: assignment: the stage of each device."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)
@@ -244,8 +248,8 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
-    """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
-    back. Each leader is the device farthest from all before it (Gonzalez 1985)."""
+    """Return [N], the neighbourhood of each device, which is the number of its nearest centre. Distance is the seconds
+    of a frame there and back. Each centre is the device farthest from all earlier centres (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)
@@ -261,13 +265,14 @@ def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
         if number == 0:
             reach = float(distance.max())
         leader = int(np.argmax(distance))
-        if distance[leader] <= 0.05 * reach:  # all others are near to a leader
+        if distance[leader] <= 0.05 * reach:  # every device is near a centre
             break
     return nearest
 
 
 def _coarse(topology: Topology, near: Ints, units: int) -> Level:
-    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units devices."""
+    """Return a level of about `units` units. Each neighbourhood's devices are sorted by text, memory, card and speed,
+    and cut into slices of about N / units devices. Args: near: int64 [N], the neighbourhood of each device."""
     n = topology.num_devices
     order = np.lexsort(
         (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)

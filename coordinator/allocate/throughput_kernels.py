@@ -1,5 +1,5 @@
-"""The compiled local search on the throughput objective, and the exact cut of the model. `cost/pipeline.py` has the
-objective, P and S."""
+"""The compiled local search on the throughput objective, and the exact cut of the model. `cost/pipeline.py` defines the
+objective, its input P and the placement S under evaluation."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shoal.coordinator.cost.pipeline import (
 )
 
 _HEAT = 0.08
-"""A search at heat 1 begins by accepting placements that are up to this part worse."""
+"""At heat 1 a search accepts placements that are worse by up to this part at its beginning."""
 
 
 # --- where the model is cut ---
@@ -29,9 +29,9 @@ _HEAT = 0.08
 
 @inner
 def _cut(P, S, work):
-    """Set the bounds for which the slowest stage of these members is fastest, exactly, by dynamic programming. Stages
-    that do not fit in memory with two microbatches held are infeasible. The paths must have been scanned; shared cards
-    keep their present loads."""
+    """Set S.bounds so that the slowest stage is as fast as possible, exactly, by dynamic programming. A stage is
+    infeasible if it does not fit into memory with two microbatches held. Paths must be up to date in S (`scan_paths`);
+    loads of shared cards are taken as they are in S."""
     K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
@@ -69,8 +69,9 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price these groups with these bounds or, if `is_cut`, with the exact cut. S.bounds has what was priced.
-    Returns: the cost, moving included. Args: work: int64 [1], to which the work done is added."""
+    """Price the stages with `bounds` or, if `is_cut`, with the exact cut. S.bounds then has the priced bounds.
+    Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
+    Returns: the cost with that of moving."""
     build(P, S, stage, bounds)
     cost, _ = evaluate(P, S, work)
     if is_cut and S.count.all():
@@ -85,8 +86,9 @@ def price(P, S, stage, bounds, is_cut, work):
 
 @kernel
 def row(q, at, jitter):
-    """Return int64 [N], all units from `at` on: always the nearest one that is left comes next.
-    Args: q: [N, N], `P.q` of one size. jitter: float64 [N], by which the distance of each unit is changed."""
+    """Return int64 [N], all units in a row that begins with `at`: each is followed by the nearest that is left.
+    Args: q: [N, N], `P.q` of one activation size: a higher rate is nearer. jitter: float64 [N], random; unit e counts
+    as up to 10 % nearer by `jitter[e]`."""
     N = len(q)
     found = np.empty(N, np.int64)
     is_left = np.ones(N, np.bool_)
@@ -132,9 +134,9 @@ def _relocate(S, d, k):
 
 @inner
 def _apply(S, kind, x, y):
-    """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER gives a layer
-    of stage x to stage y and shifts those between. RENAME swaps the members of stages x and y. CARRY also swaps their
-    numbers of layers."""
+    """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER takes a layer
+    from stage x and adds one to stage y; stages between shift by one layer. RENAME swaps the members of stages x and y.
+    CARRY does the same and also swaps their numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -167,7 +169,7 @@ def _apply(S, kind, x, y):
 
 @inner
 def _copy(A, B):
-    """Copy all parts of the cost that are not computed with each evaluation."""
+    """Copy from A to B the parts of the cost that an evaluation computes only where a move changed something."""
     for row in range(TAKEN + 1):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]
@@ -194,7 +196,7 @@ def _slowest(P, S):
 
 @inner
 def _burden(S, k):
-    """Return the member of stage k with the slowest reduction."""
+    """Return the member of stage k for which the reduction takes longest."""
     worst, slowest = -1.0, S.members[k, 0]
     for a in range(S.count[k]):
         d = S.members[k, a]
@@ -205,7 +207,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if the stage of unit d would keep too few of its holders without it."""
+    """True if unit d is a holder of its stage in the current plan, and the stage could not spare it."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False
@@ -218,8 +220,8 @@ def _must_stay(S, home, stayers, d):
 
 @inner
 def _propose(P, S, home, stayers, random):
-    """Draw a move that leaves stage 0 the text, no stage empty, and each stage enough holders. Returns: (kind, x, y);
-    kind -1: none this time."""
+    """Draw a random move after which all members of stage 0 have the text, no stage is empty, and each stage keeps
+    enough holders. Returns: (kind, x, y); kind -1: the draw is not allowed."""
     N, K = len(S.stage), len(S.count)
     slow = _slowest(P, S) if draw(random) & np.uint64(1) else below(random, K)
     dice = below(random, 100)
@@ -255,14 +257,14 @@ def _propose(P, S, home, stayers, random):
 
 @kernel
 def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
-    """Search locally from the placement in best_stage and best_bounds until `limit` units are spent, and leave the best
-    one there. A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from
-    [0, 1).
+    """Search locally from the placement in best_stage and best_bounds until `limit` units of work are spent, and write
+    the best placement found there. A worse placement is accepted if the loss is below a threshold times a draw from
+    [0, 1); the threshold falls to 0 as work is spent.
 
     Args:
-        S, B: states of the search.
+        S, B: the state of the search, and a second one for undoing a move.
         home: int64 [N], the stage of each unit in the current plan.
-        stayers: int64 [K], how many of its holders there each stage keeps.
+        stayers: int64 [K], the number of holders in the current plan that each stage must keep.
     Returns: (the best cost, work)."""
     random = np.full(1, np.uint64(seed), np.uint64)
     build(P, S, best_stage, best_bounds)

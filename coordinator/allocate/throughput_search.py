@@ -1,9 +1,8 @@
-"""Prices and improves assignments on the throughput objective: labels are positions in the pipeline, cut by exact DP.
+"""Prices and improves assignments of devices to stages on the throughput objective.
 
-An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. `evolve` treats individuals that differ only in
-the names of stages as one and keeps the cheaper. Here names are positions, so it keeps the better order. Bounds are the
-exact cut for an individual's groups (or the current plan's, where moving state costs more than a new cut gains),
-improved by local search."""
+An assignment is int64 [N]: the stage of each device, as its position in the pipeline, or `LEFT_OUT`. The layers are not
+part of it: the bounds are the best cut for the members of the stages, found by dynamic programming. They are the
+current plan's where a new cut gains less than moving state costs. Local search improves both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from shoal.protocol.topology import Ints, Topology
 Assignment = npt.NDArray[np.int64]
 
 LEFT_OUT = -1
-"""The device holds nothing, on purpose."""
+"""Marks a device that the assignment uses in no stage."""
 HOMELESS = -2
-"""The device lost its stage in a perturbation; `repair` finds another."""
+"""Marks a device that lost its stage in a perturbation; `repair` finds another stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +33,17 @@ class Improved:
     cost: float
     work: int
     others: tuple[Assignment, ...] = ()
-    """The rest of the population, the best first."""
+    """The other individuals of the population, the cheapest first."""
 
 
 class ThroughputEvaluator:
     """Prices assignments of one topology. It is deterministic: no clock, no global randomness, sums in a fixed order.
 
     Args:
-        weight: int64 [N], the number of alike devices behind each of the topology's (`planner.levels`); 1 if None. With
-            it flop_per_s and cards are sums, memory and paths those of one device.
-        current: the placement in force: moving state costs, spread over `horizon_s`.
-        stayers: how many of its holders in `current` each stage keeps; empty: none need stay.
+        weight: int64 [N], the number of devices in each unit of `topology` (`planner.Level`); None: 1 each. FLOP/s and
+            cards of a unit are sums, memory and paths are those of one device.
+        current: the placement in force; the cost of moving state from there is spread over `horizon_s`.
+        stayers: the number of holders in `current` that each stage must keep; empty: none.
     """
 
     def __init__(
@@ -72,26 +71,27 @@ class ThroughputEvaluator:
         self._state, self._kept = (state_of(self.problem, workload, num_stages) for _ in range(2))
         self._even = np.linspace(0, workload.num_layers, num_stages + 1).astype(np.int64)
         self._known: dict[bytes, tuple[float, Ints]] = {}
-        # Loads the loops with which `ThroughputObjective` prices single placements once they are there.
+        # Compiles the loops, which `ThroughputObjective` then uses to price single placements, too.
         compiled.build(self.problem, self._state, assignment_of(topology.num_devices, None), self._even)
         compiled.evaluate(self.problem, self._state, np.zeros(1, dtype=np.int64))
         p = self.problem
         card = p.card_rate[p.card] / np.bincount(p.card)[p.card]
         quality = np.minimum(card, np.median(p.q[0], axis=1) * p.cut_bytes[0]).tolist()
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
-        """The devices, by the rate of their cards and of their paths in the median."""
+        """The devices, the best connected first: by the rate of the card or of the median path, whichever is lower."""
         self.draws = 16
-        """The number of random starts of which the cheapest is improved."""
+        """The number of random starts that are drawn to improve the cheapest of them."""
         self.share = 20_000 * topology.num_devices
-        """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
+        """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
-        """Return the true objective of a feasible assignment."""
+        """Return the objective of a feasible assignment, with the cost of moving."""
         return self._cut_work(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
-        """Return a random start. A row of devices, neighbours side by side, is dealt out stage by stage, or in turns,
-        or both, so that each stage gets about equal speed. One start in four ignores distance."""
+        """Return a random start in which the stages have about equal speed. It divides a row of devices, in which near
+        devices stand together, in one of two ways, by chance: near devices form whole stages, or whole pipelines. In
+        one start of four the row is random."""
         rng = Random(seed)
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
@@ -117,8 +117,8 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Send leavers back to stages that lack holders, give homeless devices to the slowest stage, and empty stages
-        the slowest device of the richest."""
+        """Return a feasible copy. Devices that left a stage go back if it needs more of its holders; homeless devices
+        go to the slowest stage; an empty stage gets an unused device or the slowest of the fastest stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -141,9 +141,9 @@ class ThroughputEvaluator:
         """Search locally from a feasible assignment.
 
         Args:
-            work: stop soon after this number of units.
-            heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
-                starts.
+            work: the search stops soon after this number of units.
+            heat: 0: accept improvements only, and never return anything worse than `assignment`. Above 0: accept some
+                worse placements at first; 1 is for random starts.
         """
         before, bounds, spent = self._cut_work(assignment)
         stage, found_bounds = assignment.copy(), bounds.copy()
@@ -153,7 +153,7 @@ class ThroughputEvaluator:
         )
         if not found < before and heat == 0.0:
             stage, found_bounds = assignment.copy(), bounds
-        # Members are in the order of devices, as in `cost`: the last bit of a sum depends on it.
+        # Price it again with members in the order of devices, as `cost` does: the last bit of a sum depends on it.
         cost, _, again = self._cut_work(stage, found_bounds)
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
@@ -162,7 +162,7 @@ class ThroughputEvaluator:
         return Placement(stages=stages_of(assignment, self.num_stages), bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
-        """Return the cost with these bounds, moving included."""
+        """Return the cost with these bounds, with the cost of moving."""
         return self._price(assignment, np.asarray(bounds, dtype=np.int64), False, np.zeros(1, dtype=np.int64))[0]
 
     # --- inside ---
@@ -172,7 +172,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work) by the cheapest of the exact cut, the current plan's and `known`."""
+        """Return (cost, bounds, work) for the cheapest of three bounds: exact cut, current plan's bounds, `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:
@@ -201,7 +201,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return a random device followed by always the nearest remaining one. One row in four is shuffled."""
+        """Return all devices in a row: a random one, then each time the nearest left. One row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -212,10 +212,10 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Often leave out the devices with the worst network: with several in one stage no single move helps."""
+        """Return `row`, often without the worst-connected ones: if a stage has several, removing one does not help."""
         dice = rng.random()
         if dice < 0.25:
-            # Take a few that are near each other.
+            # Take only the first devices of the row, which are near each other.
             return row[: rng.randint(self.num_stages, len(row))] if len(row) > self.num_stages else row
         if dice < 0.6:
             return row
@@ -232,12 +232,13 @@ def assignment_of(num_devices: int, placement: Placement | None) -> Assignment:
 
 
 def stages_of(assignment: Assignment, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the members of each stage, ascending."""
+    """Return the devices of each stage, in ascending order."""
     return tuple(tuple(int(device) for device in np.flatnonzero(assignment == k)) for k in range(num_stages))
 
 
 def put_back(assignment: Assignment, home: Assignment, stayers: Sequence[int] | Ints, seed: int) -> None:
-    """Send random leavers back home until each stage has `stayers` of its holders again. Changes `assignment`."""
+    """Send random devices back to the stage that they held in `home`, until stage k has `stayers[k]` of its holders
+    again. Changes `assignment`."""
     rng = Random(seed)
     for k in np.flatnonzero(stayers).tolist():
         leavers = np.flatnonzero((home == k) & (assignment != k)).tolist()

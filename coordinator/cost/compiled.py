@@ -1,7 +1,8 @@
 """The functions of `pipeline.py` compiled by numba, under the same names; decorators and random numbers for searches.
 
-Importing numba takes a second, so only searches import this module, and large swarms. Compiling takes ten seconds, once
-on a machine. There is no fastmath and no parallel loop: the results are those of the plain functions, bit for bit."""
+Importing numba takes a second, so this module is imported only by searches and for large swarms. Compiling takes ten
+seconds, once on a machine. There is no fastmath and no parallel loop: the results equal those of the plain functions,
+bit for bit."""
 
 import hashlib
 import inspect
@@ -20,20 +21,20 @@ _SOURCE = hashlib.sha256("".join(map(inspect.getsource, (pipeline, sys.modules[_
 
 
 class _KernelCache(FunctionCache):
-    """Numba's cache of a function on disk notices changes of that function's own file. This one also notices those of
-    `pipeline.py` and of this file, whose functions are compiled into the kernels that call them."""
+    """A cache of compiled functions on disk. Numba's own notices changes only in the file of the function. This one
+    also notices changes in `pipeline.py` and in this file: kernels contain the compiled functions of both."""
 
     def _index_key(self, *args: Any) -> Any:
         return (*super()._index_key(*args), _SOURCE)  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Any) -> Any:
-    """Compile a function that Python calls."""
+    """Compile a function that Python code calls."""
     return _cached(_njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
 def inner(function: Any) -> Any:
-    """Compile a function that only kernels call."""
+    """Compile a function that only compiled functions call."""
     return _cached(_njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)(function))
 
 
@@ -43,13 +44,13 @@ def _cached(dispatcher: Any) -> Any:
 
 
 def _compiled(function: FunctionType) -> Any:
-    copy = FunctionType(function.__code__, globals(), function.__name__)  # whose callees are the compiled ones
+    copy = FunctionType(function.__code__, globals(), function.__name__)  # it calls the compiled functions here
     return (kernel if function.__name__ in pipeline.ENTRIES else inner)(copy)
 
 
 @inner
 def draw(state: Any) -> Any:
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. `state`: uint64 [1], which is
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. Args: state: uint64 [1], is
     advanced."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -60,13 +61,13 @@ def draw(state: Any) -> Any:
 
 @inner
 def below(state: Any, n: Any) -> Any:
-    """Draw an int64 in [0, n), n < 2^32."""
+    """Draw a random int64 in [0, n), for n < 2^32. Args: state: as for `draw`, uint64 [1]."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @inner
 def unit(state: Any) -> Any:
-    """Draw a float64 in [0, 1)."""
+    """Draw a random float64 in [0, 1). Args: state: as for `draw`, uint64 [1]."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
@@ -78,7 +79,7 @@ for _name, _value in vars(pipeline).items():
 
 
 def __getattr__(name: str) -> Any:
-    """Raise the usual error. A type checker takes from this that the module has the names that are set above."""
+    """Raise the usual error. Since this function exists, type checkers accept the names that the loop above sets."""
     raise AttributeError(name)
 
 

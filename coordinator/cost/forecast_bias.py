@@ -1,13 +1,13 @@
 """Estimates the error of the objective in this run, for each number of stages. Pure.
 
 The objective does not know everything that costs time: cores shared by peers of one machine, a busy router, a hot card.
-A measurement with one number of stages is partial evidence for another. With y(K) = log(measured / predicted tokens/s)
-of layouts with K stages,
+A measurement with one number of stages is partial evidence for other numbers. For layouts with K stages, let y(K) be
+log(measured / predicted tokens/s). With
 
     y(K) = a + b(K),   a ~ N(0, A^2),   cov(b(K), b(K')) = B^2 exp(-|log K - log K'|),   y seen with noise N^2 / steps
 
-the estimate is the mean of y(K) given all measurements. A swarm that is slower than predicted with one number of stages
-thus comes to try another.
+the estimate is the mean of y(K) given all measurements. So if a swarm is slower than predicted with one number of
+stages, other numbers become more attractive, and it tries one.
 
 Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted."""
 
@@ -19,22 +19,23 @@ import numpy as np
 from shoal.protocol.topology import Floats
 
 _COMMON = 0.2
-"""A. In shipped scenarios simulated layouts reached 0.78 to 1.07 of the prediction, real processes 0.6 to 0.95."""
+"""A, the error common to all layouts. In shipped scenarios simulated layouts reached 0.78 to 1.07 of the prediction,
+real processes 0.6 to 0.95."""
 _OWN = 0.2
-"""B, equal to A: the share of an error that is common to all layouts is unknown."""
+"""B, the error of one number of stages. It equals A, since the common share of an error is unknown."""
 _NOISE = 0.2
-"""N, of one step: after 64 steps the measurement has 99 % of the weight."""
+"""N, the noise of one step: after 64 steps the measurement has 99 % of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastBias:
-    """The measured errors of the objective, and the errors to expect."""
+    """The measured errors of the objective. It derives the errors to expect."""
 
     seen: tuple[tuple[int, float, int], ...] = ()
-    """(number of stages, log(measured / predicted tokens/s), steps behind it), each number of stages once."""
+    """(number of stages, log(measured / predicted tokens/s), measured steps); each number of stages occurs once."""
 
     def factor(self, num_stages: int) -> float:
-        """Return the expected measured over predicted tokens/s for a layout of `num_stages` stages."""
+        """Return the ratio of measured to predicted tokens/s to expect of a layout of `num_stages` stages."""
         if not self.seen:
             return 1.0
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))

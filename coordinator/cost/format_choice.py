@@ -1,8 +1,9 @@
-"""Chooses the formats in which a placement's tensors travel, by cut and by stage. Pure.
+"""Chooses the wire formats of a placement's tensors: of gradient sums for each stage, of activations for each cut.
+Pure.
 
-Narrow formats cost learning, so tensors are narrow only where a step waits for them. The choice starts with the
-narrowest format everywhere, as layouts are searched, and widens first gradient sums by stage, because narrow ones cost
-most learning, then activations by cut. Each is judged together with all wider ones before it."""
+Narrow formats slow learning, so tensors are narrow only where a step waits for them. The choice starts with the
+narrowest formats everywhere, which the search of layouts assumes. It widens gradient sums first, because narrow sums
+slow learning most, then activations. Each widening is judged together with those accepted before it."""
 
 import math
 
@@ -13,27 +14,27 @@ from shoal.protocol.topology import Topology
 from shoal.protocol.wire_format import Formats
 
 SPARED = 0.98
-"""A wider format is accepted if the tokens/s with it are at least this share of those with the narrowest formats."""
+"""A wider format is accepted if it leaves at least this share of the tokens/s with the narrowest formats."""
 KEPT = 0.95
 """The same share for a wider format that the live layout already uses."""
 TRIES_MAX = 64
-"""Maximum number of evaluations in one choice: a second of one core for 256 devices in 32 stages."""
+"""The limit on evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
 
 def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """Choose the widest formats with which the placement keeps at least `SPARED` (or `KEPT`) of its tokens/s with the
-    narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it. If the objective cannot
-    predict the placement, all are the narrowest.
-    Args: kept: the current formats of a live layout with these stages."""
+    """Choose the widest formats that leave the placement at least `SPARED` (or `KEPT`) of the tokens/s that it has with
+    the narrowest formats. Called again with the same figures and its result as `kept`, it chooses the same, unless
+    `TRIES_MAX` ended it. If the objective cannot predict the placement, all formats are the narrowest.
+    Args: takes: the bytes in each format. kept: the current formats of a live layout with these stages."""
     K, cuts, sums = len(placement.stages), [*takes.cuts], [*takes.sums]
     objective = ThroughputObjective(topology, workload)
     tries = 0
     thinnest = takes.thinnest(K)
     has = kept if kept is not None and (len(kept.sums), len(kept.activations)) == (K, K - 1) else thinnest
     forms = zip((*has.sums, *has.activations), (*thinnest.sums, *thinnest.activations), strict=True)
-    # Of the 2 K - 1 things that may be widened, number k is stage k's sums, and number K + k the cut behind it.
+    # 2 K - 1 things may be widened: number k is the gradient sums of stage k, number K + k the cut behind stage k.
     has_wide = {thing for thing, (now, thin) in enumerate(forms) if now != thin}
 
     def formats(wide: frozenset[int]) -> Formats:
@@ -43,15 +44,16 @@ def formats_of(
         )
 
     def step_s(wide: frozenset[int]) -> float:
-        """Return the predicted step. If the control holds much back, the prediction exceeds the search's T, and more so
-        with narrow formats, which no run has confirmed. So the shorter time of both counts."""
+        """Return the seconds of a step: the prediction or the search's T, whichever is shorter. If the pipeline's
+        control lets little run ahead, the prediction exceeds T, and more so with narrow formats; no run has confirmed
+        that."""
         nonlocal tries
         tries += 1
         cost = objective.cost(placement, takes.under(formats(wide)))
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` and the accepted ones of `things`: all, or those of its halves."""
+        """Return `wide` with the accepted ones of `things`: all of them, or else those accepted of each half."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

@@ -1,12 +1,12 @@
-"""Counts the bytes that a replica holds for each parameter of its stage, term by term, at their peak.
+"""Counts the bytes that a replica holds for each parameter of its stage, term by term, at the peak.
 
-The peak is the reduction: the sum in reduction and its result are alive, while the device runs a microbatch of the next
-step, with that step's sum and weights. The optimizer's step takes less: it frees the sum first and replaces the state
-layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
+The peak is during the reduction: the gradient sum in reduction and its result exist while the device runs a microbatch
+of the next step, with that step's sum and weights. The optimizer's step takes less: it frees the sum first and replaces
+the state layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
 `tests/peer/pipeline/test_step_memory.py` tensor by tensor.
 
-On a GPU the reduced gradient is in host memory; if the card is full, so are moments and places
-(`peer/pipeline/offload.py`)."""
+With a GPU, the reduced gradient is in host memory. If the card is full, so are the optimizer's moments and the
+*places*, which compensate staleness (`peer/pipeline/offload.py`)."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -19,29 +19,29 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""fp32 numbers beside the parameter. Muon has a second moment except for hidden matrices."""
+"""The fp32 moments of a parameter. Muon has one, and a second one except for hidden matrices."""
 LOGITS_BYTES_MAX = 1 << 28
-"""Equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
+"""The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
-"""Bytes for each parameter of the one layer that steps: new state, clipped gradient, update, and its divisor."""
+"""Bytes for each parameter of the layer in the optimizer's step: new state, clipped gradient, update, its divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentTerms:
-    """Bytes a parameter."""
+    """The memory of a replica, in bytes for each parameter."""
 
     state: float
     weights: float
     """Weights of other steps: one set for each step ahead; with no steps ahead, the previous version for exact repair.
-    With recomputation and steps ahead, none."""
+    There are none with steps ahead and recomputation."""
     narrow_weights: float
-    """bfloat16 copies of the sets with which jobs compute."""
+    """bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
     """The gradient of the running microbatch."""
     sums: float
     """Gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """Sums of the weights at which gradients were taken, one for each of `sums`, if the compensation needs them."""
+    """Sums of the weights at which gradients were taken, one for each of `sums`, to compensate staleness if needed."""
     mean: float
     """The reduced gradient, and its quantized form if it travels in few bits."""
 
@@ -51,7 +51,7 @@ class ResidentTerms:
 
     @property
     def least_on_card(self) -> float:
-        """Bytes on a full card, once moments, places and the mean are in host memory (`peer/pipeline/offload.py`)."""
+        """Bytes on a full card, when `mean`, `places` and moments are in host memory (`peer/pipeline/offload.py`)."""
         return FP32 + self.weights + self.narrow_weights + self.gradient + self.sums
 
 
@@ -60,49 +60,49 @@ class FrozenBase:
     """The frozen weights of a run that trains adapters."""
 
     layer_bytes: tuple[float, ...]
-    """[L], the first with the embedding, the last with the head."""
+    """[L], the bytes of each layer; the first includes the embedding, the last the head."""
     parameters: float
-    """Number of parameters of the whole model."""
+    """The number of parameters of the whole model."""
     travels: bool = False
-    """True if members download it from other members; else each builds it from the run's seed."""
+    """True if members download the base from other members; else each builds it from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The memory terms of stages, independent of their layers."""
+    """The terms of which the memory of any stage is made up."""
 
     layer_held_bytes: tuple[float, ...]
-    """[L], kept from a microbatch's forward to its backward."""
+    """[L], the bytes that a layer keeps of a microbatch from forward to backward."""
     resident_bytes_per_parameter: float
-    """Bytes that a plan counts for each parameter of a member."""
+    """The bytes that a plan counts for each parameter that a member trains."""
     layer_job_bytes: tuple[float, ...] = ()
-    """[L], what the running job takes in each layer besides `layer_held_bytes`; empty: nothing."""
+    """[L], the bytes that the running microbatch takes in each layer besides `layer_held_bytes`; empty: none."""
     workspace_bytes: float = 0.0
-    """Bytes that a stage needs only while one of its layers steps or runs backward, for any number of layers."""
+    """The bytes that a stage, however many layers it has, needs while one layer steps or runs backward."""
     base: FrozenBase | None = None
-    """None: all weights train."""
+    """The frozen base beside adapters; None: all weights train."""
     is_by_layer: bool = False
-    """Each stage, the last included, recomputes layer by layer, and holds the graph of one layer."""
+    """True if each stage, the last included, recomputes layer by layer, and holds the graph of one layer."""
 
     @property
     def layer_fixed_bytes(self) -> tuple[float, ...]:
-        """[L], what a member takes in each layer independent of what it trains there; empty: nothing."""
+        """[L], the bytes in each layer that do not depend on the number of trained parameters; empty: none."""
         if self.base is None or not self.layer_job_bytes:
             return self.base.layer_bytes if self.base is not None else self.layer_job_bytes
         return tuple(map(sum, zip(self.base.layer_bytes, self.layer_job_bytes, strict=True)))
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans count: what must be on the card. A peer that lacks even that reports it and is
-        given less (`Claims.memory_bytes`). With adapters it is all memory of a peer: a full card could offload only
-        activations, and plans do not know how much longer its jobs take then."""
+        """Return the memory that plans count: what must be on the card at least. A peer with less reports that, and
+        gets fewer layers (`Claims.memory_bytes`). With adapters, plans count all memory: a full card could offload only
+        activations, and plans do not know how much longer its jobs would take."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
 
     @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory of real peers (`tests/bench/memory.py`)."""
+        """Return the memory that real peers need in all (`tests/bench/memory.py`)."""
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=resident_terms(spec).total,
@@ -114,23 +114,23 @@ class StageMemory:
 
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
-        """Return the GPU memory of real peers, with the reduced gradient in host memory.
-        Args: is_full: the card is too small for the rest: moments and places are in host memory too, and jobs recompute
-        layer by layer."""
+        """Return the GPU memory that real peers need, with the reduced gradient in host memory.
+        Args: is_full: True: the card is too small for the rest, so moments and places are in host memory, too, and jobs
+        recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
         job = job_bytes(spec, experts_held=experts_held, is_full=is_full)
         return replace(memory, resident_bytes_per_parameter=on_card, layer_job_bytes=job)
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
-        """Merge each stage's layers into one. Args: sums: sums over the layers of each stage."""
+        """Merge each stage's layers into one. Args: sums: a function that sums values over each stage's layers."""
         held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
         base = self.base and replace(self.base, layer_bytes=sums(self.base.layer_bytes))
         return replace(self, layer_held_bytes=held, layer_job_bytes=job, base=base)
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """Return the terms of a run. If each peer chooses its compute format, return the larger terms."""
+    """Return the terms of a run. If each peer chooses its compute format, return those with the larger total."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))
@@ -170,8 +170,8 @@ def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
 
 
 def held_bytes(spec: RunSpec) -> tuple[float, ...]:
-    """[L], what autograd keeps of a microbatch from its forward to its backward; with recomputation only a stage's
-    input, counted as one width a layer, or the input of each layer."""
+    """Return [L], the bytes that autograd keeps of a microbatch from forward to backward. With recomputation this is
+    the input of each layer; a run that keeps only the stage's input counts the same."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     if spec.training.recomputes:
         return (FP32 * tokens * model.dim,) * model.num_layers
@@ -179,10 +179,11 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
-    """[L], what the running job takes besides, and the step of a layer that is larger than others. With recomputation
-    that is the graph of the whole stage, or of one layer (`workspace_bytes`), as on a card that `is_full`, plus the
-    input of each layer. The last layer adds the larger of the head's step and the head's gradient with some of its
-    logits; the first layer adds the embedding's step."""
+    """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
+    recomputed, this is the graph of each layer; on a card that `is_full`, only each layer's input, since one layer's
+    graph is enough then (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
+    beyond that of another layer. The last layer adds the same for the head, or the head's gradient and logits if these
+    are more."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)
@@ -190,7 +191,7 @@ def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tup
     logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
     embed, head = (float(num_elements(model, key)[0]) for key in (EMBED, HEAD))
     if spec.adapter is not None:
-        # Embedding and head have no gradient and no step; the head becomes dense for its products.
+        # Embedding and head have no gradient and no step; they become dense for their products.
         job[-1] += _dense_bytes(spec, head, HEAD) + logits
         job[0] += _dense_bytes(spec, embed, EMBED)
         return tuple(job)
@@ -202,11 +203,11 @@ def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tup
 
 
 def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
-    """Count the bytes that a stage needs only while one decoder layer steps or runs backward."""
+    """Return the bytes that a stage needs only while one decoder layer steps or runs backward."""
     graph_bytes = spec.training.microbatch_size * spec.model.context * _graph_bytes(spec)
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
-        # One matrix at a time, of all experts if there are any.
+        # One matrix at a time is dense; in a mixture those of all experts are.
         dense = _dense_bytes(spec, float(spec.model.experts_held * spec.model.dim * spec.model.ffn_dim), "layers.0")
         return max(step, graph_bytes + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
@@ -226,7 +227,8 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """Return the bytes of a base layer's matrix while it is dense for a product. Of the embedding only rows are."""
+    """Return the bytes of the dense copy that a product with a frozen matrix needs. The embedding usually needs only
+    some rows, which count as 0."""
     assert spec.adapter is not None
     base = spec.adapter.base
     if base in ("int8", "nf4"):
@@ -237,11 +239,12 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the graph bytes of one token in one layer: residuals and norms in fp32, the rest in the compute format."""
+    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest in the
+    compute format."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # In widths: inputs and outputs of both halves, queries and attention outputs.
+    # Numbers a token: inputs and outputs of both halves of the layer, queries, keys, values and attention outputs.
     widths = 2.0 * model.dim + 2.0 * heads + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
     if model.num_experts:  # an input and an output row for each token and expert
         widths += 2.0 * model.dim * model.experts_per_token

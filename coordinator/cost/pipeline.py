@@ -1,6 +1,8 @@
-"""Computes the seconds a step of the asynchronous pipeline on unequal GPUs takes, in loops over tables.
+"""Computes the seconds that a step of the asynchronous pipeline on unequal GPUs takes, in loops over tables.
 
-    T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0), if that is less
+    T = (T_flow^4 + T_chain(s_max)^4)^(1/4),  or T_chain(0) if that is less: then no microbatch runs ahead of its step
+
+A *card* is a network card here, and the *reduction* is the all-reduce of a stage's gradient.
 
 **T_flow** is the time of the busiest resource for one step's work when everything overlaps: M microbatches through
 every stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds
@@ -8,51 +10,52 @@ member d of a stage can take
 
     n_d(T) = min(T / job_d,  T out_d,  T in_d,  (T card_d - R_d) / (b away_d))          [microbatches]
 
-    job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B); the last stage
-             has both in one job and never recomputes: 3 F / flop_per_s                              [s]
-    out_d    sum of its paths to the next stage; in_d: to the previous one. Each activation is answered by a gradient
-             of its size, so a path counts with its slower direction and with stream credit (`q`)  [microbatches/s]
-    card_d   the slower direction of its network card; a shared card is split in proportion to load           [bytes/s]
-    R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), where d adds up the
-             part p_d, in proportion to the rate of its exchange with the others (`peer/group/reduce.py`); at both ends
-             of a tied model also the gradient of the shared matrix, both ways (`peer/group/tied.py`)          [bytes]
-    b away_d activation out, gradient back: each edge of the stage crosses the card once in each direction; away is
-             the number of edges (2, at the ends 1) less the share within one card. If a plan has several formats,
-             b is each edge's own, and S each stage's (`WireBytes`)                                     [bytes]
+    job_d    (1 + backward_per_forward) F / flop_per_s, with F the stage's forward FLOP: forward and backward run on
+             one device (1F1B). The last stage does both in one job (`Workload.loss_per_forward`)              [s]
+    out_d    the sum of d's paths to the next stage; in_d: of those to the previous stage [microbatches/s]. A gradient
+             of the same size answers each activation, so a path counts with its slower direction and stream credit
+    (`q`) card_d   the slower direction of d's card; a shared card is split in proportion to load              [bytes/s]
+    R_d      what the reduction of a gradient of S bytes sends over d's card: S times the sum of (p_d + p_e) over the
+             members e on other cards. Member d adds up the part p_d of the gradient, in proportion to the rate of its
+             exchange with the others (`peer/group/reduce.py`). In a tied model the first and the last stage add the
+             gradient of the shared matrix, both ways (`peer/group/tied.py`)                               [bytes]
+    b away_d what a microbatch sends over d's card: b bytes for each neighbouring stage (activation out, gradient back).
+             away_d is the number of neighbouring stages (2; at the ends 1), less the share of traffic within one card.
+             If a plan has several formats, b differs by pair of stages and S by stage (`WireBytes`)       [bytes]
 
-T_stage is the T at which the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member
-sends and takes at capacity (`fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d /
-card_d.
+T_stage is the T at which the n_d add to M. T_pair is M / flow, where flow is the rate between two neighbouring stages
+if each member sends and takes at capacity (`fill`). For the reduction, a path between two members needs
+S (p_d + p_e) / rate, and a card needs R_d / card_d.
 
-**T_chain** is the longest dependency chain. A microbatch of step t begins when version t - s_max is available. So s_max
-+ 1 steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the
-last one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the
-optimizer's step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed;
-otherwise the reduction gets the part of each card that the next step's activations leave.
+**T_chain** is the longest dependency chain. A microbatch of step t begins when version t - s_max is available. So
+s_max + 1 steps together take at least the sum of three times, for the worst stage k: issuing M microbatches to an
+otherwise idle pipeline, the round trip of the last one from stage k to the end and back, and the commit of stage k
+(reduction, four latencies of its vote, the optimizer's step). With s_max = 0 that is the synchronous flush, with fill,
+drain and reduction exposed. Otherwise the reduction gets the part of each card that the next step's activations leave.
 
     T_chain(s_max) = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
 
-    rate     of the slowest stage or pair while no stage reduces                            [microbatches/s]
-    job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
-    claim    a latency of stage 0: the leader grants what its members make
-    job / 2  of the largest stage with more than one member: M does not divide evenly
-    commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
+    rate         the rate of the slowest stage or pair while no stage reduces                   [microbatches/s]
+    job_slowest  one job of the slowest stage: the last microbatch's own job is in its round trip            [s]
+    claim        one latency of stage 0: its leader grants microbatches to its members                       [s]
+    job / 2      the longest job of a stage with several members, halved: M does not divide evenly           [s]
+    commit_k     max over d of R_d / (card_d - b away_d share_d M / T_flow), or the time of the slowest path  [s]
 
-A norm joins the two, because a pipeline that waits for the reduction of its cards is late for the next chain: where
-both are near T, the larger alone is too low. The exponent is fitted to simulations (MEASURED.md).
+T combines T_flow and T_chain by a norm: a pipeline that waits for the reduction is late for the next chain, so where
+both times are nearly equal, T is longer than either. The exponent is fitted to simulations (MEASURED.md).
 
 **Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
-backward. In flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
-never more than its share of s_max + 1 steps.
+backward. The microbatches in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x the member's rate x the round
+trip of stage k, and one more, but never more than the member's share of s_max + 1 steps.
 
-**One source.** Python runs these functions as they are where a single layout of a small swarm is priced. A search
-runs them compiled (`compiled.py`), with the same result bit for bit on any machine: there is no transcendental
-function, and sums run in the order of members. P is a `PipelineInput`, and S a `PipelineState`. Only values that a move
-changes are computed again: the paths of the stages that gained or lost a member and of their neighbours, then the times
-of those stages, then the flows between them. A unit is a device, or in the coarse view of a large swarm a cluster of
-`WEIGHT` alike devices.
+**One source.** Python runs these functions as they are to price a single layout of a small swarm. A search runs them
+compiled (`compiled.py`), with the same result bit for bit on any machine: there is no transcendental function, and sums
+run in the order of members. P is a `PipelineInput`, and S a `PipelineState`. Only values that a move changes are
+computed again: the paths of the stages that gained or lost a member and of their neighbours, then the times of those
+stages, then the flows between them. A unit is a device or, in the coarse view of a large swarm, a cluster of `WEIGHT`
+similar devices.
 
-Source: ours; checked against the real drivers in virtual time (MEASURED.md).
+Source: ours; checked against shoal's real peers in virtual time (MEASURED.md).
 """
 
 from typing import Any, NamedTuple
@@ -60,58 +63,59 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FLOW_ROUNDS = 6
-"""Rounds of offering. The flow found is 94 % of the maximum in the median, 73 % at least (by linear programming, 200
-random cases of up to 8 x 8 in which half of the paths are too slow)."""
+"""The rounds of `fill`. Its flow is 94 % of the maximum in the median, 73 % at least (compared with linear programming
+in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
-"""A commit takes this many latencies: progress to the leader, RoundStart, a part, its sum."""
+"""A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
-"""The optimizer's FLOP, as in `step_flop` of `peer/pipeline/stage.py`."""
+"""The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5
-"""Equal to `Window.gain` of `peer/replica/flow.py`."""
+"""Microbatches in flight / contents of an empty pipeline; equal to `Window.gain` of `peer/replica/flow.py`."""
 IMPOSSIBLE = 1e9
-"""Costs from here on belong to infeasible placements; a higher cost is further from feasible."""
+"""Infeasible placements cost at least this; a higher cost is further from feasible."""
 _GUIDE = 0.03
-"""Local search minimises the cost plus this part of the mean stage, the mean member's reduction and the chain: most
-moves do not touch the slowest stage."""
+"""Local search minimises the cost plus this part of (mean time of a stage + mean reduction of a member + chain), since
+most moves leave the slowest stage, and so the cost, unchanged."""
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of `P.units`: FLOP/s; number of devices; one device's bytes of memory, and of its card's bytes/s in
-both directions; the bytes/s of fetching other layers' state; its share of its stage's work, which pauses meanwhile."""
+"""The rows of `P.units`: FLOP/s; number of devices; memory of one device in bytes; one device's part of the card's
+upload and download in bytes/s; bytes/s at which the unit fetches state; its share of its stage's work in the current
+plan, which pauses during a fetch."""
 HOME_FIRST, HOME_LAST, TEXT = range(3)
-"""The rows of `P.holds`: the range of layers that a unit holds with state in the current plan; 1 if it has
-the run's text, else 0."""
+"""The rows of `P.holds`: the range of layers for which a unit holds state in the current plan; 1 if it has the run's
+text, else 0."""
 FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
-"""The rows of `P.layers`, sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed
-expert, `JOB_TO` the fixed bytes of the running job."""
+"""The rows of `P.layers`: sums over the layers before a bound, of FLOP, parameters, bytes held for a microbatch,
+parameters of one placed expert, and fixed bytes (`StageMemory.layer_fixed_bytes`)."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 TIED_PARAMETERS, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 9)
-"""The positions in `P.costs`, the demand of one step. A microbatch takes `JOB_PER_FLOP` forwards, at the last
-stage `LOSS_PER_FLOP`. `TIED_PARAMETERS` are those of a matrix that the first and the last stage share; 0: there is
-none. A parameter takes `RESIDENT_BYTES` in memory, `STATE_BYTES` of them when it moves. `WORKSPACE_BYTES` are per
-stage."""
+"""The positions in `P.costs`, the demand of one step. A microbatch takes the time of `JOB_PER_FLOP` forwards, at the
+last stage of `LOSS_PER_FLOP`. `TIED_PARAMETERS`: parameters of a matrix that the first and the last stage share; 0:
+there is none. A parameter takes `RESIDENT_BYTES` of memory, and `STATE_BYTES` on the wire when its layer moves.
+`WORKSPACE_BYTES` are bytes of memory for each stage."""
 PATH_RATE, AWAY, PART, UNIT, TIED, LOAD, CARD, REDUCED, SLOPE, OFFSET, TAKEN, NEEDED = range(12)
-"""The rows of `S.loads`, by unit. `PATH_RATE`: microbatches/s, the least of in_d and out_d; `PART`: p_d; `UNIT`:
-bytes over its card for each byte of its stage's gradient; `TIED`: bytes of the matrix that both ends share; `LOAD`:
-bytes over its card in a step; `CARD`: bytes/s, of a shared card its part; `REDUCED`: R_d; `SLOPE` and `OFFSET`: what
-its card lets it take in t seconds is t `SLOPE` - `OFFSET`; `TAKEN`: its part of M; `NEEDED`: one device's memory."""
+"""The rows of `S.loads`, by unit. `PATH_RATE`: the lesser of in_d and out_d; `AWAY`: away_d; `PART`: p_d; `UNIT`: bytes
+over the unit's card for each byte of its stage's gradient; `TIED`: bytes for the matrix that both ends share; `LOAD`:
+bytes over its card in a step; `CARD`: card_d; `REDUCED`: R_d; `SLOPE`, `OFFSET`: its card lets it take t `SLOPE` -
+`OFFSET` microbatches in t seconds; `TAKEN`: microbatches that it takes, of M; `NEEDED`: bytes of memory of a device."""
 PATH_UNIT, TIED_S, LATENCY, SECONDS, REDUCE, BY_PATH, FREE, COMMIT, JOB, STRAIN = range(10)
 FLOW, HOP, TRIP, BESIDE, ALONE, CROWDED = range(10, 16)
-"""The rows of `S.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members, `TIED_S`
-the seconds of the shared matrix on the worst member's best path, `SECONDS` is T_stage, `REDUCE` the seconds of the
-reduction alone on cards and paths, `BY_PATH` on paths, `FREE` microbatches/s while no stage reduces, `COMMIT` the
-seconds of a commit without its reduction, `JOB` a microbatch's mean seconds, `STRAIN` the mean member's seconds of the
-reduction. `FLOW` (microbatches/s) and `HOP` (s) are between the stage and the next one. `TRIP` is the round trip from
-the stage to the end, `BESIDE` the commit beside the next step's activations, `ALONE` without them, and `CROWDED` the
-share of the card bounding `BESIDE` that activations take."""
+"""The rows of `S.times`, by stage; seconds unless said otherwise. `PATH_UNIT`: the largest (p_d + p_e) / path rate of
+two members (s/byte); `TIED_S`: the shared matrix on the worst member's best path; `LATENCY`: the longest between two
+members; `SECONDS`: T_stage; `REDUCE`: the reduction on otherwise idle cards and paths; `BY_PATH`: the same on paths
+alone; `FREE`: microbatches/s while no stage reduces; `COMMIT`: a commit without its reduction; `JOB`: mean time of a
+microbatch; `STRAIN`: mean reduction time of a member; `FLOW` (microbatches/s) and `HOP`: between the stage and the next
+one; `TRIP`: the round trip from the stage to the end; `BESIDE`: a commit beside the next step's activations; `ALONE`:
+a commit without them; `CROWDED`: the share that activations take of the card that limits `BESIDE`."""
 STEP_S, FLOW_S, CHAIN_S, ISSUE_S, UNEVEN_S, AHEAD = range(6)
-"""The positions in `S.step`: T, T_flow and T_chain; the seconds to issue M microbatches without the last one's own
-job; job / 2; the steps ahead at which T is shortest, s_max or 0."""
+"""The positions in `S.step`: T; T_flow; T_chain; the seconds to issue M microbatches, without the last one's own job;
+job / 2; the steps ahead with which T is shortest, s_max or 0."""
 PATHS, STAGES, PAIRS = range(3)
-"""The rows of `S.dirty`: the values of a stage to compute again."""
+"""The rows of `S.dirty`: which values of a stage must be computed again."""
 
 
 class PipelineInput(NamedTuple):
-    """What is the same for all placements. N units, L layers, C network cards, F sizes of an activation."""
+    """The tables that are the same for all placements: N units, L layers, C network cards, F activation sizes."""
 
     units: Any
     """float64 [7, N]"""
@@ -120,26 +124,26 @@ class PipelineInput(NamedTuple):
     card: Any
     """int64 [N], the network card of each unit."""
     card_rate: Any
-    """float64 [C], bytes/s of the slower direction."""
+    """float64 [C], bytes/s of the slower direction of each card."""
     shared_cards: bool
     latency: Any
-    """[N, N], s from row to column."""
+    """[N, N], seconds from row to column."""
     rate: Any
     """[N, N], bytes/s of one path from row to column."""
     cut_bytes: Any
-    """float64 [F], bytes of an activation on the wire, the workload's first."""
+    """float64 [F], bytes of an activation on the wire; the workload's size comes first."""
     q: Any
     """[F, N, N], activations of each size a second, there and back, over all paths between two units."""
     layers: Any
     """float64 [5, L + 1]"""
     beyond: Any
-    """float64 [devices + 1], placed experts that a member of a stage of so many devices holds beyond its slots."""
+    """float64 [devices + 1]: experts that a member holds beyond its slots, by the number of devices of its stage."""
     costs: Any
     """float64 [9]"""
 
 
 class PipelineState(NamedTuple):
-    """A placement of N units on K stages, and the parts of its cost."""
+    """A placement of N units on K stages, and the values from which its cost is computed."""
 
     stage: Any
     at: Any
@@ -151,9 +155,9 @@ class PipelineState(NamedTuple):
     bounds: Any
     """int64 [K + 1], the layers at which the model is cut."""
     cut_size: Any
-    """int64 [K], the position in `P.cut_bytes` of the cut behind each stage; the last counts for nothing."""
+    """int64 [K], the position in `P.cut_bytes` of the cut behind each stage; the last entry is unused."""
     sum_bytes: Any
-    """float64 [K], bytes a parameter in the reduction of each stage."""
+    """float64 [K], bytes for each parameter in the reduction of each stage."""
     loads: Any
     """float64 [12, N]"""
     times: Any
@@ -163,15 +167,16 @@ class PipelineState(NamedTuple):
     dirty: Any
     """bool [3, K]"""
     card_load: Any
-    """float64 [C], bytes in a step."""
+    """float64 [C], bytes over each card in a step."""
 
 
 ENTRIES = ("build", "evaluate")
-"""The functions that Python calls. Each wrapper, which unpacks 60 arrays, is a third of a function's compile time."""
+"""The functions that Python calls. Only these get a wrapper: it takes a third of a function's compile time."""
 
 
 def build(P, S, stage, bounds):
-    """Set S to this placement, all dirty. Members come in ascending order."""
+    """Set S to a placement, with all values dirty. Args: stage: int64 [N], the stage of each unit, or -1. bounds:
+    int64 [K + 1]."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -220,7 +225,7 @@ def scan_paths(P, S, k):
 
 
 def _scan_mates(P, S, k):
-    """Compute the members' parts of the reduction, and what each byte of a gradient costs them. Returns: work."""
+    """Compute each member's part of the reduction, and its cost for each byte of the gradient. Returns: work."""
     n = S.count[k]
     whole = 0.0
     for a in range(n):
@@ -238,7 +243,7 @@ def _scan_mates(P, S, k):
     total = 0.0
     for a in range(n):
         d = S.members[k, a]
-        # A plan allows no part of 0.
+        # A part is never 0: plans do not allow that.
         S.loads[PART, d] = max(S.loads[PART, d], 1e-6 * whole) if 0.0 < whole < np.inf else P.units[WEIGHT, d]
         total += S.loads[PART, d]
     S.times[PATH_UNIT, k] = S.times[LATENCY, k] = 0.0
@@ -264,9 +269,9 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute what the shared matrix costs the members of both ends. Returns: work."""
+    """Compute the traffic for the shared matrix at the members of the first and the last stage. Returns: work."""
     K = len(S.count)
-    # Each end sends it in the format of its own reduction; the slower direction has the larger one.
+    # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
     tied_bytes = max(S.sum_bytes[0], S.sum_bytes[K - 1]) * P.costs[TIED_PARAMETERS]
     for k, end in ((0, K - 1), (K - 1, 0)):
         here = there = 0.0
@@ -291,7 +296,7 @@ def _gradient_bytes(P, S, k, first, last):
 
 
 def _load_cards(P, S):
-    """Compute the bytes that pass each card in a step."""
+    """Compute the bytes over each network card in a step, one way."""
     S.card_load[:] = 0.0
     for k in range(len(S.count)):
         gradient = _gradient_bytes(P, S, k, S.bounds[k], S.bounds[k + 1])
@@ -308,14 +313,14 @@ def _load_cards(P, S):
 
 
 def _job(P, first, last):
-    """Return the FLOP of a microbatch there and back, as `Workload.job_flop` does."""
+    """Return the FLOP of a microbatch's forward and backward, as `Workload.job_flop` does."""
     per_flop = P.costs[LOSS_PER_FLOP] if last == P.layers.shape[1] - 1 else P.costs[JOB_PER_FLOP]
     return per_flop * (P.layers[FLOP_TO, last] - P.layers[FLOP_TO, first])
 
 
 def saturate(P, S, k, first, last):
-    """Compute the reduction of stage k with layers first to last - 1, and what its members take. Exact: Newton from the
-    left on a concave, piecewise linear sum. Returns: T_stage."""
+    """Compute the reduction of stage k with layers first to last - 1, and the microbatches that its members take. It is
+    exact: Newton's method from the left on a concave, piecewise linear sum. Returns: T_stage."""
     M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)
@@ -360,7 +365,7 @@ def saturate(P, S, k, first, last):
 
 
 def _time_stage(P, S, k):
-    """Compute what a stage takes by itself. Returns: work."""
+    """Compute the times of stage k that do not depend on other stages. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
     S.times[SECONDS, k] = saturate(P, S, k, first, last)
     job = _job(P, first, last)
@@ -442,10 +447,11 @@ def _pair(P, S, k):
 
 
 def fill(supply, demand, path):
-    """Compute a flow within each sender's supply [n], each receiver's demand [m] and each path's capacity [n, m], all
-    in one unit of rate. Every sender first sends in proportion to the demands; what a path cannot carry is offered to
-    receivers with room. The flow is never above the maximum flow, and equal to it if no path limits.
-    Returns: (flow [n, m], rounds of offering)."""
+    """Compute a flow from senders to receivers. It starts in proportion to the demands; what a path cannot carry is
+    offered to receivers that can take more, in up to `FLOW_ROUNDS` rounds. The result is never above the maximum flow,
+    and equal to it if no path limits.
+    Args: supply: [n], of each sender. demand: [m], of each receiver. path: [n, m], capacities; all in the same unit.
+    Returns: (flow [n, m], rounds)."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
     left, room = supply.copy(), demand.copy()
@@ -486,7 +492,7 @@ def fill(supply, demand, path):
 
 
 def evaluate(P, S, work):
-    """Compute all dirty values again. Returns: (cost with moving, the guide of local search).
+    """Compute all dirty values again. Returns: (cost with that of moving, the figure that local search minimises).
     Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
@@ -567,12 +573,12 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain. Args: tail_s: round trip and commit of the last microbatch; ahead: the steps ahead."""
+    """Return T_chain. Args: tail_s: seconds of the last microbatch's round trip and commit; ahead: the steps ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 
 def joined(a: float, b: float) -> Any:
-    """Return the 4-norm; square roots are the same on every machine, powers are not."""
+    """Return the 4-norm by square roots, which are the same on every machine; powers are not."""
     larger = max(a, b)
     square = (min(a, b) / larger) ** 2
     return larger * np.sqrt(np.sqrt(1.0 + square * square))
@@ -586,7 +592,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute the commit whose reduction gets the part of each card that activations leave."""
+    """Compute `BESIDE`: the commit of stage k if its reduction gets the part of each card that activations leave."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):
@@ -594,9 +600,9 @@ def _commit_beside(P, S, k, flow_s):
         if S.loads[REDUCED, d] > 0.0:
             share = S.loads[TAKEN, d] / sum_taken
             busy = P.cut_bytes[0] * S.loads[AWAY, d] * share * P.costs[MICROBATCHES] / flow_s
-            # No less than the share that the flow counts with, so that rounding cannot leave nothing.
+            # At least the rate that T_flow assumes is left, so that rounding cannot leave nothing.
             by_card_s = S.loads[REDUCED, d] / max(S.loads[CARD, d] - busy, S.loads[REDUCED, d] / flow_s)
-            # Of cards that are equally slow, to rounding, the most crowded one counts.
+            # If several cards are equally slow (up to rounding), the most crowded one counts.
             if by_card_s > (1.0 + 1e-9) * seconds:
                 crowded = 0.0
             if by_card_s > (1.0 - 1e-9) * seconds:
@@ -607,7 +613,7 @@ def _commit_beside(P, S, k, flow_s):
 
 
 def resident_bytes(P, S, k, first, last):
-    """Return the bytes of stage k's state at a member, as `Workload.resident_bytes` does."""
+    """Return the bytes that a member of stage k needs besides microbatches, as `Workload.resident_bytes` does."""
     devices = 0.0
     for a in range(S.count[k]):
         devices += P.units[WEIGHT, S.members[k, a]]
@@ -618,7 +624,7 @@ def resident_bytes(P, S, k, first, last):
 
 
 def _memory(P, S, step_s):
-    """Compute the memory that each member needs. Returns: the largest needed / present."""
+    """Compute the memory that each member needs. Returns: the largest ratio of needed to present memory."""
     most = 0.0
     for k in range(len(S.count)):
         first, last = S.bounds[k], S.bounds[k + 1]
@@ -635,8 +641,8 @@ def _memory(P, S, step_s):
 
 
 def _moving_s(P, S):
-    """Return the seconds of the whole swarm's work that moving here from the current plan costs: what each unit does
-    not do while it fetches missing layers. Newcomers did no work before, so they cost nothing."""
+    """Return the cost of moving here from the current plan: the work that units leave undone while they fetch missing
+    layers, in seconds of the whole swarm's work. Newcomers did no work before, so they cost nothing."""
     lost_s = 0.0
     if P.costs[HORIZON_S] == np.inf:
         return 0.0

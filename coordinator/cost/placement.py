@@ -8,16 +8,16 @@ from typing import Protocol
 from shoal.protocol.plan import Bound
 
 Bottleneck = tuple[Bound, int]
-"""What limits a step: (kind, stage). Paths lead from the stage to the next one, or to the previous one if the stage is
-the last."""
+"""What limits a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
+last stage, those to the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The assignment of layers to devices, by device index of one `Topology`."""
+    """The assignment of layers to devices, which are indexes of one `Topology`."""
 
     stages: tuple[tuple[int, ...], ...]
-    """The members of each stage in pipeline order, each ascending."""
+    """The members of each stage, in ascending order; stages are in pipeline order."""
     bounds: tuple[int, ...]
     """Stage k holds layers [bounds[k], bounds[k + 1])."""
 
@@ -30,14 +30,14 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with these devices in these stages, whether they had a place before or not."""
+        """Return the placement with each device of `stage_of` in its stage there. The device may be placed or not."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)
         return replace(self, stages=tuple(tuple(sorted(stage)) for stage in stages))
 
     def stage_of(self) -> dict[int, int]:
-        """Device -> its stage."""
+        """Return {device: its stage} of all placed devices."""
         return {device: index for index, stage in enumerate(self.stages) for device in stage}
 
 
@@ -50,7 +50,7 @@ class Cost:
     parts: dict[str, float] = field(default_factory=dict)
     """The parts of the cost, by name; units are in the objective's docstring."""
     bound: Bottleneck | None = None
-    """What limits a step; None: the objective does not say, or the placement is impossible."""
+    """The bottleneck of a step; None: the objective does not say, or the placement is impossible."""
     why: str = ""
 
     @classmethod
@@ -62,4 +62,4 @@ class Objective(Protocol):
     """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost, slowly; the searches' incremental versions are tested against this."""
+        """Return the exact cost. This is slow; searches compute it incrementally, and are tested against it."""

@@ -12,7 +12,7 @@ from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.topology import Floats, Ints, Topology
 
 _ROWS = 512
-"""Rows of a table that are computed at once, which bounds the memory that this takes."""
+"""The rows of a table that are computed at once; more would take more memory."""
 
 
 def problem_of(
@@ -27,10 +27,10 @@ def problem_of(
     """Return the tables of a swarm.
 
     Args:
-        weight: int64 [N], the number of alike devices behind each of the topology's (`allocate/planner.py`); 1 if
-            None. With it flop_per_s and cards are sums, memory and paths those of one device.
-        current: the placement in force: moving state costs, spread over `horizon_s`.
-        cuts: bytes of a microbatch over a cut, of all formats in use; empty: those of the workload.
+        weight: int64 [N], the number of devices in each unit of `topology` (`allocate/planner.py`); None: 1 each.
+            FLOP/s and cards of a unit are sums, memory and paths are those of one device.
+        current: the placement in force; the cost of moving state from there is spread over `horizon_s`.
+        cuts: bytes of a microbatch over a cut, for each format in use besides the workload's.
     """
     t, w, n = topology, workload, topology.num_devices
     weights: Floats = np.ones(n) if weight is None else weight.astype(np.float64)
@@ -77,8 +77,8 @@ def problem_of(
 def state_of(
     problem: PipelineInput, workload: Workload, num_stages: int, wire: WireBytes | None = None
 ) -> PipelineState:
-    """Return an empty placement on `num_stages` stages. Args: wire: bytes of each cut and each reduction, whose cuts
-    `problem` knows; None: those of the workload."""
+    """Return an empty placement on `num_stages` stages. Args: wire: bytes of each cut and each reduction (`problem`
+    must have the cuts' sizes); None: those of the workload."""
     n, K = len(problem.card), num_stages
     wire = wire or WireBytes.same(workload, K)
     known = problem.cut_bytes.tolist()
@@ -99,15 +99,15 @@ def state_of(
 
 
 def _fixed(array: Floats) -> Floats:
-    """Return a read-only view in C order: numba compiles anew for each kind of array."""
+    """Return a read-only view in C order, always the same kind of array: numba compiles anew for each kind."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
 
 
 def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> Floats:
-    """Return `P.q`: frames a second in the slower direction, because each activation is answered by a gradient of
-    its size. A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame, and a frame's
+    """Return `P.q`: frames a second in the slower direction, because a gradient of the same size answers each
+    activation. A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame. A frame's
     credit returns after its own time on the path and a round trip (`protocol/frames.py`)."""
     rate, latency, n = topology.bytes_per_s, topology.latency_s, topology.num_devices
     q = np.zeros((len(sizes), n, n), dtype=rate.dtype)
@@ -127,8 +127,8 @@ def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> F
 
 
 def _homes(topology: Topology, rate: Floats, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """Return (each device's layers [2, N], its rate of fetching others [N], its share of its stage's work [N]).
-    Args: rate: float [N, N], bytes/s between two devices."""
+    """Return for each device (range of its layers in `current` [2, N], bytes/s at which it can fetch other layers [N],
+    its share of its stage's work [N]). Args: rate: float [N, N], bytes/s between two devices."""
     n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:

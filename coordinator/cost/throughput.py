@@ -1,50 +1,51 @@
-"""Prices one placement by Shoal's own objective, seconds a step of the asynchronous pipeline (`pipeline.py`).
+"""Prices one placement by shoal's own objective, the seconds a step of the asynchronous pipeline (`pipeline.py`).
 
-**Impossible** is a placement that does not fit, has a stage without members or layers, a member of stage 0 without the
-text, two members of a stage without a path between them, or a member without a path to any member of a neighbouring
-stage.
+A placement is **impossible** if it does not fit into memory, if a stage has no members or layers, if a member of stage
+0 lacks the text, if two members of a stage have no path between them, or if a member has no path to any member of a
+neighbouring stage.
 
-**Staleness** s is the mean over microbatches and stages. A microbatch that starts at stage k between the last
-microbatch of a step and its commit runs on an older version:
+**Staleness** s is the mean over microbatches and stages. A microbatch that starts at stage k after the last microbatch
+of a step, but before the commit of that step, runs on an older version:
 
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
-The pipeline's control weighs its cost in steps (`peer/replica/flow.py`, `protocol/staleness.py`); plans ignore it
-([`DECISIONS.md`](DECISIONS.md)).
+The control of the pipeline (`peer/replica/flow.py`) weighs the steps that staleness costs (`protocol/staleness.py`)
+against the time that it saves; plans ignore them ([`DECISIONS.md`](DECISIONS.md)).
 
-**What limits a step.** If T_flow is longer than T_chain, the slowest stage, or the slowest pair of neighbouring stages.
-Within a stage it is the resource with the longest time for a step's work:
+**What limits a step.** If T_flow is longer than T_chain, the slowest stage or the slowest pair of neighbouring stages
+limits it. Within a stage it is the resource with the longest time for a step's work:
 
     compute    M / sum of 1 / job_d                  card, reduction    (activations + gradients) / sum of card_d
     paths      M / sum of path_rate_d                reduction          the slowest path between two members
 
-A network card is named after the larger of its two loads. If T_chain is longer, it is the chain's longest part at the
-stage with the longest chain: the commit (or its reduction, if that takes half of it), the round trip, or the issue of
-the microbatches, which is again limited by a stage or a pair.
+A limit by network cards is named after the larger of their two loads: `card` or `reduction`. If T_chain is longer, the
+longest part of the chain limits the step, at the stage with the longest chain: the commit (or its reduction, if that is
+at least half of the commit), the round trip, or the issue of the microbatches, which a stage or a pair limits as above.
 
-**Predicted** are the seconds that a step will take (`predicted_step_s`). People are told these, as tokens/s; searches
-compare placements by T. The prediction is closer to reality, but a bad search objective: it finds slower plans
-(simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
+**The prediction** (`predicted_step_s`) is the seconds that a step will take. People see it, as tokens/s; searches
+compare placements by T. The prediction is closer to reality, but searches that minimise it find slower plans
+(simulated: data centre 6.53 s in place of 6.40 s, home GPUs 58.9 s in place of 55.8 s). It differs from T in two ways.
 
-*Control.* T assumes that everything runs ahead that `s_max` admits, with the window's whole gain. The control
-(`peer/replica/flow.py`) admits less where staleness costs more steps than it saves seconds. Devices are then busy for a
-part e(g) of the time in which they work ahead, not e(window):
+*Control.* T assumes that as much runs ahead as `s_max` admits, with the whole gain of the window. The control admits
+less where staleness costs more steps than it saves seconds. With the gain g of its choice, devices are busy for a part
+e(g) of the time in which they work ahead, not e(window):
 
     r = e(window) / e(g)
     T_compute' = T_compute (1 + x (r - 1)),     x = min(1, idle / work)
     T_chain'(k) = T_chain(k) + (r - 1) T_compute / (k + 1)
 
 *Waiting.* A device that has waited for a version cannot recover that time; a line can, because it carries the
-reduction meanwhile. So compute time adds to the chain. If activations share the card, the duration of commits varies,
-and a device that waits for the long ones gains nothing from the short ones unless it is idle anyway. For stage j, let q
-be the share of the card bounding its commit that activations take, T_j the time of its devices without waiting, and
+reduction meanwhile. So compute time adds to the chain. If activations and the reduction share a card, commits vary in
+length: a device loses time in long ones, but gains none in short ones unless it is idle anyway. For stage j, let q be
+the share that activations take of the card that limits its commit, T_j the time of its devices without waiting, and
 T_chain'(k, j) its chain. With the 4-norm |a, b|:
 
     c_j = q T_j / T_flow
     L_j = max(T_compute', T_chain'(k, j))
     T   = max(T_flow, max over j of L_j + c_j / 0.4 (|T_compute', T_chain'(k, j)| - L_j))
 
-Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Figures are in MEASURED.md.
+Source: ours; `protocol/running_ahead.py` defines e, x, idle, work and the choice of k steps ahead and gain g. Figures
+are in MEASURED.md.
 """
 
 import sys
@@ -67,24 +68,24 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.topology import Floats, Topology
 
 _CROWDED = 0.4
-"""The c at which the full norm applies; fitted to the five shipped scenarios."""
+"""The c_j at which the full norm applies; fitted to five shipped scenarios."""
 LARGE = 256
-"""The number of devices above which the compiled loops are loaded: for 200, one evaluation takes Python 30 ms."""
+"""With more devices than this the compiled loops are loaded: with 200, one evaluation takes Python 30 ms."""
 
 
 class ThroughputObjective:
-    """Implements `Objective`. Parts, in seconds a step unless said otherwise:
+    """Implements `Objective`. `Cost.parts`, in seconds a step unless said otherwise:
 
-    step_s (T), flow_s, compute_s (the slowest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
-    T_flow), chain_s, round_trip_s (of one microbatch without waiting), commit_s (the longest), stale (s, 0 to s_max),
-    foreseen_s (predicted with the control), tokens_per_s (from foreseen_s), slowest_stage (index), memory (largest
-    needed / present)."""
+    step_s (T), flow_s (T_flow), compute_s (the slowest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the
+    parts of T_flow), chain_s (T_chain), round_trip_s (of one microbatch without waiting), commit_s (the longest), stale
+    (s, from 0 to s_max), foreseen_s (the prediction), tokens_per_s (from foreseen_s), slowest_stage (its index), memory
+    (the largest ratio of needed to present memory)."""
 
     def __init__(self, topology: Topology, workload: Workload) -> None:
         self.topology = topology
         self.workload = workload
         self._problems: dict[frozenset[float], PipelineInput] = {}
-        """The sizes of activations besides the workload's -> the tables."""
+        """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
         """Return the cost. Args: wire: bytes of each cut and each reduction; None: those of the workload."""
@@ -98,13 +99,13 @@ class ThroughputObjective:
         return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member sends over its network card in a step, by stage; as many arrive."""
+        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many."""
         evaluation = self._evaluated(placement)
         return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
-        """Return the bytes of memory that each member needs, its microbatches in flight included; None: the placement
-        is impossible. Args: memory: the terms; they may exceed `workload.memory`, which decides what is possible."""
+        """Return the bytes of memory that each member needs, with its microbatches in flight; None: the placement is
+        impossible. Args: memory: the terms to count. Whether the placement is possible depends on `workload.memory`."""
         if self.cost(placement).why:
             return None
         other = ThroughputObjective(self.topology, replace(self.workload, memory=memory))
@@ -112,13 +113,13 @@ class ThroughputObjective:
         return tuple(tuple(needed[list(members)].tolist()) for members in placement.stages)
 
     def split(self, placement: Placement) -> "Split":
-        """Split a placement's work as the objective assumes it: shares follow each member's capacity for a step. Every
-        plan is made with this. No stage may be empty."""
+        """Return the shares of the work that the objective assumes: each member's in proportion to its capacity for a
+        step. Every plan gets these. No stage may be empty."""
         evaluation = self._evaluated(placement)
         return Split(shares=tuple(map(evaluation.shares, range(len(placement.stages)))), parts=evaluation.parts)
 
     def _obstacle(self, placement: Placement) -> str:
-        """Say why the placement is impossible before any evaluation; empty: it may be possible."""
+        """Return why the placement is impossible, if that is clear before an evaluation; empty: it may be possible."""
         if (empty := next((k for k, stage in enumerate(placement.stages) if not stage), None)) is not None:
             return f"stage {empty} has no member"
         if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
@@ -144,7 +145,7 @@ class ThroughputObjective:
 
 
 class _Evaluation:
-    """One placement with its filled tables."""
+    """A placement after its evaluation: `state` has the computed values."""
 
     def __init__(
         self, topology: Topology, workload: Workload, placement: Placement, state: PipelineState, seconds: float
@@ -155,7 +156,7 @@ class _Evaluation:
 
     @cached_property
     def _computes_s(self) -> list[float]:
-        """What the devices of each stage compute, s a step."""
+        """The compute time of each stage's devices, seconds a step."""
         M, flop_per_s = self._workload.microbatches, self._topology.flop_per_s
         jobs = [self._workload.job_flop(first, last) for first, last in pairwise(self._bounds)]
         return [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
@@ -205,7 +206,8 @@ class _Evaluation:
         return Cost(seconds=step_s, parts=parts, bound=self._bound(stages_s, pairs_s, commits_s))
 
     def _flaw(self, memory: list[float]) -> str:
-        """Say why the placement is impossible; empty: it is not. Args: memory: largest needed / present, by stage."""
+        """Return why the placement is impossible; empty: it is possible. Args: memory: the largest ratio of needed to
+        present memory, by stage."""
         for k, seconds in enumerate(self.state.times[pipeline.SECONDS]):
             if not seconds < np.inf:
                 return f"a member of stage {k} has no path to its group peers or neighbours"
@@ -225,7 +227,7 @@ class _Evaluation:
                 return "reduction" if self.state.times[pipeline.REDUCE, k] >= commits_s[k] / 2.0 else "commit", k
             if trips_s[k] >= issue_s:
                 return "round trip", k
-        # A pair equals its slower stage, to rounding, unless its paths carry less.
+        # A pair takes as long as its slower stage (up to rounding), unless its paths carry less.
         if pairs_s and max(pairs_s) > (1.0 + 1e-6) * max(stages_s):
             return "paths", pairs_s.index(max(pairs_s))
         slowest = stages_s.index(max(stages_s))
@@ -251,7 +253,7 @@ class _Evaluation:
 
 
 def predicted_step_s(workload: Workload, state: PipelineState, computes_s: Sequence[float]) -> float:
-    """Return the seconds that a step will take. Args: computes_s: what the devices of each stage compute, s a step."""
+    """Return the seconds that a step will take. Args: computes_s: the compute time of each stage, seconds a step."""
     step_s, flow_s = float(state.step[pipeline.STEP_S]), float(state.step[pipeline.FLOW_S])
     if workload.control is None or not state.step[pipeline.AHEAD]:
         return step_s
@@ -278,10 +280,11 @@ def predicted_step_s(workload: Workload, state: PipelineState, computes_s: Seque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Each member's part of its stage's traffic and of its reduction, in the order of `Placement.stages`; each stage's
-    numbers are positive and add to 1."""
+    """Each member's part of its stage's work, in the order of `Placement.stages`. Each stage's numbers are positive and
+    add to 1."""
 
     shares: tuple[tuple[float, ...], ...]
+    """The part of the stage's microbatches that each member takes."""
     parts: tuple[tuple[float, ...], ...]
     """The part of the stage's gradient that each member adds up for the others."""
 
@@ -291,8 +294,8 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
 
 
 def _loops(num_devices: int) -> Any:
-    """Return `pipeline.py` as it is, or compiled if a search has compiled it already, or if it has much to do. The
-    results are the same, bit for bit."""
+    """Return the module `pipeline`, or its compiled twin if that is ready or the swarm is large. Both compute the same
+    bits."""
     # Another thread may be importing the module, which then lacks its functions.
     is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)
     if num_devices <= LARGE and not (is_ready and is_ready()):

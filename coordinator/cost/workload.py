@@ -20,35 +20,35 @@ from shoal.protocol.tensors import (
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 _MANY = 2**20
-"""Elements of a tensor so large that the padding of its last tile does not count."""
+"""The elements of a tensor that is so large that the padding of its last tile does not count."""
 STATE_BYTES_PER_PARAMETER = 12.0
-"""Bytes downloaded for each parameter of a new layer: the parameter and two moments, each fp32."""
+"""Bytes that a new holder downloads for each parameter: the parameter and two moments, each fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedExperts:
     number: int
     held: int
-    """How many of them each member holds if its stage has enough members."""
+    """The number of experts of a layer that each member holds if its stage has enough members."""
     replicas: int
-    """Minimum number of members that hold each expert; all members, if the stage has fewer."""
+    """The least number of members that hold each expert; all members, if the stage has fewer."""
     parameters: tuple[float, ...]
-    """[L], the parameters of one expert."""
+    """[L], the parameters of one expert in each layer."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts beyond `held` each member holds so that `members` have all replicas."""
+        """Return how many experts beyond `held` each of `members` members must hold, to place all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedGradients:
-    """A stage's reduced gradients, as they travel to peers outside the stage."""
+    """The traffic of a stage's reduced gradients to peers outside the stage."""
 
     bytes_per_parameter: float = FP32
-    """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
+    """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being a member."""
     tied_parameters: float = 0.0
-    """Parameters of the matrix that the first and the last stage of a tied model share: in each commit every member of
-    one gets its gradient from the other. 0: the model is not tied, or the matrix does not train."""
+    """The parameters of the matrix that the first and the last stage of a tied model share. In each commit every member
+    of one stage gets the matrix's gradient from the other. 0: the model is not tied, or the matrix does not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,31 +56,32 @@ class Workload:
     """The demands of one step of a model with L layers; the first includes the embedding, the last the head."""
 
     layer_flop: tuple[float, ...]
-    """[L], forward FLOP a microbatch."""
+    """[L], the FLOP of a microbatch's forward."""
     backward_per_forward: float
-    """2, or 3 with recomputation, which the last stage does only if `memory.is_by_layer`."""
+    """The FLOP of a backward divided by those of a forward: 2 (1 with adapters), and 1 more with recomputation. The
+    last stage recomputes only if `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
-    """[L], the parameters of one replica. Of placed experts a member's own count, as also for the reduction."""
+    """[L], the trained parameters of one replica. Of placed experts only those at one member count."""
     gradient_bytes_per_parameter: float
-    """The bytes of a gradient on the wire in a reduction, one way."""
+    """The bytes of a gradient on the wire in a reduction, one way, for each parameter."""
     memory: StageMemory
     """The memory terms of stages, including the base of adapters."""
     cut_bytes: float
-    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. Labels count
-    for subspace models only, with k numbers a token."""
+    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. For subspace
+    models, which send only k numbers a token, labels count, too."""
     microbatches: int
-    """M, a step."""
+    """M, the microbatches of a step."""
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline's control chooses how much runs ahead. None: all."""
+    """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: all that may."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
-    """None: each member holds all experts of its layers."""
+    """How experts are placed; None: each member holds all experts of its layers."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:
-        """[L], kept from a microbatch's forward to its backward."""
+        """[L], the bytes that a layer keeps of a microbatch from forward to backward."""
         return self.memory.layer_held_bytes
 
     @property
@@ -93,14 +94,14 @@ class Workload:
 
     @property
     def loss_per_forward(self) -> float:
-        """Return the last stage's job, in forwards."""
+        """The FLOP of a microbatch's forward, loss and backward in the last stage, divided by those of a forward."""
         if self.memory.is_by_layer:
             return 1.0 + self.backward_per_forward
         return 1.0 + min(self.backward_per_forward, _backward_per_forward(adapts=self.memory.base is not None))
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], bytes of a layer's state for a new holder; of the frozen base as if no peer had it yet."""
+        """[L], the bytes of a layer that a new holder downloads, with the frozen base, as if it had none of it yet."""
         state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
         if self.memory.base is None:
             return tuple(state)
@@ -108,19 +109,19 @@ class Workload:
 
     @property
     def state_bytes_per_parameter(self) -> float:
-        """Bytes that travel with moved layers for each parameter trained in them, averaged over all layers."""
+        """The bytes that travel with moved layers for each of their trained parameters, averaged over all layers."""
         if self.memory.base is None:
             return STATE_BYTES_PER_PARAMETER
         return sum(self.layer_state_bytes) / sum(self.layer_parameters)
 
     def synchronous(self) -> "Workload":
-        """Return the workload of steps before which nothing runs ahead."""
+        """Return the workload of synchronous steps: no microbatch runs ahead of its step."""
         return replace(self, s_max=0, control=None)
 
     @property
     def needed_first(self) -> float:
-        """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
-        (`peer/membership/learner.py`); 1 where learners are not possible."""
+        """The part of the state that a newcomer needs to compute as a learner (with weights alone, in bfloat16;
+        `peer/membership/learner.py`); 1 if the run cannot have learners."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0
@@ -133,14 +134,15 @@ class Workload:
 
     @property
     def num_parameters(self) -> float:
-        """The parameters of the whole model, frozen ones included. A tied matrix counts once."""
+        """The number of parameters of the whole model, frozen ones included. A tied matrix counts once."""
         placed = self.experts
         elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
         base = self.memory.base.parameters if self.memory.base is not None else 0.0
         return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
-        """Return the bytes that a replica of those layers needs besides its microbatches in flight."""
+        """Return the bytes that a replica of layers first_layer to last_layer - 1 needs, without its microbatches in
+        flight. Args: members: the number of members of the stage."""
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
@@ -156,7 +158,7 @@ class Workload:
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
-            # The last stage does not recompute its head: subtracting it here is exact for that stage's whole job.
+            # The last stage does not recompute its head; subtracting that here makes the stage's whole job exact.
             costs[-1] -= 2.0 * num_elements(model, HEAD)[0] / (2.0 + backward)
         return cls(
             layer_flop=tuple(flop * tokens for flop in costs),
@@ -176,12 +178,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """Bytes of tensors on the wire under a plan of K stages."""
+    """Bytes of tensors on the wire with a plan of K stages."""
 
     cuts: tuple[float, ...]
-    """[K - 1], bytes of a microbatch over the cut behind stage k, as in `Workload.cut_bytes`."""
+    """[K - 1], the bytes of a microbatch over the cut behind stage k, counted as `Workload.cut_bytes`."""
     sums: tuple[float, ...]
-    """[K], bytes a parameter in the reduction of stage k."""
+    """[K], the bytes for each parameter in the reduction of stage k."""
 
     @classmethod
     def same(cls, workload: Workload, num_stages: int) -> "WireBytes":
@@ -193,9 +195,9 @@ class FormatBytes:
     """Bytes of tensors on the wire in each format that a run's plans may choose, the widest first."""
 
     cuts: Mapping[WireFormat, float]
-    """`Workload.cut_bytes` for each format of activations."""
+    """Format of activations -> `Workload.cut_bytes` with it."""
     sums: Mapping[WireFormat, float]
-    """`Workload.gradient_bytes_per_parameter` for each format of sums."""
+    """Format of gradient sums -> `Workload.gradient_bytes_per_parameter` with it."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "FormatBytes":
@@ -219,7 +221,7 @@ class FormatBytes:
         return Formats.same([*self.cuts][-1], [*self.sums][-1], num_stages)
 
     def under(self, formats: Formats) -> WireBytes:
-        """Return the bytes under a plan with these formats."""
+        """Return the bytes with a plan that has these formats."""
         return WireBytes(
             tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
         )
@@ -245,7 +247,7 @@ def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
 
 
 def experts_held(spec: RunSpec) -> int:
-    """Return how many experts of each layer one member holds, in a stage with enough members; 1 in a dense model."""
+    """Return how many experts of each layer a member holds if its stage has enough members; 1 in a dense model."""
     slots = spec.swarm.expert_slots
     return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
 
@@ -255,9 +257,9 @@ def _backward_per_forward(*, adapts: bool) -> float:
 
 
 def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
-    """Return the trained parameters of each layer; of placed experts those of one member."""
+    """Return the trained parameters of each layer; of placed experts only those at one member."""
     model = spec.model
-    if spec.adapter is not None:  # embedding and head have none
+    if spec.adapter is not None:  # embedding and head have no adapters
         return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))
     counts = [decoder_parameters(model, experts_held=experts_held(spec))] * model.num_layers
     counts[0] += float(sum(num_elements(model, EMBED)))
@@ -266,10 +268,10 @@ def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
 
 
 def layer_costs(model: ModelSpec, *, with_experts: bool = True) -> tuple[float, ...]:
-    """Return the forward FLOP a token of each decoder layer; the first includes the embedding, the last the head.
-    Matmuls only; causal attention sees (context + 1) / 2 tokens on average, or a window. The embedding is a gather,
-    counted as the D values it moves. A subspace model includes the products with its basis.
-    Args: with_experts: count the experts that a token is sent to; else those are placed separately."""
+    """Return the FLOP of a token's forward in each decoder layer; the first includes the embedding, the last the head.
+    Only matrix products count. Causal attention sees (context + 1) / 2 tokens on average, or a window. The embedding is
+    a gather, and counts as the D values that it moves. For a subspace model, products with its basis count, too.
+    Args: with_experts: include the experts that a token is sent to; False if they are placed separately."""
     width, in_experts = model.num_heads * model.head_dim, basis_elements(model)
     if with_experts:
         in_experts += model.experts_computed * expert_elements(model)

@@ -1,11 +1,11 @@
-"""Records of each peer's past: the time it was seen and the number of its losses, so how likely it is to fail. Pure.
+"""Records how long each peer was seen and how often it failed, and derives its probability of failure. Pure.
 
 The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
-said good-bye, that is a failure. At a hand-over the records go to the next coordinator; after a crash its successor
-goes on from the records of its own last term, at worst from the prior.
+said good-bye, that is a failure. At a hand-over the records go to the next coordinator. After a crash, the successor
+goes on with the records of its own last term, or with the prior if it has none.
 
-A record belongs to an identity, across restarts of its process. What is older than `SEEN_S_MAX` counts less and less,
-so a machine that moved to a better place recovers."""
+A record belongs to an identity, across restarts of the peer's process. After `SEEN_S_MAX` older failures count less and
+less, so a machine that moved to a better place recovers."""
 
 import math
 from collections import OrderedDict
@@ -18,18 +18,18 @@ from shoal.protocol.limits import PEER_ID_CHARS_MAX
 from shoal.protocol.messages import FailureRecord
 
 PRIOR_S = 6 * 3600.0
-"""The time in which an unknown node is assumed to fail once: a volunteer's evening."""
+"""An unknown node is assumed to fail once in this time: a volunteer's evening."""
 HORIZON_S = 600.0
 """The least time that a layout, or a placement of experts, is expected to last: volunteers come and go."""
 SEEN_S_MAX = 7 * 24 * 3600.0
-"""A week has the nights and the weekend of a volunteer's machine."""
+"""The memory of a record: a week, which includes the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
-"""The limit on failures in a week. Beyond one every forty minutes, figures are useless or false."""
+"""The limit on the failures of a record. More than one in forty minutes, over a week, is useless or false."""
 GAP_S_MAX = 60.0
-"""The longest time between two heartbeats that counts as seen: in a longer gap the peer or we were away."""
+"""A peer counts as seen between two heartbeats if they are at most this far apart; else the peer or we were away."""
 RECORDS_MAX = 4096
 HANDED_OVER_MAX = 512
-"""The limit on handed-over records of 75 bytes: 38 KB of a message that also has a plan, adverts and loads."""
+"""The limit on handed-over records. One has 75 bytes: 38 KB of a message that also has a plan, adverts and loads."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class _Past:
     failures: float = 0.0
     seen_s: float = 0.0
     heard_s: float | None = None
-    """The time of its last heartbeat, by our clock; None: none since the records were handed to us."""
+    """The time of the peer's last heartbeat, by our clock; None: none since a hand-over to us or its last failure."""
 
 
 @dataclass(slots=True)
 class FailureRecords:
     _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
-    """The records; the peer silent for longest is first."""
+    """The records; the peer that has been silent for longest comes first."""
 
     def heard(self, peer: PeerID, now_s: float) -> None:
         past = self._past(peer)
@@ -62,8 +62,8 @@ class FailureRecords:
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
     def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
-        """Return the probability of each of `peers` to fail within `HORIZON_S`. A peer with a short record counts as
-        like the others of this swarm, lost ones included."""
+        """Return for each of `peers` the probability that it fails within `HORIZON_S`. The shorter a peer's record, the
+        more the mean over all peers of this swarm counts, lost ones included."""
         failures = sum(past.failures for past in self._pasts.values())
         seen_s = sum(past.seen_s for past in self._pasts.values())
         prior_s = (seen_s + PRIOR_S) / (failures + 1.0)
@@ -71,7 +71,7 @@ class FailureRecords:
         return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
-        """Return the records for the next coordinator: of `members` first, then of the peers seen last."""
+        """Return the records for the next coordinator: those of `members` first, then those of the peers seen last."""
         order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
         known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)
@@ -80,7 +80,7 @@ class FailureRecords:
         """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer.
         Figures are never added, so a record received twice counts once."""
         for past in self._pasts.values():
-            past.heard_s = None  # the time since then is in the records received
+            past.heard_s = None  # the received records include the time since that heartbeat
         for record in islice(records, HANDED_OVER_MAX):
             figures = record.failures, record.seen_s
             if len(record.peer) > PEER_ID_CHARS_MAX or not all(0.0 <= figure < math.inf for figure in figures):
@@ -105,12 +105,14 @@ class FailureRecords:
 
 
 def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = PRIOR_S) -> float:
-    """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. Its prior is a gamma
-    distribution worth one failure in `prior_s`, the time in which similar nodes fail once: after a day or two only the
-    peer's own `num_failures` in `seen_s` seconds count."""
+    """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. The prior of the
+    rate is a gamma distribution worth one failure in `prior_s` seconds. After a day or two the peer's own record
+    dominates.
+    Args: num_failures: the peer's failures while it was seen for `seen_s` seconds. prior_s: the time in which similar
+    nodes fail once."""
     return -math.expm1(-(num_failures + 1.0) / (seen_s + prior_s) * HORIZON_S)
 
 
 def rounded(probability: float) -> float:
-    """Round to a power of two: noise must not move experts, and similar nodes can exchange parts of a placement."""
+    """Round to a power of two, so that noise does not move experts, and similar nodes can exchange their experts."""
     return math.ldexp(1.0, round(math.log2(min(1.0, max(2.0**-20, probability)))))

@@ -1,8 +1,8 @@
-"""The plan's expert groups: which members of a stage hold which expert, by measured load. Pure.
+"""Makes the expert groups of a plan: which members of a stage hold which expert, by measured load. Pure.
 
-The placement stays while it is good enough (`replan.py`). A newly named member fetches the state from present holders,
-which stay until then. If layers move to other stages, a member keeps its experts of the layers of its new stage, and
-each layer takes its part of the measured loads along."""
+The placement stays while it is good enough (`replan.py`). A member that is new in a group fetches the expert's state
+from the present holders, which stay until then. If layers move to other stages, a member keeps its experts of those
+layers that are in its new stage, and each layer takes its part of the measured loads along."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
 Bounds = tuple[tuple[int, int], ...]
-"""The layers of each stage."""
+"""(first layer, last layer) of each stage."""
 
 LOOK_STEPS = 50
-"""The number of steps between two looks at the loads."""
+"""The number of steps after which the loads are checked again."""
 COUNT_MAX = 1 << 53
 """The limit on a peer's token count."""
 SHARE_MIN = 0.01
-"""The least share of a holder in an expert's tokens: a member needs some."""
+"""The least share of an expert's tokens that a plan gives to a holder: 0 is not allowed."""
 HANDED_OVER_MAX = 4096
-"""The limit on handed-over loads of all stages: 36 KB of a message."""
+"""The limit on handed-over loads, of all stages together: 36 KB of a message."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +34,11 @@ class ExpertPlaces:
     """Places experts on the members of stages.
 
     Args:
-        num_experts: of each layer.
-        slots: experts that a member of a stage holds; 0: experts are not placed.
-        min_replicas: holders of each expert, up to the stage's members, which hold more than `slots` if this needs it.
+        num_experts: the number of experts of each layer.
+        slots: the number of experts that a member of a stage holds; 0: experts are not placed.
+        min_replicas: the least number of holders of each expert, at most all members of the stage. Members hold more
+            than `slots` experts if this takes it.
+        records: the failure records of the peers.
     """
 
     num_experts: int
@@ -44,11 +46,12 @@ class ExpertPlaces:
     min_replicas: int = 2
     records: FailureRecords = field(default_factory=FailureRecords)
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """Stage of `_bounds` -> recent tokens of each expert."""
+    """Stage of `_bounds` -> recent tokens of each expert, older ones discounted."""
     _bounds: Bounds = ()
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
+    """Peer -> tokens of each expert, as counted in its last heartbeat."""
     _looked: tuple[int, int] = (0, 0)
-    """(era, version) at the last look."""
+    """(era, version) of the last check of the loads."""
 
     def obey(self, plan: Plan) -> None:
         bounds = tuple(stage.layers for stage in plan.stages)
@@ -58,13 +61,13 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer has sent to each expert since its last heartbeat; older ones fade."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens are discounted."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
         if len(counts) != self.num_experts or not all(0 <= count < COUNT_MAX for count in counts):
             return
-        before = self._told.get(peer, counts)  # counts from another coordinator's time say little about now
+        before = self._told.get(peer, counts)  # a peer's first count adds nothing: it may be old
         if any(now < then for now, then in zip(counts, before, strict=True)):
             before = (0,) * self.num_experts  # the peer has restarted
         self._told[peer] = counts
@@ -74,19 +77,19 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return the loads by stage and expert, for the next coordinator; none if they would be too many."""
+        """Return the loads by stage and expert, for the next coordinator; empty if they would be too many."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take the previous coordinator's measurements: without them every share would change for nothing."""
+        """Take over the previous coordinator's loads: without them every share would change for no reason."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
 
     def rest(self) -> None:
-        """Forget all counts when the role moves elsewhere: they will be old when it returns."""
+        """Forget all counts when another peer becomes coordinator: they will be old when the role returns."""
         self._told.clear()
         self._loads.clear()
 
@@ -101,7 +104,7 @@ class ExpertPlaces:
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
 
     def is_due(self, live: Plan, version: int) -> bool:
-        """True once every `LOOK_STEPS` steps and at a new era: time to check whether the load has moved."""
+        """True if the loads should be checked now: once in `LOOK_STEPS` steps, and at each new era (restore point)."""
         era, looked = self._looked
         if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
             return False
@@ -114,8 +117,10 @@ class ExpertPlaces:
         """Return the groups of all stages.
 
         Args:
-            before: the previous plan, if its expert holders still have their state.
-            begins: an era begins with the plan, so all members take their places with it, and stages may be others.
+            before: the previous plan; None: its expert holders do not have their state any more, or there is none.
+            sequence: the number of the new plan, from which on new members belong to their groups.
+            begins: True if an era begins with the new plan: then all members take their places at once, and the stages
+                may be different ones.
         """
         if not self.slots:
             return ()
@@ -127,7 +132,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return the previous holders of each expert in any layer of `stage`."""
+        """Return for each expert {peer: member} of the previous holders in any layer of `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:
@@ -146,7 +151,8 @@ class ExpertPlaces:
         *,
         begins: bool,
     ) -> list[ExpertGroup]:
-        """Args: held: the previous holders of each expert. measured: the loads; None: no reports."""
+        """Return the groups of one stage. Args: held: the previous holders of each expert. measured: the loads of the
+        experts; None: no reports. sequence: the new plan's number. begins: True if an era begins with it."""
         min_replicas = min(self.min_replicas, len(stage.members))
         if measured is None or sum(measured) <= 0.0:
             is_whole = {*stage.peers} == {peer for peers in held for peer in peers} and min(
@@ -154,13 +160,13 @@ class ExpertPlaces:
             ) >= min_replicas
             if is_whole and not begins:  # until loads are measured, the present groups are good enough
                 return [ExpertGroup(index, expert, tuple(peers.values())) for expert, peers in enumerate(held)]
-            measured = [float(len(peers)) or 1.0 for peers in held]  # the present placement would be right for these
+            measured = [float(len(peers)) or 1.0 for peers in held]  # loads for which the present placement is right
         slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
         current: dict[PeerID, list[int]] = {}
         for expert, peers in enumerate(held):
             for peer in peers:
-                if not begins or peer in stage.peers:  # others have moved to another stage
+                if not begins or peer in stage.peers:  # else the peer has moved to another stage
                     current.setdefault(peer, []).append(expert)
         chances: dict[str, float] = dict(zip(stage.peers, self.records.probabilities(stage.peers), strict=True))
         filled = _filled(current, chances.keys(), slots, measured)
@@ -184,7 +190,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage for these bounds: each layer takes its part along."""
+        """Return the measured loads by stage for other bounds: each layer takes its part along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -201,8 +207,9 @@ class ExpertPlaces:
 def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Guess how each member's slots are filled, since a plan names only the holders: free slots take the busiest
-    experts, as at placement. (Lost: more of each in turn: quiet swarms kept moving.)"""
+    """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
+    busiest experts, as at placement. (Lost: one more slot for each expert in turn: experts moved without a change in
+    load.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

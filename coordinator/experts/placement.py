@@ -1,7 +1,7 @@
-"""Replicas of experts: how many of each, and on which nodes, so that the fewest sets of failures lose an expert. Pure.
+"""Chooses the number of replicas of each expert, and the nodes that hold them, so that a loss is least probable. Pure.
 
-A slot is a unit of work: r slots cut an expert's tokens in r parts, on any nodes. A node that holds an expert twice
-keeps one copy of it and computes two parts."""
+A slot is a unit of work: an expert with r replicas, in r slots, has its tokens divided into r parts. A node that holds
+an expert in two slots keeps one copy of it and computes two parts."""
 
 import heapq
 import math
@@ -12,25 +12,27 @@ from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, lo
 from shoal.protocol.errors import LocalError
 
 FAILURE_PROBABILITY_ASSUMED = 0.05
-"""The failure probability of each node where none is given and one is needed."""
+"""The failure probability of each node, if none is given."""
 SEARCHES = 3
-"""A search ends where no single change helps; the next one often ends elsewhere."""
+"""The number of searches: each ends where no single change helps, often at a different placement."""
 PATIENCE = 150
 """A search ends after this many tries without a gain."""
 SLOTS_TRIED = 60
-"""A try takes longer with more slots than this, so the patience is shorter."""
+"""With more slots than this a try takes longer, so a search ends after fewer tries."""
 
 
 # --- how many ---
 
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
-    """Give each slot beyond the minimum to the expert with the largest load per replica so far. No other counts have a
-    less busy busiest replica: each slot was given at a load above the final largest one.
+    """Return the number of replicas of each expert that makes the busiest replica least busy. Each slot beyond the
+    minimum goes to the expert with the largest load per replica so far. This is optimal: each of these experts had at
+    least the final largest load per replica when it got the slot, so it needed the slot.
 
     Args:
-        loads: tokens or any other measure of each expert, finite and >= 0.
-        num_slots: slots to give, all of them.
+        loads: the load of each expert, as tokens or any other measure, finite and >= 0.
+        num_slots: the number of slots; all are used.
+        min_replicas: the least number of replicas of each expert.
     Returns: int [E]; of equal loads the lower expert comes first.
     Raises: LocalError: a load is invalid, or there are too few slots."""
     _check(loads, num_slots, min_replicas)
@@ -59,8 +61,8 @@ def _check(loads: Sequence[float], num_slots: int, min_replicas: int) -> None:
 
 
 def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
-    """Return the largest load per replica, divided by the load of each slot if all were equal: 1 is ideal, also without
-    load. Experts without replicas are ignored."""
+    """Return the largest load per replica, divided by the mean load of a slot: 1 is ideal. It is 1 without any load.
+    Experts without replicas are ignored."""
     total, num_slots = math.fsum(loads), sum(replicas)
     if total <= 0.0 or num_slots == 0:
         return 1.0
@@ -68,10 +70,10 @@ def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) 
 
 
 def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
-    """Return the largest number of different nodes that each of the experts can be on at once.
+    """Return the largest number f for which each of the E experts can be on f different nodes.
 
-    A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
-    conditions and f <= N are sufficient, since all experts need the same number."""
+    A node with c slots holds at most min(c, E) different experts, which must add to E f. By Gale and Ryser this and
+    f <= N are sufficient, since all experts need the same number."""
     return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)
 
 
@@ -81,11 +83,11 @@ def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
 def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
     """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order.
 
-    Experts come in ascending order of replicas, in groups as large as a node has slots (as the smallest of the group's
-    nodes). Each group takes as many nodes as its rarest expert has replicas, so one set of nodes, and no other, loses
-    the whole group.
+    Experts come in ascending order of replicas, in groups. A group takes as many nodes as its rarest expert has
+    replicas, and has as many experts as the smallest of these nodes has slots. So only the failure of all of these
+    nodes loses experts of the group.
 
-    Args: order: the nodes, those for the rarest experts first; default: as they are.
+    Args: order: the nodes, those for the rarest experts first; default: in ascending order.
     Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled."""
     table = _Table(replicas, slots)
     nodes = [node for node in (range(len(slots)) if order is None else order) if slots[node]]
@@ -100,7 +102,7 @@ def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] |
 
 
 def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
-    """Deal the replicas of one expert after the other round the nodes, most replicas first."""
+    """Deal the replicas round the nodes, one expert after the other; the one with most replicas comes first."""
     table = _Table(replicas, slots)
     nodes = [node for turn in range(max(slots)) for node, count in enumerate(slots) if turn < count]
     experts = [expert for expert in reversed(table.rarest_first) for _ in range(replicas[expert])]
@@ -117,9 +119,9 @@ def mend(
     failure_probability: Sequence[float],
     min_replicas: int,
 ) -> ExpertPlacement:
-    """Keep what the nodes hold, as far as replicas and slots go, and deal the rest, reliable nodes first. A second
-    replica stays on a node only if the expert has enough others for `min_replicas` nodes; it may have too few free
-    nodes all the same."""
+    """Repair `current`: keep the experts that nodes hold, as far as `replicas` and `slots` allow, and deal the other
+    replicas, reliable nodes first. A second replica stays on a node only if the expert has enough other replicas for
+    `min_replicas` nodes. An expert may still be on fewer nodes, if too few have a free slot."""
     table = _Table(replicas, slots)
     order = sorted(range(len(slots)), key=lambda node: (failure_probability[node], node))
     for expert in table.rarest_first:
@@ -161,8 +163,8 @@ class _Table:
                 self.put(expert, node)
 
     def put_groups(self, order: Sequence[int], *, size: int, num_groups: int) -> None:
-        """Put groups of `size` experts, the rarest first, each on the first nodes of `order` with room for all of it.
-        Where too few have, the group is smaller."""
+        """Put groups of `size` experts, the rarest first, each on the first nodes of `order` that have room for the
+        whole group. If too few nodes have, the group is smaller."""
         experts = self.rarest_first
         for _ in range(num_groups):
             rooms = sorted(filter(None, self.room), reverse=True)
@@ -174,22 +176,21 @@ class _Table:
             experts = experts[fitting:]
 
     def put_minimum(self, min_replicas: int) -> None:
-        """Put each expert on `min_replicas` nodes, those with the most room. By Gale and Ryser these are different
-        nodes if they can be."""
+        """Put each expert on the `min_replicas` nodes with most room. If any choice fits, this does (Gale, Ryser)."""
         for expert in self.rarest_first:
             for node in heapq.nsmallest(min_replicas, range(len(self.room)), key=lambda node: -self.room[node]):
                 self.put(expert, node)
 
     def deal(self, order: Sequence[int], chances: Sequence[float]) -> None:
-        """Put one replica after the other, of the expert whose loss is most probable so far, on the first node of
-        `order` that has room and lacks the expert."""
+        """Put one replica after the other, each of the expert with the most probable loss so far, on the first node of
+        `order` that has room and lacks the expert. Args: chances: the failure probability of each node."""
         lost = [1.0] * len(self.left)
         for node, held in enumerate(self.held):
             for expert in set(held):
                 lost[expert] *= chances[node]
         waiting = [(-lost[expert], expert) for expert, left in enumerate(self.left) if left]
         heapq.heapify(waiting)
-        nodes = [iter(order) for _ in self.left]  # a node without room, or with the expert, stays so
+        nodes = [iter(order) for _ in self.left]  # a node that has no room, or has the expert, need not be tried again
         while waiting:
             p, expert = heapq.heappop(waiting)
             free = next((node for node in nodes[expert] if self.room[node] and expert not in self.held[node]), None)
@@ -218,16 +219,16 @@ def place(
     seed: int = 0,
     patience: int = PATIENCE,
 ) -> ExpertPlacement:
-    """Put every replica in a slot: by MRO, by spread, or by the best found mixture of groups and single experts.
+    """Put every replica in a slot: by `mro`, by `spread`, or by the best mixture of groups and single experts found.
 
     Args:
-        replicas: int [E], of each expert, >= 1; they fill the slots exactly.
-        slots: int [N], of each node, >= 0.
-        failure_probability: float [N], in [0, 1]; None: all nodes alike.
-        min_replicas: different nodes of each expert, at most `attainable_min_replicas`.
+        replicas: int [E], the replicas of each expert, >= 1; they fill the slots exactly.
+        slots: int [N], the slots of each node, >= 0.
+        failure_probability: float [N], in [0, 1]; None: the same for all nodes.
+        min_replicas: the least number of different nodes of each expert, at most `attainable_min_replicas`.
         patience: the search ends after this many tries without a gain.
-    Returns: a placement that keeps the promise of `min_replicas`. No rule that keeps it has a lower probability of a
-    loss."""
+    Returns: a placement with `min_replicas` nodes for each expert. Its probability of a loss is not above that of `mro`
+    or `spread`, if these have `min_replicas` nodes for each expert, too."""
     chances = failure_probability or [FAILURE_PROBABILITY_ASSUMED] * len(slots)
     patience = min(patience, 1 + patience * SLOTS_TRIED // max(1, sum(slots)))
     rng = random.Random(seed)
@@ -241,7 +242,8 @@ def place(
         return table.placement()
 
     def rank(placement: ExpertPlacement) -> tuple[int, float, int]:
-        """Return (experts below the promise, the probability of a loss, experts twice on a node): less is better."""
+        """Return (number of experts on fewer than `min_replicas` nodes, probability of a loss, number of replicas on a
+        node that already holds the expert): less is better."""
         masks = holder_masks(placement, len(replicas))
         holders = [mask.bit_count() for mask in masks]
         broken = sum(count < min_replicas for count in holders)

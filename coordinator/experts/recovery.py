@@ -1,8 +1,8 @@
-"""The failures that a placement of experts survives: no expert may lose all of its holders. Pure.
+"""Computes which failures a placement of experts survives: no expert may lose all of its holders. Pure.
 
-Here an expert is the set of its holders (a mask: bit j for node j), and only minimal sets matter: if a larger set is
-lost, so is the smaller. Sets that share no node, directly or through others, fail independently. Each such component is
-solved by itself: exactly if it is small, else by an upper bound."""
+Here an expert is the set of its holders (a mask: bit j for node j). Only minimal sets matter: if a larger set fails, so
+does each set within it. Sets that share nodes, directly or through other sets, form a *component*. Components fail
+independently, so each is solved by itself: exactly if it is small, else by an upper bound."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""[N][slots of the node]: the expert in each slot, ascending. Twice on a node is two parts of the work and one copy."""
+"""[N][slots of the node]: the expert in each slot, ascending. An expert in two slots of a node is one copy, which does
+two parts of the work."""
 
 NODES_EXACT_MAX = 16
-"""The most nodes of a component that is solved exactly: 65,536 sets of failures, about a millisecond."""
+"""A component with at most this many nodes is solved exactly: 65,536 sets of failures, about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The loss of some expert, which then has no holder left."""
+    """The event that at least one expert has no holder left."""
 
     probability: float
     is_exact: bool
@@ -29,7 +30,7 @@ class Loss:
 
 
 def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[int]:
-    """Return the mask of each expert, bit j for node j; 0 without holders."""
+    """Return the mask of holders of each expert, bit j for node j; 0: no holder."""
     masks = [0] * num_experts
     for node, experts in enumerate(placement):
         for expert in experts:
@@ -38,7 +39,7 @@ def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[i
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Return the masks that contain no other, each once, smallest first."""
+    """Return the masks that contain no other mask, without duplicates, the smallest first."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(small & mask == small for small in kept):
@@ -47,10 +48,11 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 
 
 def loss_probability(masks: Iterable[int], failure_probability: Sequence[float]) -> Loss:
-    """Return the probability that all nodes of some mask fail, if nodes fail independently.
+    """Return the probability that all nodes of at least one mask fail, if nodes fail independently.
 
-    The bound for a large component takes its masks as independent. They only help each other (Harris 1960), so all
-    survive at least that often; where losses are rare the difference is below 1 %."""
+    The bound for a large component treats its masks as independent. In truth the survival of one mask makes that of the
+    others more probable (Harris 1960), so the true loss is not above the bound. Where losses are rare the difference is
+    below 1 %."""
     smallest = minimal_masks(masks)
     if smallest and not smallest[0]:
         return Loss(probability=1.0, is_exact=True)
@@ -70,14 +72,14 @@ def loss_probability(masks: Iterable[int], failure_probability: Sequence[float])
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """Return float [N + 1]: entry k is the probability of no loss if k nodes fail, all sets of that size alike; None if
-    a component has more than `NODES_EXACT_MAX` nodes."""
+    """Return float [N + 1]: entry k is the probability of no loss if k nodes fail, all sets of k nodes being equally
+    probable. None: a component has more than `NODES_EXACT_MAX` nodes."""
     num_nodes = len(placement)
     masks = minimal_masks(holder_masks(placement, num_experts))
     if masks and not masks[0]:
         return (0.0,) * (num_nodes + 1)
     survivals = [1]
-    """Index k: the number of sets of k failures that the components so far survive."""
+    """Entry k: the number of sets of k failures that the components so far survive."""
     num_held = 0
     for nodes, local in _components(masks):
         if len(nodes) > NODES_EXACT_MAX:
@@ -91,7 +93,7 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
 
 
 def _components(masks: Iterable[int]) -> list[tuple[list[int], list[int]]]:
-    """Group masks that share nodes, directly or through others. Returns: (nodes, masks over these nodes alone)."""
+    """Return the components: (nodes, masks in which bit i stands for the i-th of these nodes)."""
     groups: list[tuple[int, list[int]]] = []
     for mask in masks:
         joined, members, apart = mask, [mask], []
@@ -119,7 +121,7 @@ def _nodes_of(mask: int) -> list[int]:
 
 
 def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
-    """Return bool [2^N]: whether the set of failed nodes S contains every node of some mask."""
+    """Return bool [2^N]: True at S if the set S of failed nodes contains all nodes of at least one mask."""
     lost = np.zeros(1 << num_nodes, np.bool_)
     lost[masks] = True
     for node in range(num_nodes):
@@ -130,7 +132,7 @@ def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=8)
 def _set_weights(chance: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return float64 [2^N]: the probability that exactly the nodes of set S fail."""
+    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail."""
     weights = np.ones(1)
     for p in chance:
         weights = np.concatenate([weights * (1.0 - p), weights * p])

@@ -1,4 +1,4 @@
-"""Decide whether to move experts now, and to where: every `LOOK_STEPS` steps and at every failure. Pure."""
+"""Decides whether to move experts now, and to where; called every `LOOK_STEPS` steps and at every failure. Pure."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -11,13 +11,13 @@ from shoal.coordinator.experts.placement import PATIENCE, busiest_replica_load_r
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability
 
 BUSIER = 1.25
-"""The placement stays while the busiest replica is at most this many times as busy as necessary."""
+"""The placement stays while its busiest replica is at most this many times as busy as in the best placement."""
 RISKIER = 4.0
-"""The placement stays while a loss is at most this many times as probable as necessary."""
+"""The placement stays while a loss is at most this many times as probable as in the best placement found."""
 RISK_IGNORED = 1e-6
-"""A loss less probable than this is ignored."""
+"""A probability of a loss up to this is ignored."""
 PATIENCE_AT_A_LOOK = 15
-"""The patience of the search that shows how safe a placement could be: 10 ms for ten nodes."""
+"""The patience of the short search that shows how safe a placement could be: 10 ms for ten nodes."""
 
 
 def replan(
@@ -31,12 +31,13 @@ def replan(
     """Keep the placement while it is good enough; else repair it; else place anew with the fewest fetches.
 
     Args:
-        current: the experts in the slots of each peer, by the live plan; the peers that have gone included.
+        current: the experts in the slots of each peer by the live plan; it includes peers that have left.
         loads: float [E], >= 0, measured and smoothed.
-        failure_probability: of each live peer until the next placement, rounded here to a power of two.
-        slots: of each peer, enough for `min_replicas` of each expert.
-        min_replicas: different holders of each expert, from 1 to the number of peers.
-    Returns: the experts in the slots of each live peer, whatever the order of the mappings."""
+        failure_probability: the probability that each live peer fails before the next placement; it is rounded here to
+            a power of two.
+        slots: the slots of each peer, enough for `min_replicas` replicas of each expert.
+        min_replicas: the least number of different holders of each expert, from 1 to the number of peers.
+    Returns: the experts in the slots of each live peer; it does not depend on the order of the mappings."""
     peers = sorted(failure_probability)
     chances = [rounded(failure_probability[peer]) for peer in peers]
     sizes = [slots] * len(peers)
@@ -61,7 +62,7 @@ def replan(
         return dict(zip(peers, now, strict=True))
     chosen = fewest_fetches(now, placed(PATIENCE), kinds=chances)
     if 2 * sum(counts) >= sum(sizes):
-        # Halfway to the best, here and below: the next small change is then no reason to move again.
+        # The limits here and below are halfway to the best, so that the next small change does not move experts again.
         ratio_max = ratio_best * (1.0 + BUSIER) / 2.0
         near = nearest_counts(counts, loads, num_slots=sum(sizes), min_replicas=min_replicas, ratio_max=ratio_max)
         mended = mend(now, near, sizes, failure_probability=chances, min_replicas=min_replicas)
@@ -78,27 +79,27 @@ def replan(
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Count the copies that nodes lack. Args: both [N], experts on each node; twice on a node is one copy."""
+    """Count the copies of experts that nodes lack for `target`. Args: both [N], the experts of each node."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 
 def fewest_fetches(
     current: Sequence[Collection[int]], target: ExpertPlacement, *, kinds: Sequence[Hashable]
 ) -> ExpertPlacement:
-    """Choose which node takes which part of `target`, and which expert takes which place in it.
+    """Exchange nodes, and experts, of `target` so that few copies must be fetched.
 
-    Nodes of one kind can exchange their parts, and experts with equally many replicas their places, without a change in
-    load or safety. So the fewest fetches are an assignment of parts to nodes and of names to experts; each is solved
-    exactly given the other, in turns until neither helps.
+    Nodes of one kind can exchange all their experts, and two experts with equally many replicas can exchange all their
+    places, without a change in load or safety. So there are two assignments: of the parts of `target` to nodes, and of
+    its places to experts. Each is solved exactly given the other, in turns until neither helps.
 
     Args: kinds: [N]; node i may take the part of node j if their kinds are equal and the parts equally large.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
-    Source: Kuhn-Munkres, in scipy as by Crouse (2016)."""
+    Source: Kuhn-Munkres, in scipy after Crouse (2016)."""
     num_experts = 1 + max((expert for part in (*current, *target) for expert in part), default=-1)
     held_NE = np.minimum(_times(current, num_experts), 1.0)
     kinds = [(kind, len(part)) for kind, part in zip(kinds, target, strict=True)]
     starts = [target, _renamed(held_NE, target)]
-    # The turns can stop early, so they begin from random names, too; with many nodes an assignment takes long.
+    # The turns can get stuck, so they also begin from random exchanges; not with many nodes, where that takes long.
     rng = np.random.default_rng(0)
     starts += [_renamed(rng.random(held_NE.shape), target) for _ in range(16 if len(target) <= 64 else 0)]
     found = []
@@ -120,7 +121,7 @@ def _renamed(held_NE: NDArray[np.float64], target: ExpertPlacement) -> ExpertPla
 
 
 def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np.float64]:
-    """Return float [N, E]: the number of times that the node holds the expert."""
+    """Return float [N, E]: the number of slots of each node that hold each expert."""
     times_NE = np.zeros((len(placement), num_experts))
     for node, part in enumerate(placement):
         for expert in part:
@@ -129,12 +130,12 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N]: the best column of each row, of the same kind."""
+    """Return [N]: the column assigned to each row so that the sum of `worth_NN` is largest; both have the same kind."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}
     kind_N = np.array([number.setdefault(kind, len(number)) for kind in kinds])
-    worth_NN = np.where(kind_N[:, None] == kind_N[None, :], worth_NN, -1e6)  # any number of fetches is better
+    worth_NN = np.where(kind_N[:, None] == kind_N[None, :], worth_NN, -1e6)  # worse than any number of fetches
     _, columns = linear_sum_assignment(worth_NN, maximize=True)
     return [int(column) for column in columns]
 
@@ -145,10 +146,10 @@ def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[
 def nearest_counts(
     counts: Sequence[int], loads: Sequence[float], *, num_slots: int, min_replicas: int, ratio_max: float
 ) -> list[int]:
-    """Change replica counts, one at a time, until they fill the slots and no replica is too busy.
+    """Change replica counts one by one, until they fill the slots and their `busiest_replica_load_ratio` is at most
+    `ratio_max`.
 
-    Args: ratio_max: above the `busiest_replica_load_ratio` of the best counts; then each exchange of a replica is one
-    step towards these."""
+    Args: ratio_max: must be above the ratio of the best counts; then each change leads towards these."""
     counts = [max(min_replicas, count) for count in counts]
     while sum(counts) != num_slots or busiest_replica_load_ratio(loads, counts) > ratio_max:
         if sum(counts) >= num_slots:

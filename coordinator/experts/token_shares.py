@@ -1,4 +1,4 @@
-"""Divide each expert's tokens among its holders so that no node is busier than necessary. Pure."""
+"""Divides each expert's tokens among its holders so that no node is busier than necessary. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,15 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 def token_shares(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float]
 ) -> tuple[dict[int, float], ...]:
-    """Minimise the sum over nodes of work^2 / speed, which also minimises the load of the busiest node. Each expert in
-    turn fills its holders like water, given the work of the others, until nothing moves; the objective is convex and
-    smooth, so this ends at its minimum.
+    """Return the shares that minimise the sum over nodes of work^2 / speed, which also minimises the load of the
+    busiest node. Each expert in turn is divided anew so that its holders' work / speed becomes equal, given the work of
+    the other experts (water filling), until nothing changes. The objective is convex and smooth, so this ends at its
+    minimum.
 
     Args:
-        placement: [N].
+        placement: the experts on each of N nodes.
         loads: float [E], >= 0.
-        speeds: float [N], > 0, work of a node in a unit of time.
+        speeds: float [N], > 0, the work that a node does in a unit of time.
     Returns: for each expert {node: share}, shares > 0 that sum to 1; empty without holders."""
     holders: list[list[int]] = [[] for _ in loads]
     for node, experts in enumerate(placement):
@@ -40,7 +41,7 @@ def token_shares(
 def busiest_node_load_ratio(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], shares: Sequence[dict[int, float]]
 ) -> float:
-    """Return the longest time that any node works, over the time if all shared the total work by speed; >= 1."""
+    """Return the longest time of a node / the time if all shared the total work in proportion to speed; >= 1."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]
     if math.fsum(held) <= 0.0:
         return 1.0
@@ -53,7 +54,8 @@ def busiest_node_load_ratio(
 
 
 def _pour(part: dict[int, float], load: float, work: list[float], speeds: Sequence[float]) -> float:
-    """Divide one expert's load so that all holders with a part end at the same level. Returns: the largest change."""
+    """Divide one expert's load anew so that all holders with a part of it have the same work / speed. Changes `part`
+    and `work`. Returns: the largest change of a part."""
     others = {node: max(0.0, work[node] - amount) for node, amount in part.items()}
     order = sorted(part, key=lambda node: (others[node] / speeds[node], node))
     level, water, speed = 0.0, load, 0.0

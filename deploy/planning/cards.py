@@ -1,7 +1,8 @@
-"""Tabulates what each card (GPU) holds of a model, its speed, and a newcomer's download (`shoal plan --cards`).
+"""Tabulates how many layers of a model each card (GPU) holds, its speed, and a newcomer's download
+(`shoal plan --cards`).
 
-All of it is arithmetic: memory as the coordinator predicts it for real peers, the makers' figures for dense bfloat16
-products and the share of them that training reaches, network lines without other traffic.
+All of it is arithmetic. It uses the memory that the coordinator predicts for real peers, a share of the makers' rates
+for dense bfloat16 products, and network lines without other traffic.
 """
 
 import math
@@ -26,9 +27,9 @@ from shoal.protocol.toml.spec_file import load_spec
 REACHED: Final = 0.4
 """The share of a card's dense rate that a stage's jobs are assumed to reach. `tests/bench/gpu.py` measures it."""
 KEPT_BYTES: Final = 1.0e9
-"""Memory of a card unavailable to the model: the driver, torch's kernels, the desktop."""
+"""The memory of a card that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4
-"""Microbatches that a stage is assumed to hold between forward and backward, while they pass the later stages."""
+"""The microbatches that a stage is assumed to hold between forward and backward, while they are in later stages."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
 CONTEXTS: Final = (2_048, 8_192)
 
@@ -39,7 +40,7 @@ class Card(msgspec.Struct, frozen=True):
     name: str
     memory_gb: float
     tflops: float
-    """The rate of dense bfloat16 products with float32 sums; of float32 products if it has no bfloat16."""
+    """The rate of dense bfloat16 products with float32 sums; of float32 products if the card has no bfloat16."""
 
 
 CARDS: Final = (
@@ -59,25 +60,25 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model; all but `layers` are null if such cards alone cannot hold the model."""
+    """The figures of one card for one model. If such cards cannot hold it, all but `card` and `layers` are null."""
 
     card: str
     layers: int
-    """How many decoder layers of the model's middle it holds."""
+    """The number of decoder layers that the card holds, counted in the middle of the model."""
     cards: int | None = None
     """The number of cards that hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of a pipeline of these cards, if only their speed bounds it."""
+    """The rate of a pipeline of these cards, if only their speed limits it."""
     up_mbit_s: float | None = None
-    """Rate that each card sends to its two neighbours; null if one card holds the whole model."""
+    """The rate at which each card sends to its two neighbours; null if one card holds the whole model."""
     fetch_gb: float | None = None
-    """Download of a newcomer before its first microbatch: its layers' weights and moments, or adapters and base."""
+    """A newcomer's download before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
-    """Minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
+    """The minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
 
 
 class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The `--json` output for one model."""
+    """The table of one model, as `--json` prints it."""
 
     model: str
     parameters: float
@@ -87,8 +88,8 @@ class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_models() -> list[tuple[str, RunSpec]]:
-    """Return (name, spec) of Llama's shapes at 1, 8 and 30 billion parameters, fully trained, and 8 billion with
-    adapters; with the most memory-saving settings."""
+    """Return (name, spec) of models shaped like Llama, with the settings that save most memory: 1, 8 and 30 billion
+    parameters, all trained, and 8 billion with adapters; each with all `CONTEXTS`."""
     shapes = (
         ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
         ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
@@ -130,7 +131,7 @@ def cards_table(name: str, spec: RunSpec, cards: Sequence[Card] = CARDS) -> Card
 
 
 def figures_of(card: Card, workload: Workload) -> CardFigures:
-    """Return the card's figures. Embedding and head count with their neighbouring layers."""
+    """Return the card's figures. The embedding counts as part of the first layer, the head of the last."""
     free_bytes = card.memory_gb * 1e9 - KEPT_BYTES
     stages = stages_of(workload, free_bytes)
     first = min(1, workload.num_layers - 1)
@@ -153,7 +154,8 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the fewest stages, as even as possible; None if some layer does not fit."""
+    """Return the layers [first, last) of the fewest stages that fit, as even as possible; None if a layer does not
+    fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
@@ -181,7 +183,7 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
-    """Print the tables. Args: path: a run file; None: the usual models. Raises: SpecError: the run file is invalid."""
+    """Print the tables. Args: path: a run file; None: `usual_models`. Raises: SpecError: the run file is invalid."""
     models = usual_models() if path is None else [(path.name, load_spec(path))]
     tables = [cards_table(name, spec) for name, spec in models]
     if as_json:
@@ -232,7 +234,7 @@ def lines_of(table: CardsTable, console: Console) -> None:
 
 
 def said(number: float | None) -> str:
-    """Format with two significant digits, or all digits of the integer part: `0.34`, `4.8`, `26`, `1,230`."""
+    """Return a number with two significant digits, or all digits before the point: `0.34`, `4.8`, `26`, `1,230`."""
     if number is None:
         return "-"
     if number == 0.0:

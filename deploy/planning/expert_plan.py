@@ -1,4 +1,5 @@
-"""Plans replicas of experts on nodes, and what failures they survive (`shoal plan --experts FILE.json`)."""
+"""Plans the replicas of experts on nodes, and computes the failures that they survive (`shoal plan --experts
+FILE.json`)."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,7 @@ from shoal.protocol.errors import LocalError
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000
 SLOTS_MAX = 100_000
-"""The most slots in total: more is a typing error, and would take minutes."""
+"""The most slots in all; more would take minutes, and is probably a typing error."""
 
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,33 +34,36 @@ class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     loads: tuple[float, ...]
     """Expert -> load, in any unit."""
     failure_probability: tuple[float, ...] | None = None
-    """Node -> probability of failure; null: equal for all."""
+    """Node -> probability of failure; null: the same for all nodes."""
     min_replicas: int = 2
-    """Distinct nodes for each expert: with fewer failures nothing is lost."""
+    """The least number of different nodes that hold each expert: with fewer failures no expert is lost."""
 
 
 class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The `--json` output."""
+    """The placement of the experts with its figures, as `--json` prints it."""
 
     replicas: tuple[int, ...]
+    """Expert -> number of replicas."""
     placement: tuple[tuple[int, ...], ...]
-    """Node -> experts in its slots. An expert listed twice gets two parts of its tokens but is stored once."""
+    """Node -> experts in its slots. A node that lists an expert twice stores it once, and does two parts of its
+    work."""
     recovery_probability: float
     """The probability that no expert loses all holders; a lower bound if not exact. Without probabilities in the file
     each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
     recovery_probability_is_exact: bool
     loss_probability: float
-    """The probability that some expert is lost, in full precision."""
+    """1 - `recovery_probability`, in full precision."""
     recovery_by_failures: tuple[float, ...] | None
-    """k -> probability that no expert is lost if k nodes fail, all alike; null: too many nodes to count."""
+    """k -> probability that no expert is lost if k random nodes fail; null: too many nodes to count."""
     busiest_replica_load_ratio: float
-    """1 means that every replica has the same load."""
+    """The load of the busiest replica, divided by the mean of a slot."""
     busiest_node_load_ratio: float
-    """The ratio with the best distribution of tokens; 1 means equal load per slot on every node."""
+    """The load per slot of the busiest node, divided by the mean, if tokens are divided in the best way."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
-    """Plan and print. Raises: LocalError: the file cannot be read, or asks for something impossible."""
+    """Place the experts that the file `path` describes, and print the placement and its figures.
+    Raises: LocalError: the file cannot be read, or asks for something impossible."""
     asked = read_experts(path)
     report = plan_experts(asked, seed=seed)
     if as_json:
@@ -84,7 +88,7 @@ def read_experts(path: Path) -> ExpertsFile:
 
 
 def _wrong(asked: ExpertsFile) -> str:
-    """Return what is wrong with a file; empty if nothing. Loads are checked where replicas are counted."""
+    """Return what is wrong with a file; empty: nothing. `replica_counts` checks the loads."""
     chances = asked.failure_probability
     if not 0 < len(asked.slots) <= NODES_MAX:
         return f"slots: between 1 and {NODES_MAX} nodes, each with its number of slots"

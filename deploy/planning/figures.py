@@ -1,7 +1,7 @@
-"""Computes what a plan means for its members: tokens a day, days to a goal, gigabytes a month, energy and price.
+"""Computes the figures of a plan for its members: tokens a day, days to a goal, gigabytes a month, energy and price.
 
-It is arithmetic on the planner's prediction of a step: everybody stays day and night, nobody fails. Watts are the
-scenario's or assumed; a peer with a stage draws them all the time. Pure.
+It is arithmetic on the predicted seconds of a step, and assumes that all members stay day and night, without failures.
+Watts come from the scenario or are assumed; a peer with a stage draws them all the time. Pure.
 """
 
 import math
@@ -17,31 +17,31 @@ from shoal.protocol.toml.defaults import TOKENS_PER_PARAMETER
 from shoal.protocol.topology import Topology
 
 WATTS_ASSUMED: Final = 350.0
-"""The default watts of a device: a card of 250 to 300 W at work, and its share of the machine."""
+"""The default power of a device: a GPU of 250 to 300 W at work, and its share of the machine."""
 PRICE_KWH_ASSUMED: Final = 0.30
-"""Roughly household electricity in Europe, in euros."""
+"""The default price of a kilowatt-hour: roughly that of household electricity in Europe, in euros."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What figures are asked for."""
+    """The user's goal and price."""
 
     tokens: float | None = None
-    """The goal of the command line; None: the run's."""
+    """The goal given on the command line, in tokens; None: the run's goal."""
     steps: int | None = None
-    """The run's steps, if they are set explicitly; None: a goal that suits the run."""
+    """The number of steps that the run file sets; None: it sets none, and a goal is assumed."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
 
 def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str, bool]:
-    """Return (tokens to train on, why so many, True if nobody has said it): those of the command line; else of the
-    run's explicit steps; else some that suit it.
+    """Return (goal in tokens, the reason for it, True if it is assumed). The goal is that of the command line; else
+    that of the run's explicit steps; else an assumed one.
 
-    20 tokens a parameter suit training from scratch. A run with initial weights is past that: its goal is its own data,
-    for which its steps are chosen.
+    The assumed goal is 20 tokens a parameter for training from scratch. A run that begins with trained weights needs
+    fewer: it gets the default number of steps.
     """
     if wishes.tokens is not None:
         return wishes.tokens, "", False
@@ -56,14 +56,15 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures per member of one class (a region, or a device where there are no regions)."""
+    """The figures of one member, for a class of members: a region or, without regions, a device."""
 
     name: str
     members: int
-    """The number of members that hold a stage."""
+    """The number of members of the class that hold a stage."""
     up_gb_month: tuple[float, float]
-    """The least and the most of a member, 10^9 bytes in `DAYS_A_MONTH` days."""
+    """The least and the largest upload of a member, in 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]
+    """The same for the download."""
     watts: float
     watts_are_assumed: bool
 
@@ -76,7 +77,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     days_to_goal: float
     members: tuple[MemberFigures, ...]
     kwh_per_day: float
-    """The energy of all devices that hold a stage."""
+    """The energy of all devices that hold a stage, in kWh a day."""
     kwh_per_billion_tokens: float
     price_kwh: float
     price_is_assumed: bool
@@ -99,9 +100,9 @@ def figures_of(
     """Compute the figures.
 
     Args:
-        watts: [N], None where unknown.
-        parameters: of the model.
-        sent_bytes, received_bytes: device with a stage -> bytes per step.
+        watts: [N], the power of each device; None: unknown.
+        parameters: the number of parameters of the model.
+        sent_bytes, received_bytes: bytes per step of each device with a stage; others are not in it.
     """
     goal_tokens, goal_why, goal_is_assumed = _goal(wishes, spec, parameters)
     per_day = tokens_per_s * _SECONDS_A_DAY
@@ -145,7 +146,7 @@ def figures_of(
 
 
 def parse_tokens(text: str) -> float:
-    """Parse `20B`, `1.5T`, `300M`, `2e10`. Raises: LocalError."""
+    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: it is no number."""
     body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]
@@ -157,7 +158,7 @@ def parse_tokens(text: str) -> float:
 
 
 def said_tokens(number: float) -> str:
-    """Format tokens or parameters: `20 B`, `1.5 T`."""
+    """Return a number of tokens or parameters in words: `20 B`, `1.5 T`."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * scale:  # three digits are shown
             return f"{digits(number / scale)} {suffix}"
@@ -165,7 +166,7 @@ def said_tokens(number: float) -> str:
 
 
 def said_days(days: float) -> str:
-    """Format a duration: `34 days`, `5.2 hours`, `12 minutes`, `12 years`."""
+    """Return a duration in words: `34 days`, `5.2 hours`, `12 minutes`, `12 years`."""
     if days < 1.0 / 24.0:
         return f"{days * 1_440.0:.2g} minutes"
     if days < 2.0:
@@ -174,13 +175,13 @@ def said_days(days: float) -> str:
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
-    """Format a range: `1,200` or `1,200 to 3,400`."""
+    """Return a range in words: `1,200` or `1,200 to 3,400`."""
     least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
     return least if least == most else f"{least} to {most}"
 
 
 def said_regions(devices: Sequence[int], topology: Topology) -> str:
-    """Format the devices' regions: `4 Tokyo, 2 Seoul`."""
+    """Return the number of devices in each region: `4 Tokyo, 2 Seoul`."""
     regions = [topology.regions[device] or "elsewhere" for device in devices]
     return ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions))
 

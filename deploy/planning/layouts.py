@@ -1,4 +1,4 @@
-"""Makes layouts by name: the planner's own, and simple ones for comparison."""
+"""Makes the layout of a given name: the planner's own, or a simple one for comparison."""
 
 import math
 import random
@@ -17,23 +17,24 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Topology, WorkloadEntry
 
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
-"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search with the DT-FM objective."""
+"""`ours`: the throughput planner; `at-once`: its rule without a search; `dtfm`: our search with the DT-FM objective;
+`given`: stages in the file's order; `random`: in random order; `mod`: device i in stage i mod K; `greedy`: by speed."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayoutRequest:
-    """The input of a layout. Equal requests give equal layouts."""
+    """The input from which a layout is made. Equal requests give equal layouts."""
 
     topology: Topology
     workload: Workload
     paper: WorkloadEntry | None = None
-    """The constants of the DT-FM objective; None: derived from `workload`."""
+    """The constants of the DT-FM objective; None: they are derived from `workload`."""
     stages: int | None = None
     """The number of stages; None: the layout chooses."""
     seed: int = 0
     seconds: float = 1.0
-    """Approximate seconds of one core for a search; converted to a fixed amount of work, not timed."""
+    """The length of a search in seconds of one core. It is converted to an amount of work, not timed."""
 
     @property
     def objective(self) -> ThroughputObjective:
@@ -41,10 +42,8 @@ class LayoutRequest:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages if the layout does not choose it; by default one for 8 devices, as in the DT-FM paper.
-
-        Raises: LocalError: more than devices or layers.
-        """
+        """The number of stages for layouts that cannot choose it; by default one for every 8 devices, as in the DT-FM
+        paper. Raises: LocalError: there are fewer devices or layers than stages."""
         most = min(self.topology.num_devices, self.workload.num_layers)
         if self.stages is not None and not 0 < self.stages <= most:
             raise LocalError(
@@ -55,19 +54,19 @@ class LayoutRequest:
 
     @property
     def chosen_stages(self) -> int | None:
-        """The number of stages, checked; None: the layout chooses. Raises: LocalError: as `num_stages`."""
+        """The number of stages; None: the layout chooses. Raises: LocalError: fewer devices or layers than stages."""
         return None if self.stages is None else self.num_stages
 
     @property
     def work(self) -> int:
-        """`seconds` in units of work, which never took longer on the measured machines."""
+        """`seconds` in units of work. On the measured machines a search never took longer than `seconds`."""
         from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
 
     @property
     def constants(self) -> WorkloadEntry:
-        """The constants of the DT-FM objective: the network file's, else from the run. Raises: LocalError."""
+        """The constants of the DT-FM objective: `paper`, or else derived from `workload`. Raises: LocalError."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages
@@ -80,7 +79,7 @@ class LayoutRequest:
 
 
 def layout(name: LayoutName, request: LayoutRequest) -> Placement:
-    """Make a layout. Raises: LocalError, NoLayout: it is impossible."""
+    """Make the layout of this name. Raises: LocalError, NoLayout: it is impossible."""
     return _LAYOUTS[name](request)
 
 
@@ -111,7 +110,7 @@ def _dtfm(request: LayoutRequest) -> Placement:
 
 
 def _greedy(request: LayoutRequest) -> Placement:
-    """Return the layout by speed alone, which the live coordinator uses after a change until its search is done."""
+    """Return the layout by speed alone, that of the live coordinator's rule for a change."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(

@@ -1,7 +1,7 @@
-"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help. Pure.
+"""Finds why a plan leaves devices out, and the least line rate, memory or speed with which one would help. Pure.
 
-It puts the device into every place of the plan (`allocate/at_once.py`, `joins`), unchanged and improved, and evaluates
-the step time with the search's objective. The least improvement is found by bisection.
+It puts the device into every place of the plan (`joins` of `allocate/at_once.py`), as it is and improved, and computes
+the step with the search's objective. Bisection finds the least improvement that helps.
 """
 
 import math
@@ -23,11 +23,11 @@ from shoal.protocol.topology import Floats, Topology
 Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
-"""A device helps if it shortens a step by this share."""
+"""A device helps if it shortens a step by at least this share."""
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest values to try: a fast data centre's line, the largest cards of 2026."""
+"""The largest values to try: the line of a fast data centre, the largest cards of 2026."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -41,7 +41,7 @@ _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """The least values that together make one of the devices helpful; None: the value is unchanged."""
+    """The least values that together make a device helpful; None: the device's present value is enough."""
 
     line_mbps: float | None = None
     """The line's rate in each direction."""
@@ -50,7 +50,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of equal devices without a place."""
+    """A group of equal devices that the plan leaves out."""
 
     name: str
     """The region, or a device's name where there are no regions."""
@@ -59,16 +59,17 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: float
     up_mbps: float | None
     down_mbps: float | None
-    """The network card's rate; None: only paths limit it."""
+    """The download rate of the network card; None: only paths limit it."""
     step_with_one_s: float | None
-    """The best step with one of them, unchanged; None: no place fits."""
+    """Seconds of the best step with one of these devices as it is; None: it fits into no place."""
     why: str
     needs: tuple[Need, ...]
-    """Alternatives, single resources first; empty: even the largest values do not help."""
+    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or nothing makes it."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
-    """Yield an explanation for every kind of device without a place, the largest group first (seconds each)."""
+    """Yield an explanation for each kind of device that the plan leaves out, the largest group first, at most twelve.
+    Each takes seconds."""
     goal_s = ThroughputObjective(topology, workload).cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:12]:
         yield _Examined(topology, workload, placement, devices, goal_s).explained()
@@ -76,14 +77,14 @@ def left_out(topology: Topology, workload: Workload, placement: Placement) -> It
 
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """Equal devices that a plan leaves out."""
+    """Examines a group of equal devices that a plan leaves out."""
 
     topology: Topology
     workload: Workload
     placement: Placement
     devices: tuple[int, ...]
     goal_s: float
-    """A device helps if it makes a step as short as this."""
+    """A device helps if a step with it takes at most this many seconds."""
 
     @property
     def device(self) -> int:
@@ -125,7 +126,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` that help, each at the same fraction of its range; None: none do."""
+        """Return the least values of `resources` that help, all at the same fraction of their ranges; None: even the
+        largest values do not help."""
         has = self.has()
 
         def helps(part: float) -> bool:
@@ -166,13 +168,15 @@ class _Examined:
         }
 
     def values(self, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-        """Return the values of a need, at this fraction of their ranges, rounded up to two digits as printed."""
+        """Return values of `resources` at the fraction `part` of the way, in logarithms, from the device's present
+        value to the largest; rounded up to two digits, as printed."""
         has = self.has()
         most = {resource: max(_MOST[resource], has[resource]) for resource in resources}
         return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}
 
     def improved(self, values: dict[Resource, float]) -> Topology:
-        """Return the network with these values of the device; the line is its card's, or its paths' without a card."""
+        """Return the network with these values of the device. The line rate is that of its network card or, if the card
+        does not limit it, of its paths."""
         topology, device = self.topology, self.device
 
         def at(array: Floats, where: Any, value: float) -> Floats:
@@ -200,7 +204,7 @@ class _Examined:
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """Return the resources that every need has in common, in words."""
+    """Return a phrase that names the resources in all of the needs; empty: there is none."""
     lacks = [
         what
         for what, values in (
@@ -220,7 +224,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return groups of equal devices, without comparing paths."""
+    """Return the groups of devices that are equal in all but their paths, the largest group first."""
     found: dict[object, list[int]] = {}
     for d in devices:
         place = topology.regions[d] or topology.names[d]

@@ -1,4 +1,4 @@
-"""Formats a plan for a terminal: its stages, its costs for the members, and rows of a comparison."""
+"""Formats a plan for a terminal: its stages, its figures for the members, and the rows of a comparison."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ _PARTS = {
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """Print what was not read of a network file, and what is assumed beside it."""
+    """Print the notes on a network file: the fields that were not read, and the values that are assumed."""
     for note in notes:
         tell(console, note, style="dim")
     if notes:
@@ -58,7 +58,7 @@ def seconds(value: float) -> str:
 
 
 def figures_view(figures: Figures) -> RenderableType:
-    """Return the costs of the plan: for the run, then for each class of members."""
+    """Return the plan's figures: for the run, then for each class of members."""
     run = Table(Head(no_wrap=True), Head(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for what, how_much in lines_of(figures):
         run.add_row(what, how_much)
@@ -116,7 +116,8 @@ def _figure(name: str, value: float) -> str:
 
 
 def compared_cells(report: PlanReport, first_s: float) -> tuple[tuple[str, ...], str]:
-    """Return (cells of `COMPARED`, why it is impossible). Args: first_s: the first row's step, as shown."""
+    """Return (cells of the columns `COMPARED`, why the layout is impossible or an empty string).
+    Args: first_s: the seconds of a step in the first row."""
     name, stages, took = shown_name(report.layout), str(len(report.stages) or "none"), seconds(report.took_s)
     if report.cost_s is None:
         return (name, stages, "cannot be", "none", "none", took), printable(report.why)
@@ -132,7 +133,7 @@ def in_a_line(report: PlanReport) -> str:
 
 
 def said_device(group: LeftOut) -> str:
-    """Format a device: `35 TFLOP/s, 24 GB, 50/500 Mbit/s`, the line's upload first."""
+    """Return a device in words: `35 TFLOP/s, 24 GB, 50/500 Mbit/s`, with upload before download."""
     line = ""
     if group.up_mbps is not None or group.down_mbps is not None:
         up, down = ("?" if rate is None else f"{rate:,.0f}" for rate in (group.up_mbps, group.down_mbps))
@@ -141,7 +142,7 @@ def said_device(group: LeftOut) -> str:
 
 
 def said_indexes(devices: Sequence[int]) -> str:
-    """Format device indexes as ranges: `0-7 12 14-15`."""
+    """Return device indexes as ranges: `0-7 12 14-15`."""
     ranges: list[list[int]] = []
     for device in devices:
         if ranges and device == ranges[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Makes and scores a layout, with the memory and the costs of its members: what `shoal plan --json` prints."""
+"""Makes and scores a layout, with the memory and the figures of its members, for the output of `shoal plan --json`."""
 
 import math
 import time
@@ -25,54 +25,58 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The first layer after the stage."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """GB that a peer needs with all state on its card, for the member with the least room; null: not computed."""
+    """The GB that a real peer needs with all state on its card, at the member with the fullest card; null: not
+    computed."""
     least_gb: float | None = None
-    """GB that it needs when the card is full and the moments are in the machine's memory."""
+    """The same if the card is full and the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
-    """GB of this member's card."""
+    """The GB of this member's card."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout with its cost: the `--json` output."""
+    """One layout with its cost, as `--json` prints it."""
 
     layout: str
     notes: tuple[str, ...] = ()
-    """Notes on what was ignored in the network file, and what was assumed."""
+    """Sentences on fields of the network file that were not read, and on assumed values."""
     objective: str
     seed: int
     stages: tuple[StageLine, ...]
     spares: tuple[int, ...]
     cost_s: float | None
-    """Seconds per step according to the objective; None: impossible."""
+    """Seconds a step by the objective; None: the layout is impossible."""
     parts: dict[str, float]
+    """The parts of the cost by name; the objective's docstring explains them."""
     why: str
-    """The reason for an impossible layout, which may have stages nevertheless."""
+    """Why the layout is impossible, even if it has stages; empty: it is possible."""
     took_s: float
-    """Seconds of one core spent, loading the compiled kernels included."""
+    """Seconds of one core that making the layout took, with loading the compiled kernels."""
     same_as: str = ""
-    """The earlier layout in a comparison that is equal; empty: none."""
+    """An earlier layout of the comparison that is equal; empty: none."""
     figures: Figures | None = None
-    """Costs for the participants; null in a comparison."""
+    """The figures for the members; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
-    """Each kind of device without a place, with the reason; empty in a comparison."""
+    """Each kind of device that the layout leaves out, with the reason; empty in a comparison."""
     formats: str = ""
-    """The wire formats, and the speed with them; empty in a comparison, and if the run leaves no choice."""
+    """The chosen wire formats, and the speed with them; empty in a comparison, or if the run leaves no choice."""
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step, for people; the search compares a slightly different figure."""
+        """The predicted seconds of a step, for people. The search compares layouts by `cost_s`, a slightly different
+        figure."""
         return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
 
     @property
     def placement(self) -> Placement:
-        """The layout; without stages if there is none."""
+        """The layout as a placement, without stages if no layout was found."""
         return Placement(
             stages=tuple(line.devices for line in self.stages), bounds=(0, *(line.last_layer for line in self.stages))
         )
 
 
 def propose(name: LayoutName, request: LayoutRequest, judge: Objective, *, objective: str) -> PlanReport:
-    """Make and score a layout. An impossible one is reported too, with the reason. Args: objective: `judge`'s name."""
+    """Make and score a layout. An impossible layout is reported, too, with the reason.
+    Args: judge: the objective that scores it. objective: the name of `judge`."""
     begun_s = time.process_time()
     placement, why = None, ""
     try:
@@ -99,7 +103,7 @@ def propose(name: LayoutName, request: LayoutRequest, judge: Objective, *, objec
 
 
 def stages_with_memory(report: PlanReport, request: LayoutRequest, spec: RunSpec) -> tuple[StageLine, ...]:
-    """Return the stages with the memory needed on a member's card (`coordinator/cost/memory.py`)."""
+    """Return the stages of the report with `needs_gb`, `least_gb` and `has_gb` (`coordinator/cost/memory.py`)."""
     present = request.topology.memory_bytes
     needed, least = (
         request.objective.needed_bytes(
@@ -119,7 +123,7 @@ def stages_with_memory(report: PlanReport, request: LayoutRequest, spec: RunSpec
 
 
 def said_of_memory(stages: Sequence[StageLine]) -> str:
-    """Return what real peers do where a card is too small; empty if all are large enough."""
+    """Return sentences on what real peers do where a card is too small; empty: all cards are large enough."""
     short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
     full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
     told = []
@@ -134,14 +138,14 @@ def said_of_memory(stages: Sequence[StageLine]) -> str:
 
 
 def _stages_said(lines: Sequence[StageLine]) -> str:
-    """Format stage numbers: `stages 0, 1 and 4`."""
+    """Return stage numbers in words: `stages 0, 1 and 4`."""
     names = [str(line.stage) for line in lines]
     return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
 
 
 def said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec) -> str:
-    """Return a sentence about the wire formats that a plan with this layout would choose; empty if the run leaves no
-    choice. All other figures assume the thinnest formats, which the search uses."""
+    """Return a sentence on the wire formats that a plan with this layout would choose; empty: the run leaves no choice.
+    All other figures assume the narrowest formats, which the search uses."""
     takes = FormatBytes.of(spec)
     if not takes.are_choices:
         return ""
@@ -153,7 +157,8 @@ def said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec)
 def predicted_figures(
     placement: Placement, request: LayoutRequest, watts: Sequence[float | None], wishes: Wishes, spec: RunSpec
 ) -> Figures:
-    """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
+    """Return the figures by the throughput objective, even if the search used another one.
+    Raises: LocalError: the layout is impossible."""
     cost = request.objective.cost(placement)
     if not math.isfinite(cost.seconds):
         raise LocalError(f"this plan cannot run: {cost.why}")

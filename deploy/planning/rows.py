@@ -1,4 +1,4 @@
-"""Prints a table row by row as rows arrive, so widths are fixed in advance."""
+"""Prints a table row by row, as rows arrive; so the widths of its columns are fixed in advance."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Prints the heading, then rows. Args: last: the heading of the last column, which folds."""
+    """Prints the headings of `columns`, then rows. Args: last: the heading of a last column, with text that wraps."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console
@@ -36,7 +36,7 @@ class Rows:
             for cell, column in zip(cells, self._columns, strict=True)
         ]
         line = self._gap.join(padded)
-        if self._room >= 24:  # else the text of the last, folding column goes below the row
+        if self._room >= 24:  # else the text of the last column goes below the row
             first, *others = wrapped(last, self._room)
             lines = [f"{line}  {first}", *(" " * (len(line) + 2) + more for more in others)]
         else:

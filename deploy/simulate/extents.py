@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and bytes of which only the size matters, and the states and vectors made of them."""
+"""Stand-ins for tensors and payloads that have a size but no contents, and states and vectors made of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ NOWHERE: Final = torch.device("meta")
 
 
 class Extent:
-    """A flat tensor of which only the size matters; operations on its numbers do nothing.
+    """A flat tensor that has a size but no numbers; operations on its numbers do nothing.
 
-    A tensor on torch's `meta` device is equivalent, at 100 us an addition.
+    A tensor on torch's `meta` device would do the same, but an addition takes it 100 us.
     """
 
     __slots__ = ("_size",)
@@ -64,7 +64,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Return a digest that is equal at all replicas and versions, since nothing computed here can differ."""
+        """Return a digest of the size, so that all replicas and versions agree: there are no numbers that differ."""
         return _digest_of(self.param_N.numel())
 
     def secure_digest(self) -> str:
@@ -72,7 +72,7 @@ class ModelledLayerState(LayerState):
 
 
 class ModelledVectors(Vectors):
-    """Vectors that have only a size."""
+    """Operations on vectors that have only a size."""
 
     def __init__(self, *, chunk_bytes: int, sums: Sequence[WireFormat] = ("fp32",)) -> None:
         super().__init__(NOWHERE, chunk_bytes=chunk_bytes, sums=sums)
@@ -100,11 +100,11 @@ class ModelledVectors(Vectors):
         return self.empty(size)
 
     def is_within(self, values_C: Tensor, largest: float) -> bool:
-        """Return True, since there are no numbers."""
+        """Return True, since there is no number that could be too large."""
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return the payload, since there is nothing to round."""
+        """Return the payload of a format in few bits, else None. The mean stays, since it has no numbers to round."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
@@ -139,7 +139,7 @@ class ModelledVectors(Vectors):
 
 
 class ModelledBase:
-    """Implements `InitialWeights`: the base of adapters, by its size only."""
+    """Implements `InitialWeights`: the frozen base of adapters, of which only the size exists."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -149,7 +149,8 @@ class ModelledBase:
 
 
 def with_modelled_base(spec: RunSpec) -> RunSpec:
-    """Return a spec with adapters as one with a base from the network, not one that each peer makes from the seed."""
+    """Return a spec with which peers download the base of adapters, and do not build it from the seed. A spec without
+    adapters is returned as it is."""
     if spec.adapter is None:
         return spec
     digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))
@@ -157,5 +158,5 @@ def with_modelled_base(spec: RunSpec) -> RunSpec:
 
 
 def phantom(nbytes: int) -> Payload:
-    """Return a payload of this length, the only property that handlers of modelled peers use."""
+    """Return a payload that has only a length. Modelled peers use nothing else of a payload."""
     return cast(Payload, cast(Any, Phantom(nbytes)))

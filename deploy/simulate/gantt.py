@@ -1,4 +1,4 @@
-"""Cut and pack timelines for a page: the jobs of each device in the last steps of a run."""
+"""Makes the timelines of a page: the jobs of each device in the last steps of a run."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,28 @@ from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
-"""The page's words for `KINDS`."""
+"""The words of the page for `KINDS`, in the same order."""
 SPANS_MAX = 40_000
-"""The limit on spans of a page. More would make many megabytes, so a window above it holds fewer steps."""
+"""The limit on the spans of a timeline, since more would take many megabytes. A window with more shows fewer steps."""
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""The number of units in the window: the time resolution."""
+"""The number of units of time into which the window is divided."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One device."""
+    """The jobs of one device."""
 
     label: str
     stage: int
-    """-1: unknown."""
+    """The stage of the device; -1: unknown."""
     spans: tuple[int, ...]
-    """Triples of (start after the previous start, length, index into KINDS), in units."""
+    """For each job three numbers: its start minus the previous job's start, its length, both in units of the chart, and
+    the index of its kind in `KINDS`."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A timeline. `unit` is in seconds; `start` and `end` are virtual times."""
+    """The timelines of the devices. `start` and `end` are virtual times; `unit` is the seconds of one unit of time."""
 
     start: float = msgspec.field(name="from")
     end: float = msgspec.field(name="to")
@@ -39,7 +40,8 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chart_of(result: SimResult, placement: Placement | None, topology: Topology) -> Chart:
-    """Return as many of the last steps as fit, devices by stage, without spares and idle devices."""
+    """Return the timelines of as many of the last steps as fit, in the order of stages, without spares and devices that
+    did nothing."""
     devices = _devices(result, placement)
     start_s, end_s = _window(result, devices)
     unit_s = max(end_s - start_s, 1e-9) / _UNITS
@@ -55,7 +57,8 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
-    """Return (kind, start, end), with the pause before each optimizer step as a wait for the group's sum."""
+    """Return (kind, start, end) of the jobs. The pause before each optimizer step becomes a `wait` for the
+    reduction."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:
@@ -67,7 +70,7 @@ def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
 
 
 def _devices(result: SimResult, placement: Placement | None) -> list[int]:
-    """Return the devices to show: at most `DEVICES_MAX`, spread evenly over all that worked."""
+    """Return at most `DEVICES_MAX` devices to show, chosen evenly from all that worked."""
     if not result.timeline:
         return []
     if placement is not None:
@@ -81,7 +84,8 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """Return the time to show: from a commit to the last one; all of a run without two commits."""
+    """Return (start, end) of the time to show: it begins at a commit and ends at the last one. A run with fewer than
+    two commits is shown as a whole."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ending.at_s, 1e-9)

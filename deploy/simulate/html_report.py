@@ -1,4 +1,4 @@
-"""One HTML file that shows a comparison. It fetches nothing, and escapes all names from users.
+"""Makes one HTML file that shows a comparison of strategies. It loads nothing, and escapes all names from users.
 
 `page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
 """
@@ -26,7 +26,7 @@ _LABELS_MAX = 80
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """A map of bytes a step, from row to column."""
+    """A matrix of the bytes sent in a step, from row to column."""
 
     title: str
     labels: tuple[str, ...]
@@ -34,21 +34,22 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy."""
+    """The page's data on one strategy."""
 
     name: str
     about: str
     pace: tuple[tuple[float, float, float], ...] = ()
-    """(from, to, tokens/s) each."""
+    """Intervals (from, to, tokens/s) in virtual seconds."""
     events: tuple[tuple[float, str, str], ...] = ()
+    """(virtual time in seconds, kind, text)."""
     gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
     maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
-    """(stage, layers, number of devices, description of the devices) each."""
+    """(stage, layers, number of devices, description of the devices)."""
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of the first strategy with a pace; empty if there is none."""
+    """The figures of the first strategy that has a pace; empty: no strategy has one."""
 
     strategy: str = ""
     lines: Sequence[tuple[str, str]] = ()
@@ -126,7 +127,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 
 
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
-    """Return (from, to, tokens/s) between commits; in a long run the means of several steps."""
+    """Return the intervals (from, to, tokens/s) between commits; in a long run each spans several steps."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
     every = max(1, len(commits_s) // 400)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
@@ -138,7 +139,7 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
-    """Return maps by region, by stage and by device, those that exist and are small enough."""
+    """Return the maps by region, by stage and by device, as far as these exist and a map is small enough."""
     moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:
@@ -172,7 +173,7 @@ def _layout(outcome: Outcome, topology: Topology) -> tuple[tuple[int, str, int, 
 
 
 def counted(stage: Sequence[int], topology: Topology) -> str:
-    """Return the regions of the devices; their names if the network has no regions."""
+    """Return the number of devices in each region; without regions, the devices' names."""
     if any(topology.regions):
         return said_regions(stage, topology)
     return ", ".join(topology.names[device] for device in stage)

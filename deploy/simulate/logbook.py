@@ -1,4 +1,4 @@
-"""The record of a modelled run: commits, plans, joins and losses, and the working time of devices."""
+"""Records a modelled run: commits, plans, joins and losses, and the working time of devices."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ class SimLedger:
     """Records the events of one run.
 
     Args:
-        steps: sets `reached` once every group has committed this many steps.
+        steps: the number of steps that every group must commit until `reached` is set.
+        keeps_timeline: True: keep each job of each device.
         on_step: called for each step that every group has committed.
     """
 
@@ -30,7 +31,7 @@ class SimLedger:
     ) -> None:
         self.steps: list[StepCommitted] = []
         self.undone: list[StepCommitted] = []
-        """The steps undone by a return to an earlier version."""
+        """The committed steps that a return to an earlier version has undone."""
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
@@ -39,7 +40,7 @@ class SimLedger:
         self.plan: Plan | None = None
         """The newest plan that any node obeyed."""
         self._num_groups = 0
-        """The number of commits that make a step, those of experts included, by the last plan."""
+        """The number of commits of a step by the last plan: one for each stage and each group of expert holders."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline
@@ -51,7 +52,7 @@ class SimLedger:
         self._peers: dict[int, SimPeer] = {}
         self._read: dict[int, int] = {}
 
-    # --- told by nodes ---
+    # --- reports of nodes ---
 
     def joined(self, device: int, peer: SimPeer, name: str) -> None:
         self._read_jobs(device)
@@ -62,7 +63,7 @@ class SimLedger:
         self._note("left", device, name)
 
     def obeyed(self, plan: Plan) -> None:
-        """Record a plan. Every node reports every plan."""
+        """Record a plan. Every node reports every plan, so all reports but the first are ignored."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -82,7 +83,7 @@ class SimLedger:
         self._note("plan", -1, plan.reason)
 
     def committed(self, report: CommitReport) -> None:
-        """Record a commit. Every member reports every commit of its group."""
+        """Record a commit. Every member reports every commit of its group; all reports but the first are ignored."""
         groups = self._commits.setdefault((report.era, report.step), set())
         if report.stage in groups:
             return
@@ -99,11 +100,11 @@ class SimLedger:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The devices that are up."""
+        """The devices that are up now."""
         return tuple(device for device, peer in sorted(self._peers.items()) if peer.is_alive)
 
     def read_jobs(self) -> None:
-        """Move the jobs that devices have finished since the last call into the record."""
+        """Move the jobs that devices have finished since the last call into this record."""
         for device in self._peers:
             self._read_jobs(device)
 
@@ -134,7 +135,7 @@ class SimLedger:
 
 
 def traffic_matrix(sent: Mapping[tuple[int, int], int], num_devices: int) -> npt.NDArray[np.int64]:
-    """Return [N, N] bytes, from the bytes of pairs."""
+    """Return the sent bytes [N, N], row = sender. Args: sent: (sender, receiver) -> bytes."""
     matrix = np.zeros((num_devices, num_devices), dtype=np.int64)
     for (source, destination), nbytes in sent.items():
         matrix[source, destination] = nbytes

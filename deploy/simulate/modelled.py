@@ -1,7 +1,8 @@
-"""Run the real drivers on modelled devices: from a network, a run spec and a layout to a result.
+"""Runs shoal's own peers and coordinators on modelled devices, in virtual time: a network, a run spec and a layout go
+in, a result comes out.
 
-The nodes are those of `shoal join` with another arithmetic (`arithmetic.py`), so that a thousand of them, with a model
-that none could hold, fit into one process.
+The nodes are those of `shoal join`, but they compute without numbers (`arithmetic.py`). So a thousand nodes, with a
+model too large for this machine, fit into one process.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ from shoal.protocol.topology import Topology
 
 
 class Churn(NamedTuple):
-    """A change of membership. `remove` is a power cut, `leave` a good-bye, `add` a (re)start; an `add` during the
-    good-bye does nothing. A device is absent until its first event if that is an `add` above 0 s."""
+    """A change of membership: `remove` is a power cut, `leave` a good-bye, `add` a start or restart. An `add` while the
+    device still says good-bye does nothing. A device is absent at first if its first event is an `add` after 0 s."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -50,41 +51,42 @@ class Churn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The ends of a run; the first one counts."""
+    """The conditions that end a run; the first to hold ends it."""
 
     steps: int | None = None
     """The number of steps that every stage commits before the run ends; None: as in the spec."""
     steps_after: int = 0
-    """Further steps that the run has after its end, so that the last counted step overlaps with a next one."""
+    """The number of further steps that the spec allows, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = 60.0
-    """The virtual seconds between two calls of `is_enough`, and between two sums of the devices' work; their jobs are
-    then dropped unless a timeline is wanted."""
+    """The virtual seconds between two calls of `is_enough`. At the same times the devices' jobs are added up and,
+    unless a timeline is wanted, dropped."""
     is_enough: Callable[[], str] = lambda: ""
     """A function that returns why to end the run; empty: it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelledRun:
-    """The input of a simulation. `swarm.stages` and `swarm.min_peers` follow the placement; there is no validation and
-    no snapshot."""
+    """The input of a simulation."""
 
     topology: Topology
     spec: RunSpec
-    """The spec of the modelled run: nothing of its model is ever allocated."""
+    """The run spec. The number of stages follows a placement, `min_peers` is the number of devices present at first,
+    and there are no validations and no snapshots. No memory is allocated for the model."""
     stages: Placement | Allocator | None = None
-    """A placement holds while its devices are up; an allocator is asked at every change; None: the live one."""
+    """A placement stays as it is while its devices are up; an allocator is asked at every change. None: the
+    coordinators use their own allocator."""
     seed: int = 0
     churn: Sequence[Churn] = ()
     dirt: Dirt = CLEAN
-    """What all devices and lines do beside what they promise."""
+    """The disturbances of all devices and lines."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
-    """Makes the swarm. Tests and benchmarks hinder devices, or put the behaviour of other systems here."""
+    """Makes the swarm. Tests and benchmarks disturb devices here, or imitate other systems."""
     chunk_bytes: int | None = None
-    """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
+    """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on(topology)`."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
@@ -92,18 +94,18 @@ class ModelledRun:
 
 
 def chunk_bytes_on(topology: Topology) -> int:
-    """Return the piece size of sums and states on this network, as fp32.
+    """Return the piece size of sums and states on this network, in bytes of fp32.
 
-    A simulation spends its time on frames, so its pieces are larger than a real peer's. But no urgent frame interrupts
-    them, while a real line is free again after 25 ms of a frame. So a piece takes the slowest uplink 0.4 s in
-    fp32, an eighth of that in 4 bits; no piece is smaller than a real peer's.
+    The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
+    frames have to wait for a piece, while a real line is free again after 25 ms. So the slowest uplink takes 0.4 s for
+    a piece in fp32 (an eighth of that in 4 bits). No piece is smaller than a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
-    """Simulate a run. Raises: LocalError: an unknown device, wrong expert loads, or a run that cannot begin."""
+    """Simulate a run. Raises: LocalError: a device is unknown, expert loads are wrong, or the spec is invalid."""
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
@@ -195,7 +197,7 @@ def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
-    """Wait for the end. Returns: why the run was cut off; empty: it was not."""
+    """Wait until the run ends. Returns: why it was cut off; empty: it was not."""
     until_s = math.inf if run.limits.seconds is None else run.limits.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
@@ -209,7 +211,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:
-    """Return the run spec for this world. Raises: LocalError: it is invalid."""
+    """Return the spec of `run` as the simulated nodes get it. Raises: LocalError: it is invalid."""
     spec, here = run.spec, run.topology.num_devices - len(absent_at_first(run.churn))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}
@@ -244,7 +246,8 @@ def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Collect cycles rarely: Python inspects all living objects, and a world of a thousand peers lives to the end."""
+    """Make Python collect reference cycles rarely: a collection inspects all objects, and those of a world of a
+    thousand peers live to the end."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A modelled expert at its holder, and token payloads that have only a size."""
+"""A modelled expert at a peer that holds it, and token payloads that have only a size."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -16,7 +16,7 @@ from shoal.protocol.ports import Payload
 
 
 class ModelledTokenWire(TokenWire):
-    """A wire with extents as rows, of one element each."""
+    """A token wire on which a row is one element of an `Extent`."""
 
     def encode(self, x_PD: Tensor) -> bytearray:
         return cast(bytearray, phantom(self.row_bytes * x_PD.numel()))
@@ -38,7 +38,7 @@ class ModelledTokenWire(TokenWire):
 
 
 class ModelledExpert(ExpertShard, ModelledShard):
-    """An expert at its holder, whose output is its input."""
+    """An expert at a peer that holds it. It returns its input as its output."""
 
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
         return x_ND

@@ -1,4 +1,4 @@
-"""A modelled peer's state of layers or experts: states and gradients have only a size."""
+"""A shard (the layers or experts that a peer holds) with states and gradients that have only a size."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from shoal.peer.pipeline.shard import Shard
 
 
 class ModelledShard(Shard):
-    """What a modelled shard does otherwise than one with tensors."""
+    """Replaces the methods of `Shard` that need the numbers of tensors."""
 
     def initial_state(self) -> StageState:
         layers = {}
@@ -23,7 +23,7 @@ class ModelledShard(Shard):
         return StageState(version=0, layers=layers)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
-        """Do nothing: only the arrival of a base matters here."""
+        """Do nothing: the frozen base has no contents, and only its arrival matters."""
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         before = self.state

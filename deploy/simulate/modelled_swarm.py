@@ -1,4 +1,4 @@
-"""Run nodes on modelled devices in one world: launch and remove them, and record their actions."""
+"""Runs nodes on modelled devices in one world: launches and removes them, and records their actions."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,15 +24,16 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""The ports that a node takes from its peer."""
+"""The ports of a node that its simulated peer provides."""
 
 
 class ModelledSwarm:
-    """The nodes of one run; device i of the topology is the peer named after i.
+    """The nodes of one run. Device i of the topology is the peer `name_of(i)`.
 
     Args:
-        routing: for runs that place experts.
-        dirt: device -> its dirt, and the cores that it shares with others, if any.
+        routing: draws the tokens of experts; needed if the run places experts.
+        dirt: a function of a device that returns its disturbances, and the processor cores that it shares with other
+            devices, or None.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class ModelledSwarm:
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
         self._nodes: dict[int, Node] = {}
-        """The nodes that have started and were not told to leave."""
+        """Device -> its node, if it has started and was not told to leave."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
-        """Device -> the devices to which the network has no path."""
+        """Device -> the devices that it has no path to."""
         passes = topology.bytes_per_s > 0.0
         for one, other in np.argwhere(~(passes & passes.T)).tolist():
             if one != other:
                 self._apart.setdefault(one, set()).add(other)
 
     def launch(self, device: int) -> None:
-        """Start the next process of `device`; do nothing if one runs."""
+        """Start a process of `device`; do nothing if one runs."""
         if device in self._peers and self._peers[device].is_alive:
             return
         t, name = self._topology, name_of(device)
@@ -97,14 +98,15 @@ class ModelledSwarm:
         self._tasks[device] = task
 
     def remove(self, device: int) -> None:
-        """End the device's process as a power cut does; do nothing if it is absent."""
+        """End the device's process as a power cut does; do nothing if none runs."""
         peer = self._peers.get(device)
         if peer is not None and peer.is_alive:
             self._world.crash(peer)
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as on a first signal; end one that has not started yet."""
+        """Let the device's process say good-bye, as a real one does at its first signal. If its node has not started
+        yet, end the process at once."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:
             self.remove(device)
@@ -118,14 +120,14 @@ class ModelledSwarm:
             await node.close()
 
         def gone(done: asyncio.Task[None]) -> None:
-            self._world.crash(peer)  # a process that has ended leaves nothing running, its daemon included
+            self._world.crash(peer)  # the process has ended, and with it its network daemon
             self._over(device, done)
 
         peer.spawn(go(), name="farewell").add_done_callback(gone)
         self._ledger.left(device, self._topology.names[device])
 
     def ports_of(self, device: int, peer: SimPeer) -> Ports:
-        """Return the ports of a device's node; benchmarks play another system's behaviour with others."""
+        """Return the ports of a device's node. Benchmarks override this to imitate other systems."""
         return peer.transport, peer.compute, None
 
     async def _live(self, device: int, life: int, peer: SimPeer) -> None:
@@ -178,7 +180,7 @@ def name_of(device: int) -> str:
 
 
 def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
-    """Return the peers of the devices, also of absent ones."""
+    """Return {device: its peer identifier}, also for devices that are absent."""
     return {device: world.identity(name_of(device)).peer_id for device in devices}
 
 

@@ -1,4 +1,4 @@
-"""Turn the result of a strategy into figures: a line of the table, of the JSON file and of the report."""
+"""Turns the result of a strategy into figures, for a row of the table, the JSON file and the page."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.plan import Bound
 from shoal.protocol.spec import RunSpec
 
-if TYPE_CHECKING:  # it loads torch, which `shoal plan` does not need
+if TYPE_CHECKING:  # this module loads torch, which `shoal plan` does not need
     from shoal.deploy.simulate.modelled import Churn
 
 _BOUNDS: dict[Bound, str] = {
@@ -29,61 +29,61 @@ _BOUNDS: dict[Bound, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy with its layout and prediction and, once it has been simulated, its result."""
+    """A strategy with its layout and prediction, and after the simulation with its result."""
 
     strategy: Strategy
     spec: RunSpec
     churn: "tuple[Churn, ...]" = ()
     placement: Placement | None = None
-    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    """None: the simulated coordinators decide, or `problem` says why there is no placement."""
     predicted: Cost | None = None
     """The cost by the throughput objective; None for changing layouts, which it does not model."""
     problem: str = ""
-    """The reason for a missing result."""
+    """The reason for a missing result; empty: the strategy can be simulated."""
     planned_s: float = 0.0
-    """The real seconds of finding the placement."""
+    """The real seconds that finding the placement took."""
     result: SimResult | None = None
     figures: Figures | None = None
-    """The costs, traffic and duration at the simulated pace; None without a pace."""
+    """The costs, traffic and duration at the simulated pace; None: the run has no pace."""
     same_as: str = ""
-    """The earlier strategy that was the same run; empty: none."""
+    """The name of an earlier strategy with the same run; empty: there is none."""
 
     @property
     def run(self) -> object:
-        """A key: equal keys are the same run; None: unlike any other."""
+        """A key: outcomes with equal keys have the same run; None: this one cannot be run."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an `Outcome`; None: no figure. Means are over the steps after the warm-up."""
+    """The figures of an `Outcome`. None: there is no such figure. Means are over the steps after the warm-up."""
 
     strategy: str
     layout: str
     stages: tuple[tuple[int, ...], ...] | None
-    """Device indexes, in pipeline order."""
+    """The device indexes of each stage, in pipeline order."""
     bounds: tuple[int, ...] | None
     """Stage k holds layers [bounds[k], bounds[k + 1])."""
     steps: int
     """The number of committed steps."""
     tokens_per_s: float | None
-    """The rate at the median pace; of `live` the rate from `SimResult.settled_from_s` on, standstills included."""
+    """The rate at the median pace; for `live` the rate after `SimResult.settled_from_s`, standstills included."""
     step_s: float | None
     tokens_per_s_below: float | None
-    """An upper bound, for a run that had one step and time for more."""
+    """An upper bound of the rate of a run that committed one step and had time for more."""
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
     """The bytes of all frames between devices."""
     idle_share: float | None
-    """The idle part of the time of devices with a stage, from the first steady step on; None without a timeline."""
+    """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
     bound_by: str
-    """The predicted bottleneck; without a prediction, the events; or the reason for missing figures."""
+    """The reason for missing figures; else the predicted bottleneck; without a prediction, the events."""
     note: str
-    """Notes on the figures: the run was cut off, or few steps were measured."""
+    """A note on the figures: the run was cut off, or few steps were measured."""
     same_as: str
-    """The earlier strategy that was the same run; empty: none."""
+    """The name of an earlier strategy with the same run; empty: there is none."""
     figures: Figures | None
     duplicates: int
     given_up: int
@@ -134,7 +134,8 @@ def pace(strategy: Strategy, result: SimResult) -> float:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """Return the part of the steady time in which devices with a stage computed nothing; None without a timeline."""
+    """Return the share of the time after the warm-up in which devices with a stage computed nothing; None: there is no
+    timeline, or there are too few steps."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -154,7 +155,8 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def bound_by(cost: Cost | None) -> str:
-    """Return what limits a step by the throughput objective, or why there is none; empty: nothing was predicted."""
+    """Return what limits a step by the throughput objective, or why no step is possible; empty: nothing was
+    predicted."""
     if cost is None or cost.bound is None:
         return cost.why if cost is not None else ""
     bound, stage = cost.bound
@@ -181,7 +183,8 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """Return a bound after a single step: the second takes longer than the time left. The first includes joining."""
+    """Return an upper bound of tokens/s after a single step: the second step takes longer than the time that was left.
+    (The first does not count, since it includes joining.)"""
     if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)

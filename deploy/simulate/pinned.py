@@ -1,4 +1,4 @@
-"""An allocator with a fixed placement, for strategies that plan once."""
+"""An allocator that keeps one placement, for strategies that plan once."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -15,7 +15,7 @@ class PinnedAllocator:
 
     Args:
         peers: device index -> peer.
-        split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes them.
+        split: each member's part of its stage's work, as the throughput objective assumes it.
     """
 
     def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:

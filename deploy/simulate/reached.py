@@ -1,6 +1,7 @@
-"""Compare the swarm's own coordinators with the layout that was planned for it and held from the beginning.
+"""Compares a live run, in which the swarm's own coordinators choose the layouts, with the planned layout, held from the
+beginning.
 
-`shoal plan --simulated`, which runs nothing itself, finds the live swarm's place among its rows here.
+`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its own rows.
 """
 
 import math
@@ -18,25 +19,26 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The first seconds in which work is compared; fewer in a shorter run."""
+"""The tokens of this many first seconds are compared; fewer seconds in a shorter run."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
-    """A live run beside the planned one."""
+    """A live run compared with the run of the planned layout."""
 
     live: str
     planned: str
     from_s: float
-    """The virtual time from which the rate was measured."""
+    """The virtual time from which `tokens_per_s` was measured."""
     tokens_per_s: float
-    """The live swarm's rate, standstills included."""
+    """The rate of the live run, standstills included."""
     planned_tokens_per_s: float
     """The simulated pace of the planned layout."""
     work_by_s: float
+    """The virtual time up to which the tokens of `work_share` are counted."""
     work_share: float
-    """The tokens by `work_by_s`, divided by those at the planned pace."""
+    """The tokens of the live run by `work_by_s`, divided by those at the planned pace."""
     first_step_s: float
-    """The end of the live swarm's first step, which includes measuring, planning and filling the pipeline."""
+    """The end of the live run's first step, which includes measuring, planning and filling the pipeline."""
     standstill_s: float
     num_plans: int
     num_divisions: int
@@ -47,8 +49,8 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reached(outcomes: Sequence[Outcome]) -> Reached | None:
-    """Compare the first live strategy with the first planned one of the same staleness, wire and churn; None if a pace
-    is missing."""
+    """Compare the first live strategy with the first planned one of the same staleness, wire formats, number of stages
+    and churn. None: one of the two is missing or has no pace."""
     live = next((outcome for outcome in outcomes if outcome.strategy.layout == "live"), None)
     if live is None or live.result is None or not live.result.steps:
         return None
@@ -80,7 +82,7 @@ def _alike(one: Outcome, other: Outcome) -> bool:
 
 
 def said_of(found: Reached) -> str:
-    """Return two sentences for people."""
+    """Return the comparison in sentences."""
     shorter = ""
     if found.from_s < SETTLED_S:
         shorter = f", though a swarm has {SETTLED_S:,.0f} s to settle as a rule (--patience lets it run longer)"
@@ -102,7 +104,7 @@ def _times(number: int) -> str:
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """The used fields of a file that `shoal simulate --json` wrote."""
+    """The fields needed from a file that `shoal simulate --json` wrote."""
 
     scenario: str
     devices: tuple[str, ...]
@@ -111,7 +113,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_step: int) -> Reached:
-    """Read the file. Raises: LocalError, in one line: no such file, another swarm, or no live swarm in it."""
+    """Read the comparison in a file of `shoal simulate --json`. Raises: LocalError, in one line: there is no such file,
+    it is of another swarm, or it has no live run."""
     try:
         with or_say(f"cannot read {path}"):
             found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
@@ -128,7 +131,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return a sentence for people. Args: tokens_per_s: row -> its predicted rate."""
+    """Return sentences that place the live run among rows. Args: tokens_per_s: name of a row -> its predicted rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []
@@ -146,7 +149,7 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 
 
 def said_of_none(scenario: str) -> str:
-    """Return a sentence that tells how to simulate a live swarm."""
+    """Return sentences that tell how to simulate a live run."""
     return (
         "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "

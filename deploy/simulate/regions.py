@@ -1,4 +1,4 @@
-"""Networks as people describe them: regions of equal devices, and paths between places."""
+"""Describes networks by regions of equal devices and paths between places, and makes a topology of them."""
 
 import math
 
@@ -11,7 +11,7 @@ from shoal.protocol.topology import Floats, Topology, check_everybody_is_reached
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of a scenario file. Checks raise ValueError; msgspec adds the path of the field."""
+    """A table of a scenario file. Its checks raise ValueError, to which msgspec adds the path of the field."""
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -20,22 +20,23 @@ def require(condition: bool, sentence: str) -> None:
 
 
 class Region(Section, frozen=True):
-    """`count` equal devices."""
+    """A region: `count` equal devices at one place."""
 
     name: str
     count: int
     place: str = ""
-    """The place of the region, for paths; regions may share one, as DSL and fibre in a town. Default: its name."""
+    """The place of the region, which paths name. Regions may share a place, as DSL and fibre in a town. Empty:
+    `name`."""
     tflops: float = 45.0
     """The speed of a device on real microbatches, not its peak."""
     memory_gb: float = 16.0
     up_mbps: float = math.inf
-    """The rates of a network card."""
+    """The upload rate of a machine's network card."""
     down_mbps: float = math.inf
     devices_per_card: int = 1
-    """The number of devices of a machine, which share its card."""
+    """The number of devices in a machine; they share its network card."""
     last_mile_ms: float = 0.0
-    """A latency added to every path for each end in this region."""
+    """One-way latency that each end in this region adds to a path."""
     inside_ms: float = 0.1
     """The one-way latency between two machines of the place."""
     inside_mbps: float = 10_000.0
@@ -43,8 +44,9 @@ class Region(Section, frozen=True):
     """The one-way latency between two devices of one machine."""
     machine_mbps: float = 100_000.0
     has_text: bool = True
+    """True if the devices have the run's text, so that they may hold stage 0."""
     watts: float | None = None
-    """The power of a device while it trains, with its part of the machine."""
+    """The power of a device while it trains, with its share of the machine; None: unknown."""
     behind_nat: bool = False
     """True if each machine is behind its own router: two such machines cannot connect."""
 
@@ -67,7 +69,7 @@ class Region(Section, frozen=True):
 
 
 class Elsewhere(Section, frozen=True):
-    """The path between places that no path names."""
+    """The path between two places for which the file gives none."""
 
     latency_ms: float
     mbps: float
@@ -78,11 +80,11 @@ class Elsewhere(Section, frozen=True):
 
 
 class Path(Elsewhere, frozen=True):
-    """A path between two places, or inside one that is named twice; the same both ways without `back_mbps`."""
+    """A path between two places, or inside one place, which is then named twice."""
 
     between: tuple[str, str]
     back_mbps: float | None = None
-    """The rate from the second place to the first."""
+    """The rate from the second place to the first; None: `mbps`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,15 +93,15 @@ class Path(Elsewhere, frozen=True):
 
 
 class NetworkSection(Section, frozen=True):
-    """Either `file`, or regions and paths."""
+    """The network: either `file`, or regions and paths."""
 
     file: str = ""
-    """A network file (`protocol/topology.py`), relative to the scenario's folder."""
+    """The path of a network file (`protocol/topology.py`), relative to the scenario's folder; empty: none."""
     region: tuple[Region, ...] = ()
     path: tuple[Path, ...] = ()
     elsewhere: Elsewhere | None = None
     unreachable: tuple[tuple[str, str], ...] = ()
-    """Pairs of devices, by name (`home-0`), that cannot reach each other."""
+    """Pairs of device names (such as `home-0`) that cannot reach each other."""
 
     def __post_init__(self) -> None:
         require(bool(self.file) != bool(self.region), "give either file or regions")
@@ -131,7 +133,7 @@ def topology_of(network: NetworkSection) -> Topology:
         return np.array(values, dtype=np.float64)[region]
 
     card_of = np.array([r.devices_per_card for r in regions])[region]
-    # The first device of each machine names its card.
+    # A card has the number of the first device of its machine.
     card = np.arange(len(region)) - number % card_of
     last_mile_s = each([r.last_mile_ms * 1e-3 for r in regions])
     latency_s = latency_RR[np.ix_(region, region)] + last_mile_s[:, None] + last_mile_s[None, :]
@@ -159,7 +161,8 @@ def topology_of(network: NetworkSection) -> Topology:
 
 
 def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
-    """Return one-way latency in seconds and bytes/s, [R, R], without last miles. Raises: LocalError."""
+    """Return (one-way latency in seconds, bytes/s) between regions, each [R, R], without last miles.
+    Raises: LocalError: two places have no path."""
     regions, elsewhere = network.region, network.elsewhere
     paths: dict[tuple[str, str], tuple[float, float]] = {}
     for path in network.path:

@@ -1,4 +1,4 @@
-"""The result of a modelled run, for tables and pictures."""
+"""Holds the result of a modelled run, for tables and charts, and computes its figures."""
 
 import math
 from dataclasses import dataclass
@@ -8,29 +8,31 @@ import numpy as np
 import numpy.typing as npt
 
 JobKind = Literal["forward", "backward", "step", "validate", "probe"]
-"""The kinds of `Compute` jobs; a last stage's whole loss job counts as a forward."""
+"""The kinds of `Compute` jobs. The last stage's job of forward, loss and backward counts as a forward."""
 Change = Literal["joined", "left", "plan", "era", "division"]
-"""`era`: the run returned to an earlier version; `division`: other stages continued at the version of the last ones."""
+"""`era`: the run returned to an earlier version; `division`: the layers were divided into other stages, which continued
+at the version of the former ones."""
 
 
 STEPS_MIN = 2
-"""The commits that a figure needs: the time between two of them is a step's."""
+"""The number of commits that a figure needs: a step is the time between two commits."""
 WARM_UP_STEPS = 2
-"""The first steps that `step_s` and `tokens_per_s` leave out: joining, filling the pipeline, growing windows."""
+"""`step_s` and `tokens_per_s` leave out this many first steps, with joining, filling the pipeline and growing
+windows."""
 PACE_STEPS = 2
-"""The number of steps over which the pace is measured. With a staleness of one step, commits come in pairs, one late
-and the next soon after, and a median of single steps would be either of the two."""
+"""The number of consecutive steps over which the pace is measured. With a staleness of one step, commits come in pairs,
+one late and the next soon after; so a median of single steps would be too long or too short."""
 SETTLED_S = 300.0
-"""The virtual time from which a self-deciding swarm is compared with its planned layout: by then it has had time to
-measure, to search and to move. A convention, which every published figure keeps."""
+"""The virtual time after which a swarm with its own coordinators is compared with its planned layout. By then it has
+had time to measure, to search and to move. Every published figure keeps this convention."""
 NEIGHBOURS = 5
-"""The number of steps on either side that define the usual pace."""
+"""The number of steps before a step, and of those after it, that define the usual pace."""
 STANDSTILL_TIMES = 2.0
-"""A step that takes more than this multiple of its neighbours' pace, the slower of both sides, stood still."""
+"""A step counts as a standstill if it takes more than this multiple of the usual pace."""
 
 
 class StepCommitted(NamedTuple):
-    """A step committed by every group: stages, and expert holders if experts are placed."""
+    """A step that every group has committed: each stage, and the holders of each expert if experts are placed."""
 
     step: int
     committed_at_s: float
@@ -60,32 +62,33 @@ class Ending(NamedTuple):
     wall_s: float
     num_events: int
     cut_off: str = ""
-    """Why the run ended before its steps and its time; empty: it did not."""
+    """Why the run was ended early; empty: it reached its number of steps or its time."""
     standstill: str = ""
-    """Why there are too few steps for a figure; empty: there are enough."""
+    """Why the run has too few steps for a figure; empty: it has enough."""
     undone: tuple[StepCommitted, ...] = ()
     """The committed steps that a return to an earlier version undid."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """The result of a run. Seconds are virtual, from the start of the world; devices are indexes of its topology."""
+    """The result of a run. Seconds are virtual and begin at the start of the world; devices are indexes of the
+    topology."""
 
     steps: tuple[StepCommitted, ...]
     tokens_per_step: int
     timeline: tuple[tuple[JobSpan, ...], ...]
-    """[N], the jobs of each device by time; empty unless asked for."""
+    """[N], the jobs of each device by time; empty if no timeline was recorded."""
     busy_s: tuple[float, ...]
-    """[N], the total working time of each device, probes not included."""
+    """[N], the total working time of each device, without probes."""
     traffic_bytes: npt.NDArray[np.int64]
-    """[N, N], all sent frames, row = from; calls are not counted."""
+    """[N, N], the bytes of all sent frames, row = sender; without calls."""
     events: tuple[Happened, ...]
     duplicates: int
-    """The microbatches counted twice, over all commits and stages."""
+    """The number of microbatches counted twice, over all commits and stages."""
     given_up: int
-    """The microbatches missing from commits."""
+    """The number of microbatches missing from commits."""
     failures: tuple[str, ...]
-    """Errors that ended a node and exceptions of handlers: bugs, or a run that could not finish."""
+    """The errors that ended a node, and exceptions of handlers. They show bugs, or a run that could not finish."""
     ending: Ending
     trace_hash: str
     first_step_bytes: npt.NDArray[np.int64] | None = None
@@ -93,8 +96,7 @@ class SimResult:
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
-        """[N, N], after the first commit, without the start and the last step in flight; all bytes of a one-step
-        run."""
+        """[N, N], the mean bytes a step, counted after the first commit; in a run of one step, all bytes."""
         if self.first_step_bytes is None or len(self.steps) < STEPS_MIN:
             return self.traffic_bytes / len(self.steps)
         per_step: npt.NDArray[np.float64] = (self.traffic_bytes - self.first_step_bytes) / (len(self.steps) - 1)
@@ -102,36 +104,35 @@ class SimResult:
 
     @property
     def left_out_steps(self) -> int:
-        """The number of first steps left out as warm-up; fewer if nothing else would be left to measure."""
+        """The number of first steps left out as warm-up: `WARM_UP_STEPS`, or fewer in a short run."""
         return max(0, min(WARM_UP_STEPS, len(self.steps) - STEPS_MIN))
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a step over `PACE_STEPS` in a row, once it goes steadily; NaN if there are too few."""
+        """The median seconds of a step, over `PACE_STEPS` consecutive steps, after the warm-up; NaN: too few steps."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")
         if len(at_s) > PACE_STEPS + 1:
-            at_s = at_s[:-1]  # without a step behind it the last one of a run ends sooner
+            at_s = at_s[:-1]  # the last step of a run ends sooner, since no next step overlaps with it
         steps = min(PACE_STEPS, len(at_s) // 2)
         return float(np.median((at_s[steps:] - at_s[:-steps]) / steps))
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate at `step_s`."""
+        """The rate if each step takes `step_s`."""
         return self.tokens_per_step / self.step_s
 
     def tokens_by(self, at_s: float) -> float:
-        """Return the tokens of the steps committed by `at_s`. A step in flight counts for the elapsed part of its time;
-        the first one from the start of the world. Undone steps do not count."""
+        """Return the tokens of the steps committed by `at_s`. The step in flight at that time counts for the elapsed
+        part of its time; the first step begins with the world. Undone steps do not count."""
         times_s = np.concatenate([[0.0], self._times_s()])
         return self.tokens_per_step * float(np.interp(at_s, times_s, np.arange(len(times_s))))
 
     def tokens_per_s_from(self, from_s: float) -> float:
-        """Return the rate from `from_s` on, standstills included; NaN if less than a whole step was committed since
-        then.
+        """Return the rate after `from_s`, standstills included; NaN: less than a whole step was committed.
 
-        The measured time ends with the last commit, or with the run if it stood still after it.
+        The measured time ends with the last commit, or with the run if that stood still after the last commit.
         """
         times_s = self._times_s()
         until_s = max(from_s, float(times_s.max(initial=0.0)))
@@ -142,13 +143,13 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """`SETTLED_S`, or half of the time of a run that committed no whole step after that."""
+        """The start of the measured time: `SETTLED_S`, or at most half of a run without a whole step after that."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property
     def standstill_s(self) -> float:
-        """The total standstill after the first step: the time beyond the neighbours' pace of each step that stood
-        still."""
+        """The total standstill after the first step: for each step that counts as a standstill, its time beyond the
+        usual pace."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
@@ -166,11 +167,12 @@ class SimResult:
 
 
 def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
-    """Return the pace beside `took_s[index]`: the slower of the medians before and after it; inf without a neighbour.
+    """Return the usual pace around `took_s[index]`: the slower of the medians before and after it; inf: it has no
+    neighbours.
 
     Args:
-        took_s: [S], from each step to the next.
-        index: up to S, the time after the last step.
+        took_s: [S], the seconds from each commit to the next.
+        index: in [0, S]; S stands for the time after the last commit.
     """
     sides = (took_s[max(0, index - NEIGHBOURS) : max(0, index)], took_s[index + 1 : index + 1 + NEIGHBOURS])
     return max((float(np.median(side)) for side in sides if len(side)), default=float("inf"))

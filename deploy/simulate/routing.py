@@ -1,5 +1,5 @@
-"""The tokens of a microbatch for each expert, as a pure function of the run's seed: a repeated microbatch asks for the
-same."""
+"""Draws the number of tokens of a microbatch for each expert. It is a pure function of the run's seed, so a microbatch
+that is repeated sends the same numbers."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,10 +15,10 @@ from shoal.protocol.spec import RunSpec
 
 
 class SimulatedRouting:
-    """Draws the rows of each expert.
+    """Draws the rows (tokens) that each expert gets.
 
-    Args: loads: [E], relative, the same in every layer; None: all equal.
-    Raises: LocalError: they do not match the run's experts.
+    Args: loads: [E], the relative loads of the experts, the same in every layer; None: all equal.
+    Raises: LocalError: the loads do not match the run's experts.
     """
 
     def __init__(self, spec: RunSpec, loads: Sequence[float] | None = None) -> None:
@@ -32,11 +32,12 @@ class SimulatedRouting:
         self._rows = rows
         self._seed = spec.seed
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
-        """The rows that all experts of a layer get together, as a payload."""
+        """A payload with the size of the rows that all experts of a layer get together."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
-        """Return each expert's rows by independent draws; more rows than tokens go on to the less loaded experts."""
+        """Return the number of rows of each expert, from independent draws. An expert gets at most one row of each
+        token; further rows go to the less loaded experts."""
         # The first number separates these draws from others of the run's seed.
         rng = np.random.default_rng((0x5EED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)

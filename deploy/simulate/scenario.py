@@ -1,8 +1,8 @@
-"""Read a scenario: TOML, a network file or a shipped name becomes a frozen `Scenario`.
+"""Reads a scenario from a TOML file, a network file or the name of a shipped scenario.
 
 `SCENARIOS.md` explains the file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
-(`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`. The spec's `swarm` takes its
-fields from `[experts]`.
+(`protocol/spec.py`); `regions.py` defines `[network]`, and `strategy.py` `[[strategy]]`. The fields of `[experts]` set
+those of the run spec's `swarm`.
 """
 
 import math
@@ -27,20 +27,20 @@ SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
 """The default number of steps: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""The steps of a run that ends by time, and the limit on steps."""
+"""The limit on steps, and the number of steps of a run that ends by time."""
 STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 
 
 class ChurnSection(Section, frozen=True):
-    """Devices that come and go."""
+    """The `[churn]` table: devices come and go as in a recorded trace."""
 
     trace: str
-    """A trace (`traces.py`), relative to the scenario's folder."""
+    """The path of the trace (`traces.py`), relative to the scenario's folder."""
     start_s: float | None = None
-    """The start of the run in the trace. None: when half of its peak number of nodes is up."""
+    """The time of the trace at which the run starts. None: when half of the trace's peak number of nodes is up."""
     speedup: float = 1.0
-    """Trace seconds in a simulated second."""
+    """The seconds of the trace that pass in one simulated second."""
 
     def __post_init__(self) -> None:
         require(bool(self.trace), "trace is empty")
@@ -49,13 +49,13 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """Experts placed among the members of each stage; `[model]` has `num_experts` and `experts_per_token`."""
+    """The `[experts]` table: experts are placed on members of each stage. `[model]` has their number."""
 
     slots: int
-    """The capacity of a member: experts of each of its layers."""
+    """The number of experts that a member holds of each of its layers."""
     holders: int | Literal["auto"] = "auto"
-    """The least number of members that hold each expert, beyond `slots` if necessary, up to the stage's members.
-    "auto": a run's default. The coordinators choose the members by load."""
+    """The least number of members that hold each expert, at most all members of the stage; they hold more than `slots`
+    experts if this takes it. "auto": a run's default. The coordinators choose the members by load."""
     loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal."""
 
@@ -70,26 +70,26 @@ class ExpertsSection(Section, frozen=True):
 
 
 class ScenarioFile(Section, frozen=True):
-    """The TOML file."""
+    """The content of a scenario file."""
 
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """The steps that every strategy commits; None: `STEPS`, or as many as fit into `seconds`."""
+    """The number of steps that every strategy commits; None: `STEPS`; with `seconds` or churn as many as fit."""
     seconds: float | None = None
-    """The latest end, in virtual time. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
+    """The virtual time at which a run ends at the latest. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
-    """The number of stages; None: the best by the planner."""
+    """The number of stages; None: each layout's own choice or default."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """None: all weights train. Otherwise the first device has the base of the adapters, and the others fetch it."""
+    """The adapters that train; the first device has their frozen base, the others fetch it. None: all weights train."""
     experts: ExpertsSection | None = None
-    """None: each member of a stage holds all experts of its layers."""
+    """How experts are placed; None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
-    """The strategies to compare; empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+    """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
         require(
@@ -121,34 +121,34 @@ class ScenarioFile(Section, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scenario:
-    """The common input of all strategies."""
+    """A scenario as it was read: the common input of all strategies."""
 
     name: str
     title: str
     topology: Topology
     spec: RunSpec
-    """`training.steps` is the length of each strategy's run."""
+    """The run spec; `training.steps` is the length of each strategy's run."""
     stages: int | None
     seconds: float | None = None
     watts: tuple[float | None, ...]
-    """[N], the power of each device while it trains, if given."""
+    """[N], the power of each device while it trains; None: not given."""
     network: ReadNetwork | None
-    """The network file, if there is one."""
+    """The network file; None: the scenario describes the network by regions."""
     trace: Path | None = None
     churn: ChurnSection | None = None
     expert_loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal, or none are placed."""
     strategies: tuple[Strategy, ...] = ()
-    """Empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+    """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The constants of the DT-FM objective, if the network file has them."""
+        """The constants of the DT-FM objective in the network file; None: it has none, or there is no such file."""
         return self.network.file.workload if self.network is not None else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The unread fields of the network file, and the values assumed beside it: a sentence each."""
+        """Sentences on the fields of the network file that were not read, and on values that were assumed."""
         return self.network.notes if self.network is not None else ()
 
 
@@ -157,9 +157,9 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def find_scenario(what: str) -> Scenario:
-    """Return a scenario from its file, a network file, or the name of a shipped scenario.
+    """Return the scenario that `what` names: a scenario file, a network file, or a shipped scenario.
 
-    Raises: LocalError, in one line: there is none, or it is invalid.
+    Raises: LocalError, in one line: there is no such scenario, or it is invalid.
     """
     path = Path(what).expanduser()
     if path.suffix == ".json":
@@ -251,10 +251,10 @@ def _of_network(path: Path) -> Scenario:
 
 
 def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpec]:
-    """Return a decoder of a network file's size, in microbatches of one sample.
+    """Return a decoder with the size that a network file gives, trained in microbatches of one sample.
 
-    The papers' layers have two matrices of 4 D² in their feed-forward part, ours three of D · F: F = 8 D / 3 makes them
-    equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    In the papers, the feed-forward part of a layer has two matrices of 4 D² parameters each, in ours three of D · F
+    each; F = 8 D / 3 makes the sizes equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048

@@ -1,7 +1,7 @@
-"""Explain why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence.
-Pure.
+"""Explains in a sentence why a simulated run has committed no step, or no further one. Pure.
 
-Only facts visible from outside are used: the present devices, the last plan, and the planner's estimate for it.
+It gives the first reason that applies, and uses only facts that are visible from outside: the present devices, the last
+plan, and the planner's estimate for it.
 """
 
 import math
@@ -26,14 +26,14 @@ def why_no_step(
     left_at_s: Mapping[int, float],
     waited_s: float,
 ) -> str:
-    """Return the reason as one sentence without a full stop; it does not repeat the run's results.
+    """Return the reason as one sentence without a full stop.
 
     Args:
-        plan: the last one that any node obeyed.
+        plan: the last plan that any node obeyed; None: there was none.
         devices: peer -> its index in the topology.
         present: the devices that are up at the end of the run.
-        left_at_s: device -> time of its last removal.
-        waited_s: since the last commit, or since the beginning if there was none.
+        left_at_s: device -> the time of its last removal.
+        waited_s: the seconds since the last commit, or since the beginning if there was none.
     """
     if not present:
         return "no device was present any more"
@@ -67,7 +67,7 @@ def _why_no_plan(topology: Topology, wanted: int, present: set[int]) -> str:
 
 
 def _minority(planned: set[int], present: set[int]) -> str:
-    """Return a clause if too few members of the last plan are present to vote for a new one."""
+    """Return a clause if too few members of the last plan are present to vote for a new plan; else an empty string."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
         return ""

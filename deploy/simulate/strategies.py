@@ -1,4 +1,4 @@
-"""Run every strategy in the same way: make a layout, then one modelled run."""
+"""Runs strategies, all in the same way: it makes a layout, then simulates one run."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ from shoal.protocol.sim.dirt import CLEAN, Dirt
 from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
 CHURN_SECONDS = 1800.0
-"""The default length of a run through a trace."""
+"""The default length of a run with a trace, in virtual seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,16 +39,16 @@ class StrategyOptions:
     seconds: float | None = None
     trace: Path | None = None
     timeline: bool = True
-    """Keep each device's timeline, for idle shares and pages: 100 bytes a job."""
+    """True: keep each device's timeline, for idle shares and pages. It takes 100 bytes a job."""
     dirt: Dirt = CLEAN
-    """What all devices and lines do beside what they promise."""
+    """The disturbances of all devices and lines."""
     wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
-    """Called with the share of a strategy's run that is over, in [0, 1]."""
+    """Called during a run with the share of it that is over, in [0, 1]."""
 
 
 def parse_dirt(text: str | None) -> Dirt:
-    """Read `FIELD=NUMBER,…`, fields of `Dirt`. Raises: LocalError."""
+    """Return the disturbances that `FIELD=NUMBER,…` describes; the fields are those of `Dirt`. Raises: LocalError."""
     try:
         fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
         return msgspec.convert(fields, Dirt, strict=False)
@@ -59,18 +59,20 @@ def parse_dirt(text: str | None) -> Dirt:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPatience:
-    """Limits for strategies after the first, so that a far slower one is cut off."""
+    """The limits for strategies after the first, so that a far slower strategy is cut off."""
 
     name: str
-    """The name of the strategy to compare with."""
+    """The name of the first strategy."""
     virtual_s: float
-    """The limit in virtual time: `VIRTUAL_TIMES` that of the compared strategy."""
+    """The limit in virtual time: `VIRTUAL_TIMES` that of the first strategy."""
     step_s: float
+    """The seconds of a step of the first strategy."""
     real_s: float
+    """The limit in real seconds."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Compare with the first strategy; None if it has no pace."""
+        """Return the limits after the first strategy; None: it has no pace. Args: real_seconds: the least `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None
@@ -82,7 +84,7 @@ class StrategyPatience:
         )
 
     def watch(self) -> Callable[[], str]:
-        """Start the clock. Returns: a function that says why to end; empty: go on."""
+        """Start the clock. Returns: a function that returns why to end the run; empty: the run goes on."""
         begun_s = time.perf_counter()
 
         def ends() -> str:
@@ -99,16 +101,16 @@ class StrategyPatience:
 
 VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
-"""The limits of later strategies, as multiples of the first one's times."""
+"""The limits for later strategies, as multiples of the first strategy's virtual and real time."""
 LIVE_MEASURED_S = 60.0
-"""The least time that a self-deciding swarm runs after `SETTLED_S`, for the rate of its final state."""
+"""The least virtual time that a `live` run lasts after `SETTLED_S`, so that its rate can be measured."""
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
-    """Return the scenario's strategies, or the comma-separated `names`, from the scenario first, then from
-    `strategy.KNOWN`.
+    """Return the strategies of the comma-separated `names`, from the scenario or else from `strategy.KNOWN`; without
+    `names` all of the scenario, or else the default ones.
 
-    Raises: LocalError: there is none of that name.
+    Raises: LocalError: there is no strategy of a name.
     """
     if names is None:
         default = DEFAULT if scenario.trace is None else CHURN_DEFAULT
@@ -124,10 +126,8 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
 
 
 def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
-    """Return the scenario with the length of `options`: a time or a trace replaces the scenario's steps.
-
-    Raises: LocalError: it is too short for a figure.
-    """
+    """Return the scenario with the length that `options` ask for. A time or a trace among them replaces the scenario's
+    number of steps. Raises: LocalError: the run is too short for a figure."""
     training = scenario.spec.training
     trace = options.trace or scenario.trace
     seconds = options.seconds or scenario.seconds
@@ -148,7 +148,7 @@ def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
 
 
 def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
-    """Return the churn of the scenario's trace. Raises: LocalError: the trace is invalid."""
+    """Return the events of the scenario's trace, if it has one. Raises: LocalError: the trace is invalid."""
     if scenario.trace is None:
         return ()
     section = scenario.churn
@@ -162,7 +162,7 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
 
 
 def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Outcome:
-    """Plan a strategy. A failure becomes its `problem`, so that the other strategies go on."""
+    """Make the layout of a strategy. A failure becomes the outcome's `problem`, so that other strategies go on."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
@@ -170,7 +170,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     placement, cost, problem = None, None, ""
     begun_s = time.perf_counter()
     try:
-        if strategy.layout == "live":  # the run begins when all present peers have joined
+        if strategy.layout == "live":  # min_peers: the run begins when all present peers have joined
             stages = strategy.stages or scenario.stages or AUTO_STAGES
             swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
             spec = msgspec.structs.replace(spec, swarm=swarm)
@@ -208,7 +208,7 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 def play(
     scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Return the prepared strategy with its result, simulated within `patience`."""
+    """Simulate a prepared strategy, and return it with its result. Args: patience: limits of the run; None: none."""
     if prepared.problem:
         return prepared
     strategy, spec = prepared.strategy, prepared.spec
@@ -218,7 +218,7 @@ def play(
             measured_s = max(LIVE_MEASURED_S, STEPS * patience.step_s if patience is not None else 0.0)
             limits = replace(limits, steps=STEPS_MAX, seconds=SETTLED_S + measured_s)
         if patience is not None:
-            # About once in a step of the first strategy, so that a slow one is noticed soon.
+            # The patience is checked about once in a step of the first strategy, so a slow run is noticed soon.
             look_every_s = min(limits.look_every_s, max(patience.step_s, 0.1))
             if strategy.layout == "live":
                 patience = replace(patience, virtual_s=math.inf)
@@ -264,7 +264,7 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
 def _request(
     scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: StrategyOptions
 ) -> LayoutRequest:
-    """Return a request for the devices present at the beginning. Raises: LocalError."""
+    """Return a request for a layout of the devices in `present`. Raises: LocalError: there is none."""
     if not present:
         raise LocalError("no device is present at the beginning")
     return LayoutRequest(

@@ -1,4 +1,4 @@
-"""The strategies of a simulation: a layout, a staleness, wire formats, a subspace, with churn or without."""
+"""Defines the strategies of a simulation: a layout, a staleness, wire formats, a subspace, with churn or without."""
 
 from typing import Literal
 
@@ -9,22 +9,22 @@ from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import RunSpec, WireSpec
 
 Layout = Literal[LayoutName, "live"]
-"""The layout's name; `live`: the coordinators of the simulated swarm decide, again at every change."""
+"""The name of a layout; `live`: the coordinators of the simulated swarm choose it, anew at every change."""
 
 
 class Strategy(Section, frozen=True):
-    """One row of the table."""
+    """One way to run a scenario, and one row of the table."""
 
     name: str
     layout: Layout
     s_max: int | None = None
-    """Largest staleness; None: the scenario's own."""
+    """The largest staleness in steps; None: the scenario's."""
     wire: WireSpec | None = None
     """The wire formats; None: the scenario's."""
     subspace: int | None = None
-    """The numbers of a token between stages, as in `ModelSpec`, 0 for no subspace; None: the scenario's."""
+    """The numbers sent for a token between stages, as in `ModelSpec`; 0: no subspace; None: the scenario's."""
     stages: int | None = None
-    """The number of stages; None: the scenario's, or the best by the planner."""
+    """The number of stages; None: the scenario's, or else the layout's own choice or default."""
     churn: bool = True
     """False: no device comes or goes."""
     experts: bool = True
@@ -63,8 +63,8 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="dtfm", layout="dtfm", s_max=0),
     )
 }
-"""The strategies by the names that `--strategies` takes; `given` is a synchronous pipeline in the file's order."""
+"""The names that `--strategies` takes -> strategies. `given` is a synchronous pipeline in the file's order."""
 DEFAULT = ("ours", "live", "ours-sync", "random", "given")
-"""The planned layout, pinned; the swarm's own coordinators; and layouts to compare with."""
+"""The default strategies: the planned layout, pinned; the swarm's own coordinators; and layouts to compare with."""
 CHURN_DEFAULT = ("live", "peace")
-"""The strategies with churn: a layout that never changes would end with the first stage without a member."""
+"""The default strategies with churn. A layout that never changes would stop when a stage has lost all members."""

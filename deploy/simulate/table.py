@@ -1,4 +1,4 @@
-"""The table of a comparison for a terminal, and all figures as JSON."""
+"""Makes the table of a comparison for a terminal, and all figures as JSON."""
 
 from collections.abc import Sequence
 
@@ -30,19 +30,19 @@ LAST = "bound by"
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `--json`."""
+    """The comparison of strategies, as `--json` prints it."""
 
     scenario: str
     title: str
     notes: tuple[str, ...] = ()
-    """The unread fields of the network file, and the values assumed beside it."""
+    """Sentences on the fields of the network file that were not read, and on values that were assumed."""
     seed: int
     devices: tuple[str, ...]
     regions: tuple[str, ...]
     tokens_per_step: int
     rows: tuple[OutcomeRow, ...]
     reached: Reached | None = None
-    """The live swarm beside the planned layout; None: one of the two was not simulated."""
+    """The comparison of the live run with the planned layout; None: one of the two was not simulated or has no pace."""
 
 
 def comparison(
@@ -66,7 +66,7 @@ def headings() -> tuple[str, ...]:
 
 
 def cells(row: OutcomeRow) -> tuple[str, ...]:
-    """Return a figure or a word for each of `headings`; names and sentences are without control characters."""
+    """Return a figure or a word for each of `headings`, without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"
     if row.tokens_per_s is not None and row.step_s is not None:
@@ -89,7 +89,7 @@ def cells(row: OutcomeRow) -> tuple[str, ...]:
 
 
 def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
-    """Return the cells of the row shown before any run, without the last column."""
+    """Return the cells of the row that is shown before any run, without the last column."""
     return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 

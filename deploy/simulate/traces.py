@@ -1,10 +1,10 @@
-"""Read recorded churn of machines, and replay it in a simulated swarm.
+"""Reads recorded churn of machines, and replays it in a simulated swarm.
 
-A trace is a CSV file with a header, times in seconds. Headers distinguish three forms:
+A trace is a CSV file with a header and times in seconds. The header says which of three forms it has:
 
-    time_s,event,node             one `add` or `remove` a line
-    down_start_s,down_end_s,node  one absence of a node a line; every node named is up otherwise
-    time_s,available              the number of available nodes; a seed draws those that go
+    time_s,event,node             each line is one `add` or `remove`
+    down_start_s,down_end_s,node  each line is one absence of a node, which is up at all other times
+    time_s,available              the number of available nodes; the seed draws which nodes go
 """
 
 import csv
@@ -24,7 +24,7 @@ from shoal.protocol.toml_file import read_at_most
 
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]
-"""(line of the file, fields)."""
+"""An iterator over (number of the line in the file, fields)."""
 
 
 class TraceEvent(NamedTuple):
@@ -34,10 +34,10 @@ class TraceEvent(NamedTuple):
 
 
 def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
-    """Return the changes by time. A node is added before it is removed, and never twice in a row.
+    """Return the events of a trace by time. Each node is added and removed in turn, beginning with an `add`.
 
-    Args: seed: chooses the nodes that go if the file only counts them.
-    Raises: LocalError, in one line: no such file, an unknown header, an invalid line.
+    Args: seed: draws the nodes that go, if the file gives only their number.
+    Raises: LocalError, in one line: there is no such file, or it has an unknown header or an invalid line.
     """
     try:
         lines = read_at_most(path, TRACE_BYTES_MAX).decode().splitlines()
@@ -78,17 +78,19 @@ def replay(
     speedup: float = 1.0,
     copies_max: int | None = None,
 ) -> tuple[Churn, ...]:
-    """Let `num_devices` devices live through `seconds` of a trace, from `start_s` on.
+    """Return the comings and goings of `num_devices` devices in `seconds` of a trace.
 
-    A node that comes takes the lowest free device, or none if all are taken. If the trace never has as many nodes at
-    once as there are devices, several copies of it run side by side, each over its own devices, with starts spread
-    evenly over the trace.
+    A node that comes takes the lowest free device, or none if all are taken. If there are more devices than nodes are
+    ever up at once in the trace, several copies of the trace run side by side. Each has its own devices, and their
+    starts are spread evenly over the trace.
 
     Args:
-        start_s: in the trace. None: when half of the peak number of nodes is up for the first time.
-        speedup: trace seconds in a simulated second.
-        copies_max: of the trace; devices beyond all copies are always present. None: unlimited.
-    Returns: by time. A device that is absent at the beginning is added later, if need be after the end.
+        seconds: the simulated seconds.
+        start_s: the time of the trace at which the run starts. None: when half of the peak number of nodes is up for
+            the first time.
+        speedup: the seconds of the trace that pass in one simulated second.
+        copies_max: the limit on copies; devices beyond all copies are always present. None: unlimited.
+    Returns: events by time. A device that is absent at the beginning is added later, if need be after the end.
     Raises: LocalError: there would be too many events.
     """
     assert min(seconds, speedup, num_devices) > 0
@@ -161,7 +163,7 @@ def _checked(rows: Iterable[tuple[int, list[str]]], width: int) -> _Rows:
 
 
 def _in_order(rows: _Rows) -> Iterator[tuple[int, float, list[str]]]:
-    """Yield (line, time, other fields)."""
+    """Yield (number of the line, time, other fields). Raises: _BadLine: the times do not ascend."""
     last_s = 0.0
     for line, (time, *others) in rows:
         at_s = _seconds(line, time)
@@ -206,7 +208,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the absences without overlaps and without empty ones: one absence may be listed with two causes."""
+    """Return the absences of a node with overlapping ones merged: an absence may be listed twice, with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:

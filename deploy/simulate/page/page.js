@@ -1,4 +1,4 @@
-// Everything that a file or a peer has named is set as text, never as markup.
+// All names from files and peers are set as text, never as markup.
 const data = JSON.parse(byId("data").textContent);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const colour = (index) => "s" + (index % 8);
