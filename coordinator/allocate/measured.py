@@ -24,8 +24,8 @@ STEADY_REPORTS = 16
 """The number of reports in the logarithmic average; each further one counts for 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""After this many reports in a row that are off by more than a factor of `ODD`, the last report replaces the
-average."""
+"""The last report replaces the average after this many reports in a row that are off by more than a factor of
+`ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0

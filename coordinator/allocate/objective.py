@@ -43,7 +43,7 @@ AGREED_S = 5.0
 """The seconds that a change of plan costs by itself: with a small model, real peers take 4 to 6 s from a plan with new
 boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""While a peer fetches layers ahead, it can apply the gradients of these layers that travel within this part of a step
+"""A peer that fetches layers ahead can apply the gradients of these layers that travel within this part of a step
 (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
 """The least part of a busy line that state fetched ahead gets: a holder waits for a quiet moment to send, but at most

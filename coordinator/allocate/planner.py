@@ -33,7 +33,7 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _FINALISTS = 2
-"""After short searches with all numbers of stages, this many of the best numbers get a longer search."""
+"""This many numbers of stages, the best by short searches, get a longer search."""
 _RANKED = 4
 """This many of the best placements of a search are compared by the predicted step."""
 UNITS = 128

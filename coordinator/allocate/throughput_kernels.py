@@ -21,7 +21,7 @@ from shoal.coordinator.cost.pipeline import (
 )
 
 _HEAT = 0.08
-"""At heat 1 a search accepts placements that are worse by up to this part at its beginning."""
+"""A search at heat 1 accepts placements that are worse by up to this part at its beginning."""
 
 
 # --- where the model is cut ---

@@ -70,7 +70,7 @@ from shoal.protocol.topology import Floats, Topology
 _CROWDED = 0.4
 """The c_j at which the full norm applies; fitted to five shipped scenarios."""
 LARGE = 256
-"""With more devices than this the compiled loops are loaded: with 200, one evaluation takes Python 30 ms."""
+"""More devices than this need the compiled loops: with 200, one evaluation takes Python 30 ms."""
 
 
 class ThroughputObjective:

@@ -26,7 +26,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     """The stage of the device; -1: unknown."""
     spans: tuple[int, ...]
-    """For each job three numbers: its start minus the previous job's start, its length, both in units of the chart, and
+    """Three numbers for each job: its start minus the previous job's start, its length, both in units of the chart, and
     the index of its kind in `KINDS`."""
 
 

@@ -19,7 +19,7 @@ _GATHER_S: Final = 1.0
 """How long reports are gathered, and how long the leader may wait for a deferred report. If the leader and a sender die
 together, the sender's reports of this time are lost; a timeout notices that (`../replica/losses.py`)."""
 _GATHER_MATES: Final = 8
-"""In a group of up to this many members, reports are sent once in `_GATHER_S`. A larger group gathers longer, by the
+"""A group of up to this many members sends reports once in `_GATHER_S`. A larger group gathers longer, by the
 square of the ratio of sizes, so that it sends no more messages a second: n members send n x n of them each time."""
 
 _Word = Progress | RoundStart | Digest

@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """After a step or plan: sign `state` if some member lacks the state; else drop all states and signatures."""
+        """Sign `state`, after a step or plan, if some member lacks the state; else drop all states and signatures."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")

@@ -23,10 +23,10 @@ from shoal.protocol.messages import Done, StateChunk, StateChunkRequest
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""In place of a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
+"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
 
 GRADIENT = 3
-"""In place of a tensor's number: the reduced gradient with which a layer stepped to a version."""
+"""Stands for a tensor's number: the reduced gradient with which a layer stepped to a version."""
 
 RANGE_CHUNKS = 4
 """Chunks in the longest range: 4 MiB, so that a round trip is short compared with the transfer."""

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 PINNED_S = 30.0
 """Seconds that a pin lasts after its last request, but no longer than `PINNED_S_MAX` in all."""
 TRAINED = -1
-"""In place of a stored era: the state that is trained here now."""
+"""Stands for a stored era: the state that is trained here now."""
 INITIAL = -2
-"""In place of a stored era: the parameters that the run begins with, as version 0 without moments."""
+"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
 """The longest time that a request waits for the reduced gradient of a future step."""

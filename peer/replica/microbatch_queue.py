@@ -70,7 +70,7 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """Seconds that a halt lasts unless the leaving member renews it; with renewals it lasts `HALTED_S_MAX` at most."""
 _STILL_STEPS = 2.0
-"""After this many step times without a step the run counts as standing still: then even repairs beyond the asker's
+"""The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
 share are admitted, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
