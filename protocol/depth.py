@@ -1,8 +1,8 @@
 """Refuse deeply nested msgpack before a recursive decoder reads it. Pure.
 
 hivemind's `MSGPackSerializer.loads` decodes nested extension types recursively in C: a value of 937 bytes from any DHT
-node ends the process (SIGSEGV) before a validator runs. This walk is iterative over one buffer. It descends into the
-payload of extension types, where hivemind keeps tuples, so the depth is known before any decoding.
+node ends the process (SIGSEGV) before a validator runs. The check here uses no recursion. It also descends into the
+payload of extension types, in which hivemind stores tuples, so the depth is known before anything is decoded.
 """
 
 import struct
@@ -19,13 +19,13 @@ TUPLE_EXT = 0x40
 
 
 class TooDeep(ValueError):
-    """The value nests deeper than any honest message, or is truncated."""
+    """The value nests deeper than any honest message, is truncated, or is not msgpack."""
 
 
 def check_depth(data: bytes | bytearray | memoryview) -> None:
     """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
 
-    Linear in `len(data)`, whatever the nesting.
+    The time is linear in `len(data)`, however deep the nesting.
     """
     view = memoryview(data)
     end = len(view)

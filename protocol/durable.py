@@ -1,4 +1,4 @@
-"""Small files that survive a crash or a power cut: each has either the old content or the new one afterwards."""
+"""Replace small files so that after a crash or a power cut each has either its old content or its new one."""
 
 import contextlib
 import logging
@@ -10,11 +10,11 @@ from shoal.protocol.ports import Disk, Payload
 logger = logging.getLogger(__name__)
 
 RESERVED: Final = 2**36
-"""Messages that one process may send: enough for nineteen hours at a million a second."""
+"""Sequence numbers reserved for one process: enough for nineteen hours at a million messages a second."""
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
-    """Write `content` beside `path`, then rename; durable on return. Raises: OSError: for example, the disk is full."""
+    """Write `content` to a file beside `path` and rename it to `path`; durable on return. Raises: OSError."""
     beside = path.with_suffix(".new")
     disk.make_folder(path.parent)
     disk.write(beside, content)
@@ -23,10 +23,11 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence, above all that it has ever sent, and reserve a range in the file `path`.
+    """Return this process's first sequence number, higher than any that this peer ever sent, and reserve the next
+    `RESERVED` ones in the file `path`.
 
-    Others refuse a sequence at or below the highest they have seen from a peer. After a restart with the clock set
-    back, the wall clock alone would begin too low.
+    Other peers refuse a sequence number that is too far below the highest one that they have seen from this peer. The
+    wall clock alone would give too low a number if it was set back before a restart.
     """
     first = int(wall_s * 1e6)
     if disk is None:
