@@ -1,7 +1,7 @@
-"""Peer identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
+"""A peer's identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
 
-The libp2p PeerID of an Ed25519 key contains the key: it is the identity multihash of the protobuf-encoded public key
-(libp2p specs, peer-ids). So a PeerID needs no certificate: a signature proves the identity that libp2p authenticates.
+The libp2p PeerID of an Ed25519 key contains the public key: it is the identity multihash of the protobuf-encoded key
+(libp2p specs, peer-ids). So a signature can be checked with the PeerID alone, the one that libp2p authenticates.
 """
 
 import os
@@ -97,7 +97,7 @@ def public_key_of(peer_id: PeerID) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _verifier(peer_id: PeerID) -> Ed25519PublicKey:
-    """Return the public key object, cached: decoding Base58 takes half as long as checking a signature."""
+    """Return the public key in a PeerID. Cached, as decoding Base58 takes half as long as checking a signature."""
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 
 
