@@ -81,7 +81,7 @@ ELECTED_FROM_PEERS: Final = 256
 ELECTORS: Final = 127
 """Number of electors drawn. A lying third of all members then has a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of live plans with votes (links) kept for peers that were away: a day of nine peers' plans, an hour of 1,000's."""
+"""Bytes of live plans with votes (links) kept for peers that were away: a day's with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
 """Chain links in one reply: the receiver has to check a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
