@@ -336,8 +336,8 @@ class OptimizerSpec(_Section, frozen=True):
 
     name: Literal["sgd", "adamw", "nadam", "muon"] = "nadam"
     """`sgd` and `muon` use momentum `beta1`; `muon` updates embedding, head and norms by `adamw`'s rule. In
-    `tests/bench/staleness` `muon` at 8e-3 learns fastest and suffers least from staleness. It computes its products in
-    fp64, in which most GPUs are 64 times slower, so choose it for small models or GPUs that are fast in fp64."""
+    `tests/bench/staleness` `muon` at 8e-3 learns fastest and suffers least from staleness. It computes exact products,
+    in fp64, in which most GPUs are 64 times slower: choose it for small models or GPUs that are fast in fp64."""
     learning_rate: float = 4e-3
     """Peak learning rate. A run file without it gets a rate that fits the model and the batch."""
     beta1: float = 0.9
@@ -372,7 +372,7 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches in a step, which uses their mean gradient. A run file without it gets an M that fits the model."""
+    """M: microbatches in a step, which uses their mean gradient. A run file without it gets one that fits the model."""
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
@@ -478,7 +478,7 @@ class WireSpec(_Section, frozen=True):
     """Formats in which tensors travel. `kernels/codec` defines "int8" and "hadamard6" to "hadamard3"."""
 
     activations: WireFormat | Literal["auto"] = "bf16"
-    """Format of activations between stages; state travels in fp32 in any case. "auto": for each cut between stages, each
+    """Format of activations between stages; state always travels in fp32. "auto": for each cut between stages, each
     plan chooses 8 bits per number if steps wait for these activations, else bf16 (`Plan.formats`)."""
     activation_gradients: WireFormat | None = None
     """Format of the activations' gradients. None: as the activations, but 6 bits at least: gradients tolerate less."""
@@ -545,7 +545,7 @@ class AdapterSpec(_Section, frozen=True):
     alpha: float = 32.0
     """B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ADAPTER_TARGETS
-    """Target matrices of each decoder layer; default all. In a model with experts only attention matrices are targets."""
+    """Target matrices of each decoder layer; default all. In a model with experts only attention matrices count."""
     base: BaseFormat = "bf16"
     """Format in which the base is stored and sent. "int8": one scale per block of 64 numbers. "nf4": 4 bits per number
     in the decoder layers' matrices, "int8" in embedding and head. Norms and biases are in bf16 at least."""

@@ -189,7 +189,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     watts: float | None = None
     """Power that the device draws while it trains; if missing, `shoal plan` assumes a value."""
     behind_nat: bool = False
-    """True if only peers that the device has dialled can reach it. Two such devices connect only if they share a card."""
+    """True if only peers that it has dialled can reach it. Two such devices cannot connect unless they share a card."""
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A network file. It may have other fields for people (source, constants of the case); `load_topology` lists them."""
+    """A network file. Other fields (source, constants of the case) are for people; `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -298,7 +298,7 @@ def close_paths(
 
 
 def _matrix(what: str, rows: Any) -> Floats:
-    """Return a copy of a matrix with a diagonal of 0; it stays float32. Raises: LocalError: it is not square."""
+    """Return a copy of a matrix with a diagonal of 0; float32 stays float32. Raises: LocalError: it is not square."""
     size = len(rows)
     if size == 0:
         raise LocalError(f"the {what} matrix is empty")
