@@ -63,7 +63,7 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answers these requests for one peer. Args: seen_at: returns the multiaddrs from which a peer is connected to us."""
+    """Answers these requests for one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run

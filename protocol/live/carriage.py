@@ -96,7 +96,7 @@ async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:
-    """Check that `peer` is a member. Args: certificate: shown by it. Raises: RemoteError: it is no member of the run."""
+    """Remember the certificate that `peer` has shown. Raises: RemoteError: `peer` is no member of this run."""
     members.show(peer, certificate)
     if members.access_level(peer) < AccessLevel.MEMBER:
         raise RemoteError(peer, "is no member of this run")

@@ -1,4 +1,4 @@
-"""The two ends of streams over a carrier, a third peer: ask a carrier for a stream, and accept streams from carriers."""
+"""The two ends of streams over a carrier (a third peer): ask for a stream, and accept streams that carriers bring."""
 
 import asyncio
 import logging
