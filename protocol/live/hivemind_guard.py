@@ -77,7 +77,7 @@ def _keep_quiet() -> None:
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types recurse in C, so that 937 bytes end the process; type 0x50 recurses through `loads`."""
+    """Hole: nested extension types recurse in C: 937 bytes end the process. Type 0x50 recurses through `loads` itself."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -90,8 +90,8 @@ def _guarded_loads(cls: Any, buf: bytes) -> object:
 
 
 def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, int, bytes], object]:
-    """Hole: a stranger's bytes can make an object of any registered type. Type 0x50 is a dictionary, as records need it;
-    0x51 would look names up in torch."""
+    """Hole: a stranger's bytes can make an object of any registered type. Records need only tuples and type 0x50, a
+    dictionary; 0x51 would look names up in torch."""
 
     def decode_known(cls: Any, type_code: int, data: bytes) -> object:
         if type_code not in (TUPLE_EXT, 0x50):
@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry. A reply that never expires ends the search: no other node is asked."""
+    """Hole: hivemind trusts a reply's own expiry. One that never expires ends the search, and no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -261,7 +261,7 @@ def mend_control(control: Any) -> None:
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler. After this call, a request of a peer that `admits` rejects is dropped."""
+    """Hole: every request reaches its handler. After this call, requests of peers that `admits` rejects are dropped."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:

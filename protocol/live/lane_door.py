@@ -68,8 +68,7 @@ class LaneDoor:
         self._num_lanes += 1 if is_more else -1
 
     async def dial(self, link: Link, hosts: Collection[str], count: int) -> int:
-        """Open up to `count` lanes of a stream, to the port that its other end has announced, at one of the IP addresses
-        `hosts`.
+        """Open up to `count` lanes of a stream, to the announced port of its other end at one of the addresses `hosts`.
 
         Returns: the number of new lanes. Never raises.
         """
