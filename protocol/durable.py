@@ -23,11 +23,10 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence number, higher than any that this peer ever sent, and reserve the next
-    `RESERVED` ones in the file `path`.
+    """Return this process's first sequence number, above all that this peer has ever sent; reserve a range in `path`.
 
-    Other peers refuse a sequence number that is too far below the highest one that they have seen from this peer. The
-    wall clock alone would give too low a number if it was set back before a restart.
+    Other peers refuse numbers too far below the highest one that they have seen from a peer. After a restart with the
+    clock set back, the wall clock alone would give too low a number.
     """
     first = int(wall_s * 1e6)
     if disk is None:

@@ -43,10 +43,7 @@ class RemoteError(ShoalError):
 
 
 class Unreachable(ShoalError):
-    """`peer_id` did not answer in time, or its connection broke.
-
-    Attributes: is_silence: True if nothing came back, so the peer may still run.
-    """
+    """`peer_id` did not answer in time, or its connection broke. `is_silence`: True if nothing came back at all."""
 
     def __init__(self, peer_id: str, why: str, *, is_silence: bool = False) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")

@@ -119,10 +119,7 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
 
 
 def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], verify: VerifySignature) -> bool:
-    """True if the order is signed by the owner, or by a majority of the electors of the plan that it names.
-
-    That plan must be one of `plans`.
-    """
+    """True if the owner signed the order, or a majority of the electors of that one of `plans` that it names."""
     if order.signature:
         return verify(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)

@@ -114,7 +114,7 @@ members."""
 CARRIED_STREAMS_MAX: Final = 128
 """Streams that a peer carries for all members; each has two open files and up to 400 KB of waiting bytes."""
 CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
-"""Streams that one carrier brings us and whose ends have not agreed on keys yet."""
+"""Streams that one carrier brings us, before their ends have agreed on keys."""
 CARRIERS_ASKED_MAX: Final = 8
 """Peers that we ask to carry one stream. Most peers connected to us are also connected to the other end."""
 CARRIED_CALLS_MAX: Final = 64
@@ -185,7 +185,7 @@ LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
-"""Links whose rate a peer measures together, and peers behind the same network card that take part."""
+"""Links that a peer measures at the same time, and peers behind the same network card that take part."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
@@ -237,9 +237,9 @@ PINNED_BYTES_MAX: Final = 2 * 1024**3
 REPLAYED_BYTES_MAX: Final = 1024**3
 """Bytes of reduced gradients kept for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16
-"""Least number of steps whose reduced gradients are kept, whatever their size: with gradients of 400 MB a stage makes
-steps faster than its state travels over a home line."""
+"""Reduced gradients that are kept at least, whatever their size: with gradients of 400 MB a stage makes steps faster
+than its state travels over a home line."""
 LIGHT_STATE_S: Final = 60.0
-"""A newcomer whose whole state would take less time than this to download waits for it. On a slower line it downloads
-the weights first and trains as a learner meanwhile (`../peer/membership/learner.py`). Weights take a sixth of the time,
-so on a fast line they are not worth the extra download."""
+"""A newcomer waits for its whole state if the download takes less time than this. On a slower line it first downloads
+the weights, and trains with them as a learner while the state arrives (`../peer/membership/learner.py`). Weights take a
+sixth of the time, so on a fast line they are not worth the extra download."""

@@ -33,7 +33,7 @@ RENEWED_FOR_S = 30 * 24 * 3600
 
 
 class AccessLevel(IntEnum):
-    """What a peer may do in the run. A higher level includes the lower ones."""
+    """The permissions of a peer in the run. A higher level includes the lower ones."""
 
     STRANGER = 0
     OBSERVER = 1

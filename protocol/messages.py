@@ -103,7 +103,7 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
     dissenting: int = 0
-    """Number of members whose state differs from the group's; they then fetch the group's state."""
+    """Number of members with another state than most of the group; they then fetch the group's state."""
     gradient_norm: float | None = None
     """2-norm of the group's reduced gradient before clipping; None: the sender did not make this step itself."""
     age_s: float = 0.0
@@ -213,7 +213,7 @@ class HeartbeatReply(_Message, frozen=True):
     """(era, version) of the newest snapshot that has every layer on two disks: older snapshots can be deleted. Version
     0: there is none."""
     probe: tuple[PeerID, ...] = ()
-    """Peers, at most `PROBES_PER_REPLY_MAX`, whose link to the receiver the receiver is to measure."""
+    """Peers, at most `PROBES_PER_REPLY_MAX`, to which the receiver is to measure its link."""
     beside: tuple[PeerID, ...] = ()
     """Peers, at most `TOGETHER_MAX`, that claim to share the receiver's network card, and with which it measures it."""
     in_doubt: bool = False
@@ -335,7 +335,7 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     """Failures of members and recent members; empty in a run without placed experts."""
     calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
-    """Heartbeat statistics of peers whose heartbeats arrive irregularly; such peers get longer timeouts."""
+    """Heartbeat statistics of peers with irregular heartbeats; such peers get longer timeouts."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
     """Pairs of peers that cannot reach each other, as both report."""
 

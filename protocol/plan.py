@@ -418,7 +418,7 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
 
 
 class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run spec fixes for every plan of the run."""
+    """The properties that the run spec fixes for every plan of the run."""
 
     num_layers: int
     num_experts: int = 0

@@ -1,7 +1,7 @@
 """The run spec: everything on which all peers of a run agree before the first microbatch. Pure.
 
 A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later. If a run
-file leaves out a field whose best value depends on the model, `toml/defaults.py` chooses it; the defaults here are for
+file leaves out a field that should fit the model, `toml/defaults.py` chooses its value; the defaults here are for
 code. `swarm.stages` and formats in `wire` may stay "auto": each plan then chooses them. The run id is the hash of the
 owner's key and of the unchangeable fields, so peers with the same run id and revision agree on every field.
 
@@ -386,7 +386,7 @@ class TrainingSpec(_Section, frozen=True):
     """Number format of the matrix products in forward and backward; everything else (parameters, moments, gradient
     sums, norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
-    """What a stage keeps between a microbatch's forward and backward. "stash": activations and weights. "layers":
+    """State that a stage keeps between a microbatch's forward and backward. "stash": activations and weights. "layers":
     weights and each layer's input; the backward recomputes layer by layer, so that memory holds one layer's
     activations, not a stage's (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": the stage's
     input alone; the backward repeats the stage's forward with the newest weights."""
@@ -484,7 +484,7 @@ class WireSpec(_Section, frozen=True):
     """Format of the activations' gradients. None: as the activations, but 6 bits at least: gradients tolerate less."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Format of parameter gradients in a reduction: of the members' sums and of the mean; they are added in fp32.
-    "auto": each plan chooses 4 bits per number for stages whose reduction delays steps, else 8 (`Plan.formats`)."""
+    "auto": for each stage, each plan chooses 4 bits per number if steps wait for its reduction, else 8."""
 
     @property
     def sums(self) -> tuple[WireFormat, ...]:

@@ -144,7 +144,7 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
 
 
 def _misspelt(found: Any) -> str:
-    """Return one line about a field whose name nearly matches one that we read; other unknown fields are allowed."""
+    """Return one line about a field that is misspelt; empty: there is none. Other unknown fields are allowed."""
     inner = misspelt(found.get("workload"), WorkloadEntry)
     return misspelt(found, NetworkFile) or (f"in workload {inner}" if inner else "")
 

@@ -35,10 +35,10 @@ WINDOW_BYTES_FIRST: Final = 64 * 1024
 _PATH_GAIN: Final = 1.5
 _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
-"""Samples of the line whose maximum is its rate. With fewer, TCP's recovery from a loss would count as a lower rate."""
+"""The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
-"""Samples of a connection whose maximum is its rate. A connection is often slow because others share the line; with
-more samples its rate when alone is remembered for longer, and the next burst need not find it again."""
+"""A connection's rate is the maximum of this many samples. It is often slow because others share the line; with more
+samples its rate when alone is remembered for longer, and the next burst need not find it again."""
 _UNSEEN_S: Final = 0.5
 """Written bytes count until one to two times this time has passed: if the kernel does not show them then, they wait in
 the daemon, or took another path."""

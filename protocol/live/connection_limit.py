@@ -7,11 +7,11 @@ instructions (classic BPF on the port's SO_REUSEPORT group) send it the new conn
 The second socket's queue is full after one connection; then the kernel drops further ones, and the attacker waits for
 its own retries. Existing connections are untouched, and other peers lose no time.
 
-Ten times a second we search the kernel's list for addresses that have or open too many connections. A connection whose
-other end has not answered the kernel yet does not count, as its address may be forged. An address is shut out until it
-has been quiet for a while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48) has
-limits of its own, against a stranger that owns all its addresses. Addresses in private networks and on loopback are
-only limited in their number of existing connections.
+Ten times a second we search the kernel's list for addresses that have or open too many connections. A half-open
+connection (SYN_RECV) does not count, as its address may be forged. An address is shut out until it has been quiet for a
+while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48) has limits of its own,
+against a stranger that owns all its addresses. In private networks and on loopback only the number of existing
+connections of each address is limited.
 """
 
 import asyncio

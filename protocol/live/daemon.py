@@ -126,7 +126,7 @@ class Daemon:
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._held = ExitStack()
-        """What this process holds: the lock of the state folder, and this peer's name on the machine (`_take_name`)."""
+        """Holds the lock of the state folder, and this peer's name on the machine (`_take_name`)."""
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs at which other peers may reach us, without `/p2p/…`."""

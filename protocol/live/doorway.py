@@ -1,5 +1,5 @@
-"""Limits the streams and lanes whose other end has not proved its identity: streams per peer, lanes per address, and
-both in total.
+"""Limits the streams and lanes with an other end that has not proved its identity: streams per peer, lanes per address,
+and both in total.
 
 Each costs us a file and a task, and a peer can open thousands over one connection. Beyond a limit the oldest waiting
 stream is closed, of the same source or of all. An honest HELLO arrives within a round trip, so a flood mostly closes
@@ -15,7 +15,7 @@ from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MA
 
 @dataclass(slots=True)
 class Doorway:
-    """The streams of one transport whose other end has not proved its identity yet."""
+    """The streams of one transport with an other end that has not proved its identity yet."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)

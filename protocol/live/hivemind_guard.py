@@ -77,7 +77,7 @@ def _keep_quiet() -> None:
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types recurse in C: 937 bytes end the process. Type 0x50 recurses through `loads` itself."""
+    """Hole: nested extension types recurse in C: 937 bytes end the process. Type 0x50 recurses through `loads`."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry. One that never expires ends the search, and no other node is asked."""
+    """Hole: hivemind trusts a reply's own expiry. One that never expires ends the search: no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -272,8 +272,8 @@ def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
-    """Hole: a stream that no handler takes, or whose daemon dies before the first message, raises in a task that nobody
-    awaits, and asyncio prints a traceback."""
+    """Hole: a stream that no handler takes, or that ends with its daemon before the first message, raises in a task
+    that nobody awaits, and asyncio prints a traceback."""
     try:
         await take(reader, writer)
     except (OSError, EOFError, daemon_control.DispatchFailure):

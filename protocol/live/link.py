@@ -259,8 +259,8 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError(self.why_lost)
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
-        """Return the lanes for a frame of this size; None: it uses the stream. A frame larger than the whole credit uses
-        the stream: behind a missing piece the receiver holds no more bytes than the credit."""
+        """Return the lanes for a frame of this size; None: it uses the stream. So does a frame larger than the whole
+        credit: behind a missing piece the receiver holds no more bytes than the credit."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 

@@ -53,7 +53,7 @@ another, which may belong to another machine by now, or to us. Other errors may 
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
-"""Figures for every connection within this machine: one kernel answers for both ends, so such connections stay alive."""
+"""Figures for every connection within this machine: one kernel answers for both ends, so it never looks dead."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that also counts while the machine is suspended, if the system has one."""
 
@@ -118,14 +118,14 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a carrier, so that it has no connection to us, whatever our daemon says."""
+        """Record that the peer reached us over a carrier: it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections. An error says nothing about it if this has changed."""
+        """Return how often we have closed the peer's connections: if this grew, an error may be due to that."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
@@ -378,7 +378,7 @@ def outcome_of(words: str) -> DialOutcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route to a multiaddr. Without one, a dial fails at once and delays libp2p's next dial."""
+    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays libp2p's next."""
     match = _WHERE.match(place)
     if match is None:
         return True
