@@ -29,7 +29,7 @@ class Role(Enum):
     OBSERVER = auto()
     """Any holder of an invite, observer invites included."""
     MEMBER = auto()
-    """A holder of an invite to train."""
+    """Any holder of an invite that permits training."""
     PLANNED = auto()
     """A member (also a spare, which holds no layers) of one of the last `PLANS_SERVED` plans that this peer obeyed."""
     GROUP_MEMBER = auto()
@@ -142,7 +142,7 @@ class Gate:
         """Cache of (peer, role) pairs that these plans grant."""
 
     def obey(self, plan: Plan) -> None:
-        """Use `plan` from now on; roles under the preceding `PLANS_SERVED` - 1 plans stay valid."""
+        """Take roles from `plan` from now on; those under the preceding `PLANS_SERVED` - 1 plans stay valid."""
         self._plans.appendleft(plan)
         self._held.clear()
         self.members.planned = frozenset(peer for known in self._plans for peer in known.members)

@@ -20,7 +20,7 @@ JURY = 15
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, `LayerState.proof`) of all layers of a group, in order."""
+"""(layer, digest of its state) of all layers of a group, in order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
@@ -29,7 +29,7 @@ def root_of(proofs: Iterable[tuple[str, str]]) -> str:
 
 
 def state_body(*, era: int, version: int, root: str) -> bytes:
-    """Return the bytes that a holder signs as its `state` statement. The root covers the layers' names."""
+    """Return the bytes that a holder signs to attest its state. Args: root: `root_of` the group's layers."""
     return _ENCODER.encode((era, version, root))
 
 
@@ -45,7 +45,7 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     @cached_property
     def body(self) -> bytes:
-        """The bytes that its signers have signed."""
+        """The bytes that the signers have signed."""
         return state_body(era=self.era, version=self.version, root=root_of(self.proofs))
 
 
@@ -74,7 +74,7 @@ class Certified(_Proven, frozen=True):
 
 
 def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:
-    """Return the members that sign for their group. `lot` must be a string that no member can choose."""
+    """Return the members that sign for their group. Args: lot: seeds the draw; a string that no member can choose."""
     if len(members) <= JURY:
         return tuple(members)
     return tuple(sorted(members, key=lambda peer: blake3(f"{lot}/{peer}".encode()).digest())[:JURY])

@@ -23,14 +23,14 @@ class TooDeep(ValueError):
 
 
 def check_depth(data: bytes | bytearray | memoryview) -> None:
-    """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
+    """Raise `TooDeep` if `data` is not a sequence of whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
 
     The time is linear in `len(data)`, however deep the nesting.
     """
     view = memoryview(data)
     end = len(view)
     at = 0
-    # Open containers: [items left, end offset of the enclosing region]. A tuple extension opens a region.
+    # Open containers: [items left, end offset of the enclosing region]. A tuple extension opens a new region.
     open_items: list[list[int]] = []
     while at < end or open_items:
         while open_items and (open_items[-1][0] == 0 or at >= open_items[-1][1]):
@@ -57,7 +57,7 @@ def check_depth(data: bytes | bytearray | memoryview) -> None:
             at += _FIXED[tag]
         elif tag in _SIZED:
             width = _SIZED[tag]
-            # Most lengths have one byte; a function call for each would be most of this walk's cost.
+            # Most lengths have one byte; a function call for each of them would be most of the cost.
             at += 1 + view[at] if width == 1 and at < end else width + _length(view, at, width)
         elif tag in (0xDC, 0xDD, 0xDE, 0xDF):
             width = 2 if tag in (0xDC, 0xDE) else 4

@@ -31,7 +31,7 @@ def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -
     first = int(wall_s * 1e6)
     if disk is None:
         return first
-    with contextlib.suppress(OSError, ValueError):  # missing or torn: use the clock alone
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged: use the clock alone
         first = max(first, int(disk.read(path)))
     try:
         replace_file(disk, path, str(first + RESERVED).encode())

@@ -104,7 +104,7 @@ class Endpoint:
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
 
     def obey(self, plan: Plan) -> None:
-        """Take the members' roles from `plan` from now on."""
+        """Take the members' roles from `plan` from now on, and check waiting messages again."""
         self.gate.obey(plan)
         self._new_plan.set()
         self._new_plan = asyncio.Event()
@@ -115,7 +115,7 @@ class Endpoint:
         """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group as `stage`; None: all messages that no group's handler takes.
+            stage: handle only messages with this group's number in their field `stage`; None: all other messages.
         """
         self._on_message[kind, stage] = handler
 

@@ -58,7 +58,7 @@ def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Excl
     """Return an unsigned order.
 
     Args:
-        came_by: public key to exclude -> key of the invite with which it entered (empty: unknown).
+        came_by: public key to exclude -> key of the invite with which that member entered (empty: unknown).
         base: digest of the plan that names the electors; empty for the owner's order.
     """
     keys = tuple(sorted(came_by))
@@ -71,7 +71,7 @@ def order_exclusion(
     """Return an order signed by the run's owner.
 
     Args:
-        came_by: every key that was ever excluded -> key of the invite with which it entered (empty: unknown).
+        came_by: every key that was ever excluded -> key of the invite with which that member entered (empty: unknown).
         readmitted: the keys of `came_by` that the owner has readmitted.
         number: serial number, greater than that of the owner's last order.
     """

@@ -55,7 +55,7 @@ class Identity:
             raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
         if len(raw) == 68 and raw.startswith(_KEY_FILE_PREFIX):
             identity = cls(raw[4:36])
-            if raw[36:] == identity.public_key:  # a flipped bit would give us another identity
+            if raw[36:] == identity.public_key:  # else a flipped bit would give us another identity
                 return identity
         raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
 
@@ -72,7 +72,7 @@ class Identity:
             os.replace(beside, path)
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # without its key file an owner loses its run
+                os.fsync(folder)  # an owner that loses its key file has lost its run
             finally:
                 os.close(folder)
         except OSError as error:

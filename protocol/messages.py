@@ -45,7 +45,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Advert(_Part, frozen=True):
-    """A peer's description of itself; the coordinator trusts measurements by other peers more."""
+    """A peer's description of itself. The coordinator prefers other peers' measurements to these claims."""
 
     name: str
     device: str
@@ -83,7 +83,7 @@ class LinkReport(_Part, frozen=True, array_like=True):
     num_failed: int = 0
     """Number of calls and frames to `peer` that have failed since its last answer."""
     has_fallen: bool = False
-    """True if the last two probes both show a far lower rate than the best one before."""
+    """True if the last two probes both show a far lower rate than the best probe before them."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ class PaceMark(_Part, frozen=True, array_like=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Sent by every peer to its coordinator every `heartbeat_s`."""
+    """Every peer sends its coordinator one heartbeat per `heartbeat_s` seconds."""
 
     advert: Advert
     plan_sequence: int
@@ -270,13 +270,13 @@ class PlanVote(_Message, frozen=True):
 
 
 class PlanLive(_Message, frozen=True):
-    """A majority of the predecessor's electors voted for `plan`: obey it."""
+    """A majority of the preceding plan's electors has voted for `plan`: the receiver is to obey it."""
 
     plan: bytes
 
 
 class ChainRequest(_Message, frozen=True, rename={"override_epoch": "reign"}):
-    """Asks for the live plans after the one with digest `after`, which the sender obeys; empty: it knows none."""
+    """Asks for the live plans after the plan with digest `after`, which the sender obeys; empty: it knows no plan."""
 
     after: str
     override_epoch: int
@@ -296,11 +296,11 @@ class Exclude(_Message, frozen=True):
 
 
 class Renew(_Message, frozen=True):
-    """Asks the run's owner for a longer certificate."""
+    """Asks the run's owner for a new membership certificate, valid for longer."""
 
 
 class Renewed(_Message, frozen=True):
-    """The renewed certificate (`membership.py`)."""
+    """Answers a Renew with the new certificate (`membership.py`)."""
 
     certificate: bytes
 
