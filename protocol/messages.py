@@ -159,7 +159,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     validations: tuple[ValidationReport, ...] = ()
     """Every heartbeat repeats the newest validation that the sender led, so that no coordinator misses the last one."""
     links: tuple[LinkReport, ...] = ()
-    """At most `LINKS_PER_HEARTBEAT_MAX` of the sender's links; heartbeats report all links in turn."""
+    """Some of the sender's links, at most `LINKS_PER_HEARTBEAT_MAX`; its heartbeats report all links in turn."""
     holdings: tuple[Holding, ...] = ()
     attested: tuple[Attested, ...] = ()
     """Signed versions that the sender's plan does not certify yet."""
@@ -328,7 +328,7 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     """The sender has searched for a better layout and found none that was worth moving the layers."""
     plans: "tuple[PlanNote, ...]" = ()
     loads: tuple[tuple[float, ...], ...] = ()
-    """For each stage, the recent tokens of each placed expert; empty for a stage without figures."""
+    """Recent tokens of each placed expert of each stage; empty for a stage without figures."""
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
     records: "tuple[FailureRecord, ...]" = ()
@@ -352,7 +352,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Measured / predicted speed when the last search for a better layout began; 0: not compared yet."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """For each recent earlier layout, log(measured tokens/s / tokens/s that the layout's first plan predicted)."""
+    """The log(measured tokens/s / tokens/s that the layout's first plan predicted) of each recent earlier layout."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
@@ -647,8 +647,8 @@ class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
 
 
 class RoundEnded(EraMessage, frozen=True):
-    """In a model with tied embedding and head: the sender has the reduced gradient of `step` from this attempt, and
-    waits for the gradient of the other end of the pipeline (`peer/group/tied.py`). A receiver that answers promises to
+    """The sender has the reduced gradient of `step` from this attempt. Sent if embedding and head are tied: the sender
+    then waits for the gradient of the pipeline's other end (`peer/group/tied.py`). A receiver that answers promises to
     join no other attempt."""
 
     stage: int
@@ -997,7 +997,7 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     passage: int
     """Number of the sender's run of the microbatch: a run may be given up and repeated under another number."""
     serial: int
-    """Number of this request among the sender's requests in its present place; a repeated request keeps its number."""
+    """Number of this request among the sender's requests in its present place; a repeated request keeps the number."""
     step: int
     index: int
     layer: int
@@ -1094,7 +1094,7 @@ class ProbeChunk(_Message, frozen=True):
     """-1 starts the receiver's clock; other negative values mean nothing."""
     echo: bool
     took_s: float = 0.0
-    """In an answer: seconds from the frame that started the receiver's clock to the frame that is answered."""
+    """Set in an answer: seconds from the frame that started the receiver's clock to the frame that is answered."""
 
 
 # fmt: off
