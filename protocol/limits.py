@@ -76,8 +76,8 @@ SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
 """How far a plan may raise the era (training generation): members may have heard of later eras or have them on disk."""
 ELECTED_FROM_PEERS: Final = 256
-"""If a plan has more members than this, its voters (electors) are drawn by lot: a majority's 129 votes of 256 have 9 KiB
-and take 15 ms to check."""
+"""If a plan has more members than this, its voters (electors) are drawn by lot. The 129 votes of a majority of 256 have
+9 KiB and take 15 ms to check."""
 ELECTORS: Final = 127
 """Number of electors drawn. A lying third of all members then has a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024

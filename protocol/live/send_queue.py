@@ -86,7 +86,7 @@ class SendQueue:
     async def send(self, meta: bytes, payload: Payload, priority: Priority, *, again: bytes | None = None) -> None:
         """Send a frame; return when the kernel has taken all of it.
 
-        If the caller is cancelled while its frame is written, it must not change the payload, which is still read.
+        A caller that is cancelled while its frame is written must not change the payload: it is still being read.
 
         Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; the
             payload must then not change. None: the frame is sent once.

@@ -27,8 +27,8 @@ bytes to each 16 KiB, and libp2p's yamux adds 12 bytes to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes sent back per byte received: an acknowledgement of 52 bytes for two packets."""
 CARRIED: Final = 2.5
-"""Priority of traffic that is carried for others (`carrier.py`): after this peer's own gradients, activations and
-reductions, for which the swarm waits, and before copies of state, which are long."""
+"""Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and reductions,
+for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
 """Length of a slice of a frame, in seconds of the rate: with long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
@@ -44,7 +44,7 @@ class RateLimiter(TokenBucket):
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """Count bytes that do not wait for room."""
+        """Count bytes that pass at once, whether there is room or not."""
         self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
@@ -102,7 +102,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`, since one of `priority` waits behind it."""
+        """Raise the priority of the frame that is being sent to `peer`: a frame of `priority` waits behind it."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
@@ -183,7 +183,7 @@ class Throttle:
         upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self._upload = upload
         self.line = None if upload is None and uplink is None else SendLine(upload, uplink)
-        """None: sending never waits here."""
+        """The queue of outgoing frames; None: sending never waits here."""
         self.relay_bytes_per_s = limits.relay_bytes_per_s
         """Rate limit of the traffic that we carry for other peers; 0: none is carried."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
