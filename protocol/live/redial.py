@@ -53,7 +53,8 @@ another, which may belong to another machine by now, or to us. Other errors may 
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
-"""Figures for every connection within this machine: one kernel answers for both ends, so it never looks dead."""
+"""Figures for every connection within this machine: the kernel's own figures of such a connection would never change,
+as it answers for both ends."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that also counts while the machine is suspended, if the system has one."""
 
@@ -78,7 +79,7 @@ class Redialer:
     ) -> None:
         self._daemon, self._addresses, self._known, self._again = daemon, addresses, known, again
         self._me = me
-        self._core = Reconnection(self._goes_first, random.Random())  # jitter alone
+        self._core = Reconnection(self._goes_first, random.Random())  # random numbers are used for jitter only
         self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[DialOutcome]]] = {}
         """Peer -> (addresses that are dialled, task of the dial)."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,7 +102,7 @@ class Redialer:
         await end_tasks(*self._tasks)
 
     def want(self, peers: Sequence[PeerID]) -> None:
-        """Stay connected to these peers: a lost one is dialled until it answers."""
+        """Stay connected to these peers from now on: a lost peer is dialled until it answers."""
         self._core.want(peers, _now_s())
 
     def heard(self, peer: PeerID) -> None:

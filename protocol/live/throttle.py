@@ -27,8 +27,8 @@ bytes to each 16 KiB, and libp2p's yamux adds 12 bytes to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes sent back per byte received: an acknowledgement of 52 bytes for two packets."""
 CARRIED: Final = 2.5
-"""Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and reductions,
-for which the swarm waits, and before copies of state, which are long."""
+"""Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
+reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
 """Length of a slice of a frame, in seconds of the rate: with long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S

@@ -62,7 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Made by `start`. Then `serve` must set the handlers: messages that arrive earlier wait for it."""
+    """Calls and frames to and from other peers. Call `start`, then `serve`: messages that arrive earlier wait for it."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
@@ -135,7 +135,7 @@ class LiveTransport:
         Args:
             members: the members of the run; has the run's id and our certificate.
             listen: multiaddrs without `/p2p/…` on which the daemon listens.
-            announce: multiaddrs without `/p2p/…` that other peers are told instead; empty: those that libp2p finds.
+            announce: multiaddrs without `/p2p/…` that we tell other peers; empty: those that libp2p finds.
             initial_peers: multiaddrs with `/p2p/…`. None of these peers needs to be up.
             throttle: rate limits of the traffic; None: only the uplink's own limit.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
@@ -215,7 +215,7 @@ class LiveTransport:
         return {PeerID(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Return the reply to `request`. Raises: Unreachable. ValueError: it is larger than any peer accepts."""
+        """Return the reply to `request`. Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         self._refuse_if_pointless(peer)
@@ -239,7 +239,7 @@ class LiveTransport:
     async def send(
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
-        """Send a frame, as `ports.Transport`. Raises: Unreachable. ValueError: it is larger than any peer accepts."""
+        """Send one frame (`Transport.send`). Raises: Unreachable. ValueError: it is larger than any peer accepts."""
         self._refuse_if_pointless(peer)
         queue = self._send_queues.get(peer)
         if queue is None:
@@ -618,7 +618,7 @@ class _CallFailedError(Exception):
 
 
 def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the valid ones of these peer addresses. Some come from strangers, even if they were read from our disk."""
+    """Return the valid peer addresses. Even addresses on our own disk may come from strangers, and be invalid."""
     kept = []
     for address in addresses:
         with suppress(TransportError):
