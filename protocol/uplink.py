@@ -29,7 +29,7 @@ QUEUE_S: Final = 0.1
 """Bytes queued before the line, in seconds of its rate: the queue is looked at five times in this time, and the time is
 short against a heartbeat's interval."""
 WINDOW_BYTES_MIN: Final = 16 * 1024
-"""Least window, ten packets: TCP begins with as many, and detects a loss by three later packets."""
+"""Least window, about ten packets: TCP begins with as many, and detects a loss by three later packets."""
 WINDOW_BYTES_FIRST: Final = 64 * 1024
 """First window: 0.1 s at 5 Mbit/s; it grows tenfold within some samples."""
 _PATH_GAIN: Final = 1.5
@@ -67,7 +67,7 @@ class UplinkConnection:
 
 @dataclass(kw_only=True, slots=True)
 class _Rate:
-    """The highest recent delivery rate."""
+    """The highest recent delivery rate of the line or of one connection."""
 
     num_samples: int = _NUM_SAMPLES
     bytes_per_s: float = 0.0
@@ -213,7 +213,7 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now. If it exceeds the window, the next waits."""
+        """True if a slice of any size may be written to a connection now; the next waits if this exceeds the window."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

@@ -113,11 +113,11 @@ class ConnectionLimit:
     async def _look_on(self, ports: Collection[int], seen: Mapping[Network, Set[bytes]]) -> None:
         loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
-            # In 0.1 s a flood of 1,000 a second opens 100 connections, fewer than the 128 that any address may have.
+            # In 0.1 s a flood of 1,000 a second opens 100 connections, in addition to the 128 that an address may have.
             # Reading a list of some hundred takes 0.3 ms; longer lists are read less often, for 5 % of a core at most.
             await asyncio.sleep(max(0.1, took_s / 0.05))
             begun_s, former = loop.time(), seen
-            with contextlib.suppress(OSError):  # if there is no list, the last one counts
+            with contextlib.suppress(OSError):  # if there is no new list, the last one counts: no address is readmitted
                 seen = await asyncio.to_thread(read_connections, ports)
             took_s = loop.time() - begun_s
             opened = {address: len(ends - former.get(address, set())) for address, ends in seen.items()}

@@ -114,8 +114,8 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Hole: one invalid record makes a whole reply invalid. If a node accepts one (for example, its expiry is a second
-    too late only by a slower clock), that record hides all others from every peer that asks the node."""
+    """Hole: one invalid record makes a whole reply invalid. A record that a node accepts and requesters reject (by
+    their slower clocks its expiry is a second too far ahead) hides all others from every peer that asks the node."""
     if self.record_validator is None:
         return True
     dictionary.maxsize = math.inf  # the sender may send a value of any type, and a search that compares it may not end
@@ -188,7 +188,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
         pass
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        return True  # each record in the reply has its own signature
+        return True  # each record in the reply proves its own origin
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]

@@ -162,7 +162,7 @@ class Redialer:
             raise P2PDaemonError("nothing comes back from it") from error
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial the peer. Return whether it is connected; waits while the daemon restarts."""
+        """Dial the peer. Return True if it is connected; waits while the daemon restarts."""
         if not self._addresses(peer):
             return False
         return await asyncio.shield(self._dial(peer)) is DialOutcome.REACHED
@@ -219,7 +219,7 @@ class Redialer:
         infos, local = await p2p.list_peers(), local_addresses()
         if local != self._local:
             self._gone = (self._gone | self._local) - local
-            # The daemon itself looks for new addresses every five seconds, so ask it for them for some time.
+            # The daemon itself looks for new addresses every five seconds, so ask it for them until it has.
             self._local, self._moved_until_s = local, _now_s() + 12.0
         direct = (address for info in infos for address in only_direct(map(str, info.addrs)))
         names = {address: name for address in direct if (name := name_of(address)) is not None}

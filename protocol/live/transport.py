@@ -62,7 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Calls and frames to and from other peers. Call `start`, then `serve`: messages that arrive earlier wait for it."""
+    """Calls and frames between this peer and others. Call `start`, then `serve`, for which early messages wait."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
