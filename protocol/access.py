@@ -1,12 +1,12 @@
 """The access table: which role may send each message. `Endpoint` enforces it before any handler runs. Pure.
 
-A handler can therefore rely on the sender's role. What the table cannot know stays with the handler, such as whether
-this sender was asked for this very thing.
+A handler can therefore rely on the sender's role. The handler itself checks what the table cannot know, such as whether
+we asked this sender for the data that it sends.
 
-A role follows from a plan, and two peers never adopt a new plan at the same moment. Hence the last `PLANS_SERVED` plans
-count, and a member's message that none of our plans explains waits briefly for the next plan before it is refused. Two
-members may get their roles from different plans: a draining member has left its group under the newest plan and still
-finishes the open round, together with a member that the same plan added.
+A role follows from a plan (the signed layout of the swarm), and two peers never adopt a new plan at the same moment.
+Hence a role under any of the last `PLANS_SERVED` plans counts. A member's message that no known plan permits waits
+briefly for the next plan before it is refused. Two members may have their roles under different plans: a draining
+member, which the newest plan removed from its group, still finishes the open round with a member that this plan added.
 """
 
 from collections import deque
@@ -29,9 +29,9 @@ class Role(Enum):
     OBSERVER = auto()
     """Any holder of an invite, observer invites included."""
     MEMBER = auto()
-    """A holder of an invite to train."""
+    """Any holder of an invite that permits training."""
     PLANNED = auto()
-    """A member, spares included, of one of the last `PLANS_SERVED` plans that this peer obeyed."""
+    """A member (also a spare, which holds no layers) of one of the last `PLANS_SERVED` plans that this peer obeyed."""
     GROUP_MEMBER = auto()
     """The sender holds the same stage or the same experts as we do."""
     NEAR = auto()
@@ -88,7 +88,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Halted: Role.NOBODY,
     m.Save: Role.PLANNED,
     m.Saved: Role.NOBODY,
-    # State for newcomers, and copies of it.
+    # State for newcomers, and backup copies of state.
     m.StateRequest: Role.PLANNED,
     m.StateOffer: Role.NOBODY,
     m.Keep: Role.PLANNED,
@@ -129,7 +129,7 @@ class Verdict(Enum):
     ALLOWED = auto()
     REFUSED = auto()
     WAIT = auto()
-    """Refused unless a plan arrives that gives the sender the role."""
+    """Refuse the message unless a plan arrives that gives its sender the role."""
 
 
 class Gate:
@@ -142,7 +142,7 @@ class Gate:
         """Cache of (peer, role) pairs that these plans grant."""
 
     def obey(self, plan: Plan) -> None:
-        """Use `plan` from now on; the roles under the plans before it stay valid for a while."""
+        """Take roles from `plan` from now on; those under the preceding `PLANS_SERVED` - 1 plans stay valid."""
         self._plans.appendleft(plan)
         self._held.clear()
         self.members.planned = frozenset(peer for known in self._plans for peer in known.members)

@@ -2,9 +2,9 @@
 
 A version number alone proves nothing: anybody can claim to have the newest snapshot. So each member signs the digests
 of its group's layers at every snapshot version and when a layout ends, and sends the signature in its heartbeats
-(`Attested`). The next plan carries what a majority of a group has signed (`Certified`), and its voters check the
-signatures. A live plan therefore lists, layer by layer, the versions that the run may restore. A peer that fetches such
-a version rejects a layer with another digest.
+(`Attested`). The next plan contains the digests that a majority of a group has signed (`Certified`), and the peers that
+vote on the plan check the signatures. A live plan, one that won its vote, therefore lists for each layer the versions
+that the run may restore. A peer that fetches such a version rejects a layer with another digest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Members drawn by lot that sign for a larger group, because the signatures travel in a plan."""
+"""Most members that sign for a group. A larger group has this many drawn by lot: their signatures travel in a plan."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, `LayerState.proof`) of all layers of a group, in order."""
+"""(layer, digest of its state) of all layers of a group, in order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
@@ -29,7 +29,7 @@ def root_of(proofs: Iterable[tuple[str, str]]) -> str:
 
 
 def state_body(*, era: int, version: int, root: str) -> bytes:
-    """Return the bytes that a holder signs as its `state` statement. The root covers the layers' names."""
+    """Return the bytes that a holder signs to attest its state. Args: root: `root_of` the group's layers."""
     return _ENCODER.encode((era, version, root))
 
 
@@ -45,7 +45,7 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     @cached_property
     def body(self) -> bytes:
-        """The bytes that its signers have signed."""
+        """The bytes that the signers have signed."""
         return state_body(era=self.era, version=self.version, root=root_of(self.proofs))
 
 
@@ -59,8 +59,8 @@ class Certified(_Proven, frozen=True):
     """Digests of a group's layers at a version, signed by a majority of the group."""
 
     signatures: tuple[tuple[int, bytes], ...] = ()
-    """(position in the group's jury under the previous plan, that member's `state` statement). Empty in later plans,
-    since the first plan's voters have checked the signatures."""
+    """(position in the group's `jury` under the previous plan, that member's signature of `body`). Only the first plan
+    with this certificate has them: its voters check the signatures, and later plans leave them out."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Certified(_Proven, frozen=True):
 
 
 def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:
-    """Return the members that sign for their group. `lot` must be a string that no member can choose."""
+    """Return the members that sign for their group. Args: lot: seeds the draw; a string that no member can choose."""
     if len(members) <= JURY:
         return tuple(members)
     return tuple(sorted(members, key=lambda peer: blake3(f"{lot}/{peer}".encode()).digest())[:JURY])

@@ -1,4 +1,4 @@
-"""Messages about errors in a file that a person wrote, in that person's words and not in the decoder's. Pure."""
+"""Error messages for the author of a file, with the file's own field names in place of the decoder's terms. Pure."""
 
 import difflib
 import re
@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""The limit on compared names of a table, and on letters of a name: no misspelling is longer."""
+"""Most names of one table that are compared, and most letters of such a name: longer names are no misspellings."""
 _SLIP: Final = 0.9
-"""The similarity (`difflib`) from which an unknown field counts as a misspelling, in files with fields that we do not
-read: `num_layer` is one (0.95), `num_devices` beside `devices` is not (0.78)."""
+"""Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known one, in files that may have
+fields of their own: `num_layer` for `num_layers` (0.95) is one, `num_devices` for `devices` (0.78) is not."""
 _WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 _KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
@@ -33,7 +33,7 @@ _BOUNDS: Final = {">=": "at least", "<=": "at most", ">": "more than", "<": "les
 
 
 def complaint(error: Exception, kind: type) -> str:
-    """Return one line: the field as its author names it, and the error in it.
+    """Return one line about a decoding error: the field's name in the file, and what is wrong with its value.
 
     Args: error: a msgspec error from decoding a `kind` (a msgspec struct), or a ValueError of one of its checks.
     """
@@ -65,12 +65,12 @@ def complaint(error: Exception, kind: type) -> str:
 
 
 def misspelt(found: object, kind: type) -> str:
-    """Return one line about the first field of `found` that misspells one of `kind`, for files with fields that we do
-    not read (`unread`); empty if there is none.
+    """Return one line about the first field of `found` that is a misspelt field of `kind`; empty if there is none. For
+    files that may also have fields that we do not read (`unread`).
 
     Args:
-        found: an object of the file, decoded without a type.
-        kind: the msgspec struct that is read from it.
+        found: the file's content, decoded to plain dicts and lists.
+        kind: the msgspec struct that describes the fields that we read.
     """
     names = _field_names(kind)
     for name in islice(found, _READ_MAX) if isinstance(found, dict) else ():
@@ -80,7 +80,7 @@ def misspelt(found: object, kind: type) -> str:
 
 
 def unread(found: object, kind: type) -> tuple[str, ...]:
-    """List the fields of `found` that `kind` does not have. Args: as of `misspelt`."""
+    """List the fields of `found`, a file's content as plain dicts and lists, that the msgspec struct `kind` lacks."""
     names = _field_names(kind)
     return tuple(name for name in found if name not in names) if isinstance(found, dict) else ()
 
@@ -97,12 +97,12 @@ def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:
 
 
 def _table(path: str) -> str:
-    """Return `[model] `, as a heading of the file; empty at the top."""
+    """Return the TOML heading of the table with this path, such as `[model] `; empty for the top level."""
     return f"[{path}] " if path else ""
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Return the type of the field `a.b`, or `a[0].b` for a list of structs a; None if there is none."""
+    """Return the type of the field of struct `kind` at `path`, such as `a.b` or `a[0].b`; None: no such field."""
     for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None
@@ -113,7 +113,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, *, is_element: bool) -> Any:
-    """Return a field's type without `None`, or the type of its elements if `is_element`."""
+    """Return a field's type `kind` without its `None` alternative; if `is_element`, the type of the list's elements."""
     if get_origin(kind) in (Union, UnionType):
         parts = [part for part in get_args(kind) if part is not type(None)]
         kind = parts[0] if len(parts) == 1 else kind

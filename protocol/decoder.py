@@ -1,7 +1,7 @@
-"""The decoder's switches, and the model families made of them. Pure.
+"""The options in which a model's decoder may differ from Llama's, and the model families. Pure.
 
-With all switches at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: the values
-that each switch may have. A combination outside all families is refused: no other software could load the result.
+With all options at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: it lists the
+values that each option may have. A combination that fits no family is refused: no other software could load the model.
 """
 
 import math
@@ -21,7 +21,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_positive(section: msgspec.Struct, **most: float) -> None:
-    """Raises: ValueError: one of these fields is not above 0, or is infinite or more than its `most`."""
+    """Raises: ValueError: one of the fields named in `most` is not above 0, is infinite, or exceeds the limit given."""
     for name, largest in most.items():
         value = getattr(section, name)
         require(0 < value < math.inf, f"{name} must be positive, is {value}")
@@ -29,14 +29,14 @@ def require_positive(section: msgspec.Struct, **most: float) -> None:
 
 
 def require_not_negative(section: msgspec.Struct, *names: str) -> None:
-    """Raises: ValueError: one of these fields is negative. None: it is not set."""
+    """Raises: ValueError: one of the fields `names` is negative; a field that is None counts as not set."""
     for name in names:
         value = getattr(section, name)
         require(value is None or value >= 0, f"{name} must not be negative, is {value}")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Change of the rotary frequencies for contexts longer than those of the first training.
+    """Changes the rotary frequencies, for contexts longer than those with which the model was first trained.
 
     Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, as in the
     reference code of Llama 3.1. The numbers are those of `transformers`.
@@ -52,13 +52,13 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this stay as they are; between the two the change is gradual."""
     beta_slow: float = 1.0
-    """yarn: as `low_freq_factor`."""
+    """yarn: frequencies with fewer turns than this within the original context are divided by `factor`."""
     beta_fast: float = 32.0
-    """yarn: as `high_freq_factor`."""
+    """yarn: frequencies with more turns than this stay as they are; between the two the change is gradual."""
     attention_factor: float | None = None
-    """yarn: the factor of cosines and sines. None: 0.1 ln(factor) + 1."""
+    """yarn: cosines and sines are multiplied by this. None: by 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: the transition begins and ends at whole frequencies."""
+    """yarn: the gradual change begins and ends at whole indices of the frequencies."""
 
     def __post_init__(self) -> None:
         require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
@@ -80,27 +80,27 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def turned_factor(self) -> float:
-        """The factor of cosines and sines."""
+        """The factor by which cosines and sines are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_factor(self.factor) if self.kind == "yarn" else 1.0
 
 
 def yarn_factor(factor: float, scale: float = 1.0) -> float:
-    """Return yarn's factor on queries and keys together (2309.00071, equation 22), times `scale`."""
+    """Return 0.1 scale ln(factor) + 1, by which yarn multiplies queries and keys (arXiv 2309.00071, equation 22)."""
     return 0.1 * scale * math.log(factor) + 1.0
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The switches in which a decoder differs from Llama's."""
+    """The options in which a decoder may differ from Llama's; the defaults are Llama's values."""
 
     rope: RopeScaling | None = None
     """None: rotary positions are unchanged."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections of the attention have biases: none, all but the last, all."""
+    """Attention projections with biases: none; queries, keys and values; or these and the output."""
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
-    """Norm of queries and keys before the rotation: of each head, or of the whole projection."""
+    """Normalisation of queries and keys before the rotation: over each head, or over the whole projection."""
     norms: Literal["pre", "post", "both"] = "pre"
     """Norm placement at attention and feed-forward: before, after (within the residual branch), or both."""
     norm_plus_one: bool = False
@@ -112,9 +112,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     full_layers: tuple[int, ...] = ()
     """The decoder layers that use full attention despite `window`."""
     window_rope_theta: float | None = None
-    """`rope_theta` of layers with a window, to which `rope` then does not apply. None: as in other layers."""
+    """`rope_theta` in layers with a window; `rope` then does not apply to these. None: the same as in other layers."""
     score_dim: int | None = None
-    """Attention scores are divided by the square root of this. None: of the head size."""
+    """Attention scores are divided by the square root of this number. None: by that of the head size."""
     attention_softcap: float = 0.0
     """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
     logit_softcap: float = 0.0
@@ -139,7 +139,7 @@ LLAMA: Final = DecoderSpec()
 
 
 _ANY: Final = None
-"""The switch is free."""
+"""The option may have any value."""
 _BIASES: Final = {"attention_bias": ("none", "all")}
 _ROTARY: Final = {"rope": _ANY}
 _HEADS: Final = {"head_size": _ANY}
@@ -165,18 +165,18 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma2": {**_GEMMA, "attention_softcap": _ANY},
     "gemma3_text": {**_GEMMA, "qk_norm": ("head",), "window_rope_theta": _ANY},
 }
-"""Family (`model_type` in `transformers`) -> allowed values of each switch; a switch that is not named must have its
+"""Family (`model_type` in `transformers`) -> allowed values of each option; an option that is not listed must have its
 default. A model belongs to the first family that fits."""
 EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {**_ROTARY, **_HEADS, "window": _ANY},
     "qwen3_moe": {**_BIASES, **_ROTARY, **_HEADS, "window": _ANY, "qk_norm": ("head",)},
 }
-"""The same for models with experts."""
+"""`FAMILIES` for models with experts."""
 
 
 @lru_cache(maxsize=1024)
 def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
-    """Return the family of a decoder; `head_size` is None for width / heads. Raises: ValueError: no family fits."""
+    """Return the family of a decoder. Args: head_size: None if it is width / heads. Raises: ValueError: none fits."""
     said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES

@@ -1,8 +1,8 @@
 """Refuse deeply nested msgpack before a recursive decoder reads it. Pure.
 
 hivemind's `MSGPackSerializer.loads` decodes nested extension types recursively in C: a value of 937 bytes from any DHT
-node ends the process (SIGSEGV) before a validator runs. This walk is iterative over one buffer. It descends into the
-payload of extension types, where hivemind keeps tuples, so the depth is known before any decoding.
+node ends the process (SIGSEGV) before a validator runs. The check here uses no recursion. It also descends into the
+payload of extension types, in which hivemind stores tuples, so the depth is known before anything is decoded.
 """
 
 import struct
@@ -19,18 +19,18 @@ TUPLE_EXT = 0x40
 
 
 class TooDeep(ValueError):
-    """The value nests deeper than any honest message, or is truncated."""
+    """The value nests deeper than any honest message, is truncated, or is not msgpack."""
 
 
 def check_depth(data: bytes | bytearray | memoryview) -> None:
-    """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
+    """Raise `TooDeep` if `data` is not a sequence of whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
 
-    Linear in `len(data)`, whatever the nesting.
+    The time is linear in `len(data)`, however deep the nesting.
     """
     view = memoryview(data)
     end = len(view)
     at = 0
-    # Open containers: [items left, end offset of the enclosing region]. A tuple extension opens a region.
+    # Open containers: [items left, end offset of the enclosing region]. A tuple extension opens a new region.
     open_items: list[list[int]] = []
     while at < end or open_items:
         while open_items and (open_items[-1][0] == 0 or at >= open_items[-1][1]):
@@ -57,7 +57,7 @@ def check_depth(data: bytes | bytearray | memoryview) -> None:
             at += _FIXED[tag]
         elif tag in _SIZED:
             width = _SIZED[tag]
-            # Most lengths have one byte; a function call for each would be most of this walk's cost.
+            # Most lengths have one byte; a function call for each of them would be most of the cost.
             at += 1 + view[at] if width == 1 and at < end else width + _length(view, at, width)
         elif tag in (0xDC, 0xDD, 0xDE, 0xDF):
             width = 2 if tag in (0xDC, 0xDE) else 4

@@ -1,4 +1,4 @@
-"""Small files that survive a crash or a power cut: each has either the old content or the new one afterwards."""
+"""Replace small files so that after a crash or a power cut each has either its old content or its new one."""
 
 import contextlib
 import logging
@@ -10,11 +10,11 @@ from shoal.protocol.ports import Disk, Payload
 logger = logging.getLogger(__name__)
 
 RESERVED: Final = 2**36
-"""Messages that one process may send: enough for nineteen hours at a million a second."""
+"""Sequence numbers reserved for one process: enough for nineteen hours at a million messages a second."""
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
-    """Write `content` beside `path`, then rename; durable on return. Raises: OSError: for example, the disk is full."""
+    """Write `content` to a file beside `path` and rename it to `path`; durable on return. Raises: OSError."""
     beside = path.with_suffix(".new")
     disk.make_folder(path.parent)
     disk.write(beside, content)
@@ -23,15 +23,15 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence, above all that it has ever sent, and reserve a range in the file `path`.
+    """Return this process's first sequence number, above all that this peer has ever sent; reserve a range in `path`.
 
-    Others refuse a sequence at or below the highest they have seen from a peer. After a restart with the clock set
-    back, the wall clock alone would begin too low.
+    Other peers refuse numbers too far below the highest one that they have seen from a peer. After a restart with the
+    clock set back, the wall clock alone would give too low a number.
     """
     first = int(wall_s * 1e6)
     if disk is None:
         return first
-    with contextlib.suppress(OSError, ValueError):  # missing or torn: use the clock alone
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged: use the clock alone
         first = max(first, int(disk.read(path)))
     try:
         replace_file(disk, path, str(first + RESERVED).encode())

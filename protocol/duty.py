@@ -1,18 +1,21 @@
-"""Decides how long a device rests, so that it works its share of the time. Pure.
+"""Decides how long a device rests between jobs, so that it works only a given share of the time. Pure.
 
-A token bucket like that of `token_bucket.py`, filled with seconds of device time: `share` seconds come in per second,
-and work takes them. Idle time counts as rest, up to `BURST_S`, since a pipeline peer waits for others anyway.
+This is a token bucket (`token_bucket.py`) of seconds of device time: `share` seconds are added per second, and work
+takes seconds out. Idle time counts as rest, up to `BURST_S`, since a pipeline peer waits for others anyway.
 
-Other work of the program (a coordinator's search, compilation at start, networking) is repaid too, from half of the
-income, which slows the device for a while and never stops it. Beyond `BESIDE_MAX_S` the whole income repays it.
+Other work of the program (a coordinator's search, compilation at start, networking) counts as a debt. Half of the added
+seconds repay it, so the device works more slowly for a while but never stops. The part of the debt above `BESIDE_MAX_S`
+is repaid from all added seconds.
 """
 
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Idle time that may be made up for, some steps of a small run. With more, work could fill whole minutes."""
+"""Longest idle time that counts as rest: some steps of a small run. With more, the device could then work for whole
+minutes without a rest."""
 BESIDE_MAX_S: Final = 30.0
-"""Debt that half of the income repays: a coordinator needs 15 to 20 s to compile and make its first search."""
+"""Largest debt of other work that only half of the added seconds repay: a coordinator needs 15 to 20 s to compile and
+to make its first search."""
 _BESIDE_PART: Final = 0.5
 
 
@@ -24,7 +27,7 @@ class Duty:
             raise ValueError(f"a share of a device's time must be in (0, 1], is {share}")
         self._share = share
         self._credit_s = 0.0
-        """Seconds of work allowed at once; negative: it has worked more than its share."""
+        """Seconds that the device may work without a rest; negative: it has worked more than its share."""
         self._beside_s = 0.0
         self._at_s: float | None = None
 
@@ -37,7 +40,7 @@ class Duty:
         self._beside_s += seconds
 
     def rest_s(self, now_s: float) -> float:
-        """Return the seconds until the next job may begin, >= 0. `now_s` is of a clock that never goes back."""
+        """Return the seconds until the next job may begin, >= 0. Args: now_s: a monotonic clock's time."""
         if self._at_s is not None:
             earned_s = (now_s - self._at_s) * self._share
             repaid_s = self._repaid_s(earned_s)
@@ -46,7 +49,7 @@ class Duty:
         self._at_s = now_s
         lacking_s = max(0.0, -self._credit_s)
         over_s = max(0.0, self._beside_s - BESIDE_MAX_S) if lacking_s else 0.0
-        # The credit earned while the rest is repaid.
+        # Credit that the device earns while it repays the debt below `BESIDE_MAX_S`.
         at_half_s = (self._beside_s - over_s) * (1.0 - _BESIDE_PART) / _BESIDE_PART
         earned_s = lacking_s / (1.0 - _BESIDE_PART) if lacking_s <= at_half_s else lacking_s + self._beside_s - over_s
         return (over_s + earned_s) / self._share

@@ -1,11 +1,12 @@
 """Typed messages over a `Transport`, with each call and reply in an envelope (`envelope.py`).
 
-This is the one place where bytes from the network become values and where the table of `access.py` is enforced: no
+This is the one place where bytes from the network are decoded and where the table of `access.py` is enforced: no
 handler sees a message that its sender may not send. The transport authenticates the sender. Handlers register by
 message type; a message that does not decode, or that has no handler, is refused with a reason.
 
-A caller encloses its certificate until the receiver has answered it once. A receiver without a valid certificate (after
-a restart, or an expiry) refuses the call before any handler runs, and the caller repeats the call with it.
+A caller encloses its certificate in its calls until the receiver has answered one. If the receiver no longer has a
+valid certificate of the caller (it restarted, or the certificate expired), it refuses the call before any handler runs,
+and the caller repeats the call with its certificate.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, group); group None: no particular group."""
+"""(message type, number of a group in the plan); None: any group, or messages that name none."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -54,15 +55,16 @@ _WAITING_OF_ONE_MAX = WAITING_FOR_PLAN_MAX // 16
 
 
 class Endpoint:
-    """One peer's identity on one transport, within one run.
+    """Sends and receives one peer's messages over one transport, within one run.
 
     Args:
-        gate: the access rules; `gate.members.certificate` is our own certificate, to be shown to others.
-        first_sequence: the first sequence number of our envelopes; after a restart above all that others have seen.
+        gate: the access rules; `gate.members.certificate` is our own certificate, which we show to others.
+        first_sequence: the first sequence number of our envelopes; after a restart it is higher than all that other
+            peers have seen.
     Attributes:
-        term: stamped on outgoing envelopes; the node raises it with every plan that it obeys.
-        era, revision: stamped on training messages (`EraMessage`). Messages of other values are refused, frames
-            dropped.
+        term: the leadership term in outgoing envelopes; the node raises it with every plan that it obeys.
+        era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
+            message with another era or revision is refused, such a frame dropped.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class Endpoint:
         self.revision = 0
         self._next_sequence = first_sequence
         self.is_displaced = False
-        """True once another process with a copy of our key has spoken: others then ignore this one."""
+        """True once another process has used our key: other peers then ignore this process."""
         self._guard = ReplayGuard()
         self._knows_us: set[PeerID] = set()
-        """Peers that have answered a call of ours, and so have seen our certificate."""
+        """Peers that have answered one of our calls, and so have seen our certificate."""
         self.on_heard: Callable[[PeerID], None] = lambda peer: None
         """Called for each call and frame of a member, before its handler."""
         self._new_plan = asyncio.Event()
@@ -102,7 +104,7 @@ class Endpoint:
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
 
     def obey(self, plan: Plan) -> None:
-        """Take the members' roles from `plan` from now on."""
+        """Take the members' roles from `plan` from now on, and check waiting messages again."""
         self.gate.obey(plan)
         self._new_plan.set()
         self._new_plan = asyncio.Event()
@@ -113,7 +115,7 @@ class Endpoint:
         """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group as `stage`; None: all messages that no group's handler takes.
+            stage: handle only messages with this group's number in their field `stage`; None: all other messages.
         """
         self._on_message[kind, stage] = handler
 
@@ -123,13 +125,13 @@ class Endpoint:
         self._on_frame[kind, stage] = handler
 
     def leave_stage(self, stage: int) -> None:
-        """Remove this group's handlers: its messages are refused from now on, and its frames dropped."""
+        """Remove the handlers of group `stage`. From now on its messages are refused, and its frames dropped."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address in table if address[1] == stage]:
                 del table[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
-        """Remove these handlers, but not their replacements: a registered handler keeps its owner alive."""
+        """Remove these handlers, so that their owner can be freed. Handlers that have replaced them stay."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address, handler in table.items() if handler in handlers]:
                 del table[address]
@@ -139,7 +141,7 @@ class Endpoint:
     ) -> R:
         """Call `peer` and return its answer.
 
-        Raises: Unreachable; Refused: the peer declined; RemoteError: the answer is not an `expect`.
+        Raises: Unreachable; Refused: the peer declined; RemoteError: the answer is not of type `expect`.
         """
         message = self._stamped(message)
         if peer == self.peer_id:
@@ -153,7 +155,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call without our certificate if `peer` has answered before, and again with it if `peer` has forgotten it."""
+        """Call `peer`: without our certificate if `peer` has answered before, then with it if `peer` asks for it."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -176,7 +178,12 @@ class Endpoint:
         priority: Priority,
         again: msgspec.Struct | None = None,
     ) -> None:
-        """Send one tensor frame to `peer`. `again` is as in `Transport.send`. Raises: Unreachable."""
+        """Send one tensor frame to `peer`.
+
+        Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; None:
+            the frame is not repeated.
+        Raises: Unreachable.
+        """
         meta = self._stamped(meta)
         if peer == self.peer_id:
             handler = _handler(self._on_frame, meta)
@@ -191,10 +198,10 @@ class Endpoint:
         return self._seal("record", record, self.members.certificate)
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
-        """Returns: (signer, record). Raises: RemoteError."""
+        """Check a directory record that `source` stored. Returns: (signer, record). Raises: RemoteError."""
         envelope, _ = _opened_record(self.seals, self.run, data, source)
         if envelope.sender == self.peer_id and envelope.sequence >= self._next_sequence:
-            self.is_displaced = True  # our own signature on something that this process did not send
+            self.is_displaced = True  # signed with our key, but not by this process
         return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
@@ -215,7 +222,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; it gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger sent bytes that are no call of this run; it gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -223,7 +230,7 @@ class Endpoint:
             reply = messages.Refusal(reason=refused.reason)
         except RemoteError as error:
             if self.members.access_level(source) is AccessLevel.STRANGER:
-                raise  # an answer would be signed, and tell which run this is
+                raise  # an answer would tell the stranger which run this is
             self._log_refused(error)
             reply = messages.Refusal(reason=str(error))
         return self._seal("reply", reply)
@@ -238,14 +245,14 @@ class Endpoint:
         return await self._dispatch(source, decoded(_MESSAGES, envelope.body, source, _UNKNOWN))
 
     def _log_refused(self, error: RemoteError) -> None:
-        """Log at most one line per `REFUSALS_LOGGED_S`, so that a member's rubbish cannot fill the disk."""
+        """Log at most one line per `REFUSALS_LOGGED_S`, so that a member's invalid calls cannot fill the disk."""
         now_s = time.monotonic()  # real time even in a simulation, since people read the log
         if now_s >= self._log_again_s:
             logger.warning("refused a call: %s", error)
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us a message of `kind`, perhaps by a plan that arrives within `PLAN_WAIT_S`."""
+        """True if `source` may send us a message of `kind`. If no known plan permits it, wait `PLAN_WAIT_S` for one."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED
@@ -312,8 +319,8 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
     return envelope.sender, record
 
 
-@lru_cache(maxsize=4096)  # of all runs in this process
+@lru_cache(maxsize=4096)  # shared by all runs in this process
 def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
-    """Decode a record, cached: most records are unchanged at the next reading."""
+    """Decode a record. Cached, since most records have not changed when they are read again."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
     return envelope, decoded(_RECORDS, envelope.body, source, _UNKNOWN)

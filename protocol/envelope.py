@@ -1,9 +1,9 @@
 """The envelope around every record and call: run, term, sender, sequence, body, and a signature or checksum.
 
-An envelope that third parties may see (record, plan, mandate, hello) is signed by its sender. A call and its reply stay
-within one libp2p connection, which has authenticated both ends and encrypts the traffic, also through a relay; the
-transport names the other end. These two envelopes carry a checksum instead, which finds damage. Signature and checksum
-also cover a domain tag ("call", "record", "plan", ...), so that bytes made for one purpose cannot serve another.
+An envelope that third parties may see (record, plan, mandate, hello) is signed by its sender. The envelopes of a call
+and its reply carry a checksum instead, which detects damage: they stay within one libp2p connection, which has
+authenticated both ends and encrypts the traffic, also through a relay. Signature and checksum also cover a domain tag
+("call", "record", "plan", ...), so that bytes made for one purpose cannot serve another.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ CHECKSUM_BYTES: Final = 8
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`body` is one message in msgpack; the other fields name run, term and sender and number the message."""
+    """One message (`body`, in msgpack) with its run, leadership term, sender and sequence number."""
 
     run: str
     term: int
@@ -35,9 +35,9 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     sequence: int
     body: bytes
     proof: bytes
-    """The sender's Ed25519 signature; for a call or a reply the checksum xxh3-64."""
+    """The sender's Ed25519 signature; in a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
-    """The sender's certificate, if the receiver may lack it; with signatures of its own, so `proof` leaves it out."""
+    """The sender's certificate, if the receiver may lack it. `proof` does not cover it: it has its own signatures."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -45,14 +45,14 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 def is_direct(domain: Domain) -> bool:
-    """True if the envelope stays within one connection and needs no signature."""
+    """True if envelopes of this domain stay within one connection and need no signature."""
     return domain in _DIRECT
 
 
 def seal(
     identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
 ) -> bytes:
-    """Return the bytes of an envelope of `identity` around `body`, signed unless the domain `is_direct`."""
+    """Return the bytes of an envelope around `body`, signed by `identity`; with a checksum if `is_direct(domain)`."""
     covered = _ENCODER.encode((domain, run, term, identity.peer_id, sequence, body))
     proof = xxh3_64_digest(covered) if domain in _DIRECT else identity.sign(covered)
     return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
@@ -64,7 +64,7 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
     Args:
         source: the peer at the other end, as authenticated by the transport.
         relayed: True for records and plans, which others forward: the signer may then differ from `source`.
-    Raises: RemoteError: a check fails; names `source`.
+    Raises: RemoteError: a check fails; the error names `source`.
     """
     if len(data) > CONTROL_BYTES_MAX:
         raise RemoteError(source, f"sent {len(data)} bytes where {CONTROL_BYTES_MAX} are the limit")
@@ -89,7 +89,7 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, what: str) -> T:
-    """Decode data of `source`. Raises: RemoteError: it is `what`, such as "an unreadable plan"."""
+    """Decode data of `source`. Raises: RemoteError: it cannot be decoded; `what` ("an unreadable plan") says so."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -97,7 +97,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, wh
 
 
 class ReplayGuard:
-    """Accepts each sequence of a sender once, in any order within `REPLAY_WINDOW` of the sender's highest."""
+    """Accepts each sequence number of a sender once, if it is less than `REPLAY_WINDOW` below the highest one seen."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()

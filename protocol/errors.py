@@ -1,12 +1,13 @@
-"""Errors, by the side at fault. Pure.
+"""Error classes, by the side at fault. Pure.
 
-`LocalError`: our process or its user; the message says what to do. `RemoteError`: a peer broke the protocol; it names
-that peer, so that the driver can stop talking to it. `Unreachable`: nobody's fault yet, since networks fail.
+`LocalError`: our process or its user is at fault; the message says what to do. `RemoteError`: a peer broke the
+protocol; the error names the peer, so that the caller can stop talking to it. `Unreachable`: nobody is at fault yet,
+since networks fail.
 """
 
 
 class ShoalError(Exception):
-    """Base class. `str(error)` is one line fit for the command line."""
+    """Base class. `str(error)` is one line that the command line can print."""
 
 
 class LocalError(ShoalError):
@@ -26,11 +27,11 @@ class RunNotFound(LocalError):
 
 
 class DataError(LocalError):
-    """The training text is missing, empty, or not the run's."""
+    """The training text is missing, empty, or another one than the run's digest names."""
 
 
 class TransportError(LocalError):
-    """Our own network stack could not start or died: port in use, daemon missing."""
+    """Our own network stack could not start, or died: for example, the port is in use or the daemon is missing."""
 
 
 class RemoteError(ShoalError):
@@ -42,7 +43,7 @@ class RemoteError(ShoalError):
 
 
 class Unreachable(ShoalError):
-    """`peer_id` did not answer in time, or its connection broke. `is_silence`: nothing came back; it may still run."""
+    """`peer_id` did not answer in time, or its connection broke. `is_silence`: True if nothing came back at all."""
 
     def __init__(self, peer_id: str, why: str, *, is_silence: bool = False) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")
@@ -61,5 +62,5 @@ class Refused(ShoalError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, for a sentence of at most 120 letters; its repr if it has none."""
+    """Return the first line of an error's text, cut to 120 letters; the error's repr if it has no text."""
     return (str(error).splitlines() or [""])[0][:120] or repr(error)

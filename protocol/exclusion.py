@@ -1,11 +1,13 @@
 """Exclusion orders: the owner, or a majority, removes a member's key or an invite's key from the run for good. Pure.
 
-An order carries its own signatures, so any peer may forward it, and plans carry the orders of their run. The owner's
-order names every key that the owner ever excluded and marks the readmitted ones: the newest order is enough. A
-majority's order comes from the electors of one plan, for one set of keys. The owner can readmit any key.
+An order carries its own signatures, so any peer may forward it, and each plan carries the run's orders. The owner's
+order names every key that the owner ever excluded and marks those that the owner has readmitted, so only its newest
+order is needed. A majority's order is signed by electors (voting members) of one plan, for one set of keys. The owner
+can readmit any key.
 
-A member can make a fresh key at any time, so an order also names each member's invite. An excluded member's seat stays
-taken, and the second exclusion of a member of one invite excludes that invite.
+A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still counts
+against the number of members that its invite allows (seats), and once two members of an invite are excluded, the invite
+is, too.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from shoal.protocol.statement import VerifySignature, sign_statement
 
 
 class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One order; `keys` are public Ed25519 keys (32 bytes) of members and invites, sorted."""
+    """One exclusion order; `keys` are the public Ed25519 keys (32 bytes) of members and invites, sorted."""
 
     keys: tuple[bytes, ...]
     signature: bytes = b""
@@ -31,12 +33,12 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """The invite of each of `keys`: the member's invite key, or an invite's own key; empty bytes: unknown. Orders of
-    earlier versions leave this tuple empty."""
+    """One invite key for each of `keys`: that of the member's invite; for an invite, its own key; empty bytes: unknown.
+    Orders of earlier versions leave this tuple empty."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
     number: int = 0
-    """Serial number of the owner's orders; the highest applies."""
+    """Serial number of the owner's orders; the order with the highest number applies."""
 
     @property
     def body(self) -> bytes:
@@ -53,7 +55,12 @@ _DECODER = msgspec.msgpack.Decoder(Exclusion)
 
 
 def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Exclusion:
-    """Return an unsigned order. `came_by` is as in `order_exclusion`, `base` as in `Exclusion`."""
+    """Return an unsigned order.
+
+    Args:
+        came_by: public key to exclude -> key of the invite with which that member entered (empty: unknown).
+        base: digest of the plan that names the electors; empty for the owner's order.
+    """
     keys = tuple(sorted(came_by))
     return Exclusion(keys, base=base, invites=tuple(came_by[key] for key in keys))
 
@@ -64,9 +71,9 @@ def order_exclusion(
     """Return an order signed by the run's owner.
 
     Args:
-        came_by: every key that was ever excluded -> its entry in `Exclusion.invites`.
-        readmitted: the readmitted keys among them.
-        number: greater than that of the owner's last order.
+        came_by: every key that was ever excluded -> key of the invite with which that member entered (empty: unknown).
+        readmitted: the keys of `came_by` that the owner has readmitted.
+        number: serial number, greater than that of the owner's last order.
     """
     order = propose_exclusion(came_by)
     places = tuple(sorted(order.keys.index(key) for key in set(readmitted)))
@@ -75,7 +82,7 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Return the exclusions that follow from these valid orders; the owner's newest order overrides all others."""
+    """Return the keys that these valid orders exclude and readmit; the owner's newest order overrides all others."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):
@@ -112,7 +119,7 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
 
 
 def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], verify: VerifySignature) -> bool:
-    """True if the owner signed the order, or a majority of the electors of the plan that it names among `plans`."""
+    """True if the owner signed the order, or a majority of the electors of that one of `plans` that it names."""
     if order.signature:
         return verify(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)

@@ -6,11 +6,12 @@
     trailer  xxh3-64 of all of the above 8 B | end marker 4 B
 
 The header has its own checksum: otherwise a flipped bit in a length would make the receiver wait for gigabytes that
-never come. The checksum of the whole frame stands at its end, so that both sides hash piece by piece while the bytes
-are in the cache, and the event loop runs between pieces.
+never come. The checksum of the whole frame stands at its end: so both sides can hash one piece at a time while its
+bytes are in the cache, and the event loop can run between pieces.
 
-Sequences count per direction from 0. Frame 0 is HELLO, and only frame 0. Credits are in bytes of whole frames. A
-direction with lanes (`live/lane.py`) is two byte streams, each with some of the frames; `FrameOrder` merges them.
+Each direction of a stream numbers its frames from 0. Frame 0 is a HELLO, and no other frame is. Credit, the number of
+bytes that a sender may still send, counts whole frames. If a direction also uses lanes (further TCP connections,
+`live/lane.py`), its frames are split over two byte streams, which `FrameOrder` merges.
 """
 
 import struct
@@ -43,7 +44,7 @@ _LANES: Final = struct.Struct(">B")
 HEADER_BYTES: Final = _FIELDS.size + _HEADER_CHECKSUM.size
 FRAME_OVERHEAD_BYTES: Final = HEADER_BYTES + _TRAILER.size
 PIECE_BYTES: Final = 512 * 1024
-"""Bytes hashed and written at a time: they fit in a second-level cache and take 50 us to hash."""
+"""Bytes hashed and written at a time: a piece fits into a second-level cache and takes 50 us to hash."""
 
 
 class FrameType(IntEnum):
@@ -76,14 +77,15 @@ class Header:
 
 
 def wire_bytes(meta_bytes: int, payload_bytes: int) -> int:
-    """Return the credit that a frame costs, in bytes."""
+    """Return the length of a whole frame in bytes, which is the credit that it costs."""
     return FRAME_OVERHEAD_BYTES + meta_bytes + payload_bytes
 
 
 def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) -> Iterator[bytes | memoryview]:
     """Yield a frame in pieces: header and meta, views of `payload`, trailer.
 
-    Never copies the payload, and hashes a piece when it is requested: do not change `payload` before the last piece.
+    The payload is not copied, and each piece is hashed when it is requested: do not change `payload` before the last
+    piece was yielded.
 
     Raises: ValueError: `meta` or `payload` is larger than a receiver accepts.
     """
@@ -102,12 +104,12 @@ def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) 
 
 
 def encode_credit(sequence: int, given_back_bytes: int) -> bytes:
-    """Return a complete CREDIT frame."""
+    """Return a complete CREDIT frame, with which a receiver returns `given_back_bytes` of credit to the sender."""
     return b"".join(encode_frame(FrameType.CREDIT, sequence, _CREDIT.pack(given_back_bytes), b""))
 
 
 def decode_credit(frame: Frame, source: PeerID) -> int:
-    """Return the bytes of credit that `source` returns. Raises: RemoteError."""
+    """Return the number of bytes of credit that `source` returns. Raises: RemoteError: it is no CREDIT frame."""
     if frame.type is not FrameType.CREDIT or len(frame.meta) != _CREDIT.size or frame.payload:
         raise RemoteError(source, "sent another frame where only credits are allowed")
     (given_back_bytes,) = _CREDIT.unpack(frame.meta)
@@ -133,8 +135,8 @@ def decode_header(
     """Check a header against every limit before allocating memory for its frame.
 
     Args:
-        sequence: the expected sequence, or the lowest allowed one.
-        may_skip: frames in between may arrive over another lane.
+        sequence: the expected sequence number; with `may_skip` the lowest allowed one.
+        may_skip: True if the stream has lanes, so that the frames in between may arrive over another connection.
     Raises: RemoteError: an honest peer does not send this header here.
     """
     magic, kind, got_sequence, meta_bytes, payload_bytes = _FIELDS.unpack_from(raw)
@@ -161,7 +163,7 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Bytes of frames in flight or not yet handled. Sender and receiver of a stream count alike."""
+    """Counts the bytes of a stream's frames that are in flight or not yet handled, at its sender or its receiver."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -175,7 +177,7 @@ class CreditWindow:
         self.outstanding_bytes += frame_bytes
 
     def give_back(self, frame_bytes: int, source: PeerID) -> None:
-        """Raises: RemoteError: `source` returns more credit than it was given."""
+        """Count `frame_bytes` as handled. Raises: RemoteError: `source` returns more credit than is outstanding."""
         if frame_bytes > self.outstanding_bytes:
             raise RemoteError(source, f"gave back {frame_bytes} bytes where {self.outstanding_bytes} are outstanding")
         self.outstanding_bytes -= frame_bytes
@@ -184,8 +186,8 @@ class CreditWindow:
 def _room_for(payload_bytes: int) -> bytearray | memoryview:
     """Allocate a payload buffer; a large one takes memory only as it is written.
 
-    A `bytearray` is zeroed: a header of 29 bytes could make its receiver commit 256 MiB and block the loop for a third
-    of a second. Lost: `mmap`, which maps new pages each time (16 ms for 16 MiB, where numpy takes 0.4).
+    A `bytearray` is zeroed: with it, a header of 29 bytes could make its receiver commit 256 MiB and block the loop for
+    a third of a second. Rejected: `mmap`, which maps new pages each time (16 ms for 16 MiB; numpy takes 0.4 ms).
     """
     if payload_bytes <= BULK_CHUNK_BYTES:
         return bytearray(payload_bytes)
@@ -199,11 +201,12 @@ class FrameAssembler:
     kernel and the checksum touch each byte once.
 
     Args:
-        window: credit of DATA frames: taken at the header, returned by the consumer of the frame.
-        sequence: the sequence of the first frame.
+        window: the credit of DATA frames: a frame's header takes credit, and the consumer of the frame returns it.
+        sequence: the sequence number of the first frame.
 
     Attributes:
-        may_skip: frames in between may arrive over another lane.
+        may_skip: True if the stream has lanes: frames may then be missing here, since they arrive over another
+            connection.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class FrameAssembler:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes still missing of the frame in progress; 0 before its header is complete."""
+        """Bytes of the present frame that have not arrived yet; 0 before its header is complete."""
         if self._header is None:
             return 0
         return len(self._part) - self._filled + sum(len(part) for part, _ in self._parts)
@@ -300,7 +303,7 @@ class FrameAssembler:
 class FrameOrder:
     """Restores the order of one sender's DATA and LANES frames, which arrive over the daemon's stream and over lanes.
 
-    A frame that waits for an earlier one has used its sender's credit, which bounds the waiting bytes.
+    A frame that waits here for an earlier one has used up credit of its sender, so credit bounds the waiting bytes.
     """
 
     def __init__(self, source: PeerID) -> None:
@@ -309,7 +312,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame` and yield all frames now in order. Raises: RemoteError: the sequence was used before."""
+        """Add `frame` and yield all frames that are next in order. Raises: RemoteError: its number was used before."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

@@ -1,7 +1,7 @@
-"""Peer identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
+"""A peer's identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
 
-The libp2p PeerID of an Ed25519 key contains the key: it is the identity multihash of the protobuf-encoded public key
-(libp2p specs, peer-ids). So a PeerID needs no certificate: a signature proves the identity that libp2p authenticates.
+The libp2p PeerID of an Ed25519 key contains the public key: it is the identity multihash of the protobuf-encoded key
+(libp2p specs, peer-ids). So a signature can be checked with the PeerID alone, the one that libp2p authenticates.
 """
 
 import os
@@ -55,7 +55,7 @@ class Identity:
             raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
         if len(raw) == 68 and raw.startswith(_KEY_FILE_PREFIX):
             identity = cls(raw[4:36])
-            if raw[36:] == identity.public_key:  # a flipped bit would give us another identity
+            if raw[36:] == identity.public_key:  # else a flipped bit would give us another identity
                 return identity
         raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
 
@@ -72,7 +72,7 @@ class Identity:
             os.replace(beside, path)
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # without its key file an owner loses its run
+                os.fsync(folder)  # an owner that loses its key file has lost its run
             finally:
                 os.close(folder)
         except OSError as error:
@@ -97,7 +97,7 @@ def public_key_of(peer_id: PeerID) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _verifier(peer_id: PeerID) -> Ed25519PublicKey:
-    """Return the public key object, cached: decoding Base58 takes half as long as checking a signature."""
+    """Return the public key in a PeerID. Cached, as decoding Base58 takes half as long as checking a signature."""
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 
 

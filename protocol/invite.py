@@ -1,13 +1,13 @@
 """Invites: the text with which a volunteer finds and enters a run, short enough for a chat message.
 
     "shoal1" base58( version:1 run:8 owner:32 key peer* check:4 )
-    key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    admits the newcomer; 0: an open run
-    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, without a key
-    address  4 ip:4 port:2 | 6 ip:16 port:2 | 0 length:1 text    kinds; the text is a multiaddr without /p2p/…
+    key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    0: none, the run is open; 1: admits newcomers
+    peer     header:1 [key:32] address*     header: number of addresses; + 128 for the owner, which then has no key here
+    address  4:1 ip:4 port:2 | 6:1 ip:16 port:2 | 0:1 length:1 text       IPv4, IPv6, or a multiaddr without /p2p/…
 
-It has 220 characters with one address of the host, 330 with the addresses of three members. Anybody with the text can
-enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the rest) detects a lost letter. Whitespace
-inside an invite, and punctuation around it, do no harm.
+`name:n` is a field of n bytes. An invite has 220 characters with one address of the host, 330 with the addresses of
+three members. Anybody with the text can enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the
+rest) detects a lost letter. Whitespace inside an invite, and punctuation around it, do no harm.
 """
 
 import ipaddress
@@ -32,7 +32,8 @@ _CHECK_BYTES = 4
 _RUN_BYTES, _KEY_BYTES = 8, 32
 _IS_OWNER = 128
 _CHARS_MAX = 4096
-"""Eight addresses as text, each of another peer, take 3,300; and base58 takes quadratic time."""
+"""Letters of an invite that are decoded, since base58 takes quadratic time. Eight addresses as text, each of another
+peer, take 3,300."""
 _TEXT, _IP4, _IP6 = 0, 4, 6
 _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
@@ -41,13 +42,13 @@ _PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 
 _KEYLESS, _KEYED = 0, 1
 _TERMS = struct.Struct(">IHB")
-"""The key's terms: expiry, number of seats, and whether its members may train."""
+"""The terms of an invite's key: its expiry, the number of members that it admits, and if these may train."""
 EXPIRES_S_MAX = (1 << 32) - 1
 SEATS_MAX = (1 << 16) - 1
 
 
 class InviteKey(msgspec.Struct, frozen=True):
-    """The secret in an invite: its own key, and the owner's signed permission to certify members."""
+    """The secret in an invite: the seed of its own key, and the owner's permission to certify members with that key."""
 
     seed: bytes
     delegation: Delegation
@@ -56,7 +57,14 @@ class InviteKey(msgspec.Struct, frozen=True):
     def make(
         cls, owner: Identity, *, run: str, expires_s: int = 0, seats: int = 0, may_train: bool = True
     ) -> "InviteKey":
-        """Make a fresh key with the terms of `Delegation`. Raises: ValueError: a term does not fit into an invite."""
+        """Make a new key.
+
+        Args:
+            expires_s: expiry in seconds since 1970; 0: none.
+            seats: members by this invite at a time; 0: any number.
+            may_train: False: its members are observers.
+        Raises: ValueError: `expires_s` or `seats` does not fit into an invite.
+        """
         if not (0 <= expires_s <= EXPIRES_S_MAX and 0 <= seats <= SEATS_MAX):
             raise ValueError(f"an invite expires by {EXPIRES_S_MAX} s after 1970 and has at most {SEATS_MAX} seats")
         seed = os.urandom(32)
@@ -69,7 +77,8 @@ class InviteKey(msgspec.Struct, frozen=True):
 
 
 class Invite(msgspec.Struct, frozen=True):
-    """`addresses` are multiaddrs, with `/p2p/…`, of peers that admit a newcomer; `owner` signs the run spec."""
+    """A decoded invite. `addresses` are multiaddrs, with `/p2p/…`, of peers that admit newcomers; `owner` is the peer
+    that signs the run spec."""
 
     protocol_version: int
     run: str
@@ -86,7 +95,7 @@ class Invite(msgspec.Struct, frozen=True):
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
 
     def members_for(self, me: PeerID) -> Members:
-        """Return the `Members` with which `me` begins: it knows the owner and our own certificate."""
+        """Return the `Members` with which the new peer `me` begins: it knows only the owner and `me`'s certificate."""
         return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
@@ -112,7 +121,7 @@ def make_invite(run: str, owner: PeerID, addresses: Sequence[str], key: InviteKe
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite. Raises: InviteError: one line: no invite, mistyped, or of another version."""
+    """Read an invite. Raises: InviteError, in one line: the text is no invite, is damaged, or has another version."""
     _, prefix, rest = "".join(text.split()).rpartition(PREFIX)
     if not prefix:
         raise InviteError(f"this is not a shoal invite (they begin with {PREFIX!r}): ask the host for a fresh one")
@@ -139,13 +148,13 @@ def parse_invite(text: str) -> Invite:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Split `…/p2p/ID` into (`…`, `ID`), also behind a relay with its own ID; without an ID: (`address`, "")."""
+    """Split `…/p2p/ID` into (`…`, `ID`), where `…` may contain a relay's own ID. Without an ID: (`address`, "")."""
     where, slash, peer = address.rpartition("/p2p/")
     return (where, peer) if slash and "/" not in peer else (address, "")
 
 
 def peers_of(addresses: Iterable[str]) -> list[PeerID]:
-    """Return the peers at the ends of `addresses`, each once, in order."""
+    """Return the peers that `addresses` lead to, each once, in order."""
     return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))
 
 
@@ -155,7 +164,7 @@ def only_direct(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_global(address: str) -> bool:
-    """True if a multiaddr names a host or a public IP address, without a relay: it looks dialable from anywhere."""
+    """True if a multiaddr looks dialable from anywhere: it is a host name or a public IP address, without a relay."""
     match = _PLACE.match(address)
     if match is None or not only_direct((address,)):
         return False
@@ -166,14 +175,17 @@ def is_global(address: str) -> bool:
 
 
 def is_open(addresses: Iterable[str]) -> bool:
-    """True if a peer with these multiaddrs looks dialable from anywhere: one is public, and none is of a private
-    network. Behind a NAT libp2p announces both kinds, once four peers have seen the outer address."""
+    """True if a peer with these multiaddrs looks dialable from anywhere: one address is public, and none is private.
+
+    A public address alone is not enough: libp2p also announces the outer address of a NAT, beside the private one, once
+    four peers have seen it.
+    """
     ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
     return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then private ones; loopback addresses only if there are no others."""
+    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay only if all are such."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]
@@ -190,7 +202,7 @@ def _rank(address: str) -> int:
     except ValueError:
         ip = None
     if ip is None:
-        return 0  # a host name or a relay: chosen on purpose
+        return 0  # a host name or a relay, which the host has chosen on purpose
     if ip.is_loopback or ip.is_link_local:
         return _LOOPBACK
     return 0 if ip.is_global else _PRIVATE
@@ -213,7 +225,7 @@ def _encode_address(where: str) -> bytes:
 
 
 def _decode(body: bytes) -> Invite:
-    """Raises: ValueError, IndexError, struct.error: it is no invite."""
+    """Decode an invite's bytes without the check. Raises: ValueError, IndexError, struct.error: it is no invite."""
     run, start = body[1 : 1 + _RUN_BYTES].hex(), 1 + _RUN_BYTES + _KEY_BYTES
     raw_owner = body[1 + _RUN_BYTES : start]
     owner = _peer_id(raw_owner)

@@ -1,7 +1,8 @@
 """Layer keys: the names under which a model's state is stored and sent. Pure.
 
-State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). Where experts
-are placed, it is kept by unit: "layers.3.experts.5", and "layers.3.trunk" for the rest of that layer.
+State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). If a run
+places experts on members of their own, it is kept by unit: "layers.3.experts.5" for an expert, and "layers.3.trunk" for
+the rest of that layer.
 """
 
 from typing import Final
@@ -29,7 +30,7 @@ def expert_key(key: str, expert: int) -> str:
 
 
 def trunk_key(key: str) -> str:
-    """Return the key of the decoder layer `key` without its experts."""
+    """Return the key of the trunk of decoder layer `key`: the layer without its experts."""
     return f"{key}.{TRUNK}"
 
 
@@ -39,7 +40,9 @@ def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
 
 
 def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """Return the layers of a stage of decoder layers [first, last), with embedding and head at the ends of the model.
+    """Return the layer keys of a stage with decoder layers [first, last), in forward order.
+
+    The first stage of a model also has the embedding, and the last one the head.
 
     Raises: ValueError: the range is empty or outside the model.
     """
@@ -61,7 +64,7 @@ def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
 
 
 def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
-    """Return all keys of a run's state; `placed`: its experts are placed."""
+    """Return all keys of a run's state. Args: placed: True if experts are placed on members of their own."""
     if not placed:
         return all_layer_keys(model)
     experts = (expert_keys(0, model.num_layers, expert) for expert in range(model.num_experts))

@@ -2,14 +2,15 @@
 
     owner's key --Delegation--> invite's key --Certificate--> member's key
 
-An invite carries its delegation and the seed of its key, so its holder certifies itself, even while the host and every
-coordinator are down. A receiver checks two signatures. Source: certificate chains of SPKI (RFC 2693, section 3).
+An invite contains its delegation and the seed of its key, so a peer that holds it certifies itself, even while the host
+and every coordinator are down. A receiver checks two signatures. Source: certificate chains of SPKI (RFC 2693,
+section 3).
 
-A certificate expires with its invite, and its peer becomes a stranger, except that a member of a recently obeyed plan
-stays in. Meanwhile it can ask the owner, which signs a new certificate for each planned member (`Members.renew`).
+A certificate expires with its invite. Its peer then becomes a stranger, unless it is in a recently obeyed plan: such a
+peer stays a member and can ask the owner for a new certificate (`Members.renew`).
 
-A certificate cannot prove offline how many others the invite has made. So a coordinator enforces the number of seats
-when newcomers enter (`Members.why_not_enter`).
+A certificate cannot show how many other members its invite has certified. So a coordinator enforces the invite's number
+of seats, the members that it allows at a time, when newcomers enter (`Members.why_not_enter`).
 """
 
 import time
@@ -28,11 +29,11 @@ from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
 RENEWED_FOR_S = 30 * 24 * 3600
-"""Life of a renewed certificate: a member may be away about this long without needing a new invite."""
+"""Seconds for which a renewed certificate is valid: a member may be away almost this long without a new invite."""
 
 
 class AccessLevel(IntEnum):
-    """Permissions of a key in the run. A higher value includes the lower ones."""
+    """The permissions of a peer in the run. A higher level includes the lower ones."""
 
     STRANGER = 0
     OBSERVER = 1
@@ -42,15 +43,15 @@ class AccessLevel(IntEnum):
 
 
 class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The owner's permission for the holder of `key` to certify members of the run."""
+    """The owner's permission to certify members of the run with an invite's key."""
 
     key: bytes
     expires_s: int
-    """Expiry of its certificates, seconds since 1970; 0: none."""
+    """Expiry of the invite's certificates, seconds since 1970; 0: none."""
     seats: int
-    """Members by this invite at a time; 0: any number."""
+    """Members that the invite allows at a time; 0: any number."""
     may_train: bool
-    """False: its members are observers."""
+    """False: members of this invite are observers."""
     signature: bytes
 
     @property
@@ -68,9 +69,9 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     delegation: Delegation
     signature: bytes
-    """Made with the invite's key; of a renewed certificate with the owner's key."""
+    """Signature with the invite's key; in a renewed certificate, with the owner's key."""
     renewed_to_s: int = 0
-    """Expiry of a renewed certificate, seconds since 1970; 0: not renewed, it expires with its invite."""
+    """Expiry of a renewed certificate, seconds since 1970; 0: it is not renewed and expires with its invite."""
 
     @property
     def ends_s(self) -> int:
@@ -103,14 +104,14 @@ def certify(invite: Identity, delegation: Delegation, member: PeerID, *, run: st
 
 
 def renew(owner: Identity, delegation: Delegation, member: PeerID, *, run: str, ends_s: int) -> bytes:
-    """Return a certificate for `member` of this invite until `ends_s`, signed by the run's owner."""
+    """Return a certificate for `member`, which has this invite, valid until `ends_s` and signed by the run's owner."""
     signature = sign_statement(owner, "member", run=run, body=_renewed(member, delegation, ends_s))
     return _ENCODER.encode(Certificate(delegation, signature, ends_s))
 
 
 @lru_cache(maxsize=256)
 def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool:
-    """True if the owner signed the delegation. Cached: a run has few invites and many members that show them."""
+    """True if the owner signed the delegation. Cached: a run has few invites, and many members show the same one."""
     if len(delegation.key) != 32:
         return False
     return statement_holds(owner, delegation.signature, "invite", run=run, body=_delegated(delegation))
@@ -118,9 +119,9 @@ def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool
 
 @lru_cache(maxsize=4096)
 def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) -> Certificate:
-    """Check that an invite's key of this run, or the owner, certified `member`.
+    """Decode a certificate, and check that the key of an invite of this run, or the owner, has certified `member`.
 
-    Raises: RemoteError: the certificate is invalid; names `member`.
+    Raises: RemoteError: the certificate is invalid; the error names `member`.
     """
     try:
         if len(data) > CERTIFICATE_BYTES_MAX:
@@ -148,21 +149,21 @@ def _delegated(delegation: Delegation) -> bytes:
 
 
 class Excluded(NamedTuple):
-    """Keys excluded from the run, all public Ed25519 keys of 32 bytes."""
+    """Keys of members and invites that are excluded from the run; all are public Ed25519 keys of 32 bytes."""
 
     keys: Set[bytes] = frozenset()
     readmitted: Set[bytes] = frozenset()
-    """Readmitted members, which are in even if their invite is excluded."""
+    """Keys that the owner has readmitted: such a member may enter even if its invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
-    """Excluded member -> its invite, if known: the seat stays taken for good."""
+    """Excluded member -> its invite's key, if known: the member counts against the invite's seats for good."""
 
 
 class Members:
-    """The members of one run, as far as this peer has seen their certificates, and the excluded ones.
+    """Knows the members of one run by the certificates that this peer has seen, and the excluded keys.
 
     Args:
-        certificate: our own, to be shown to others; the run's owner needs none (empty).
-        is_open: the run's spec admits anyone that is not excluded.
+        certificate: our own certificate, which we show to others; empty if we are the run's owner.
+        is_open: True if the run's spec admits every peer that is not excluded.
         wall_s: returns seconds since 1970.
     """
 
@@ -179,10 +180,10 @@ class Members:
         self._wall_s = wall_s
         self._shown: OrderedDict[PeerID, dict[bytes, Certificate]] = OrderedDict()
         self.planned: Set[PeerID] | None = None
-        """Members of recently obeyed plans, even with expired certificates. None: this peer knows no plan, so it cannot
-        tell and accepts expired certificates."""
+        """Members of recently obeyed plans: they stay members if their certificates expire. None: this peer knows no
+        plan, and so accepts every expired certificate."""
         self.guests: deque[PeerID] = deque(maxlen=64)
-        """Commands on this machine, which have a member's permissions."""
+        """Peer IDs of commands that run on this machine, which have a member's permissions."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
@@ -194,7 +195,7 @@ class Members:
         shown = open_certificate(certificate, run=self.run, owner=self.owner, member=peer)
         held = self._shown.pop(peer, {})
         known = held.pop(shown.delegation.key, shown)
-        # An older certificate never replaces a renewed one of the same invite; the invite shown last is the last entry.
+        # Of two certificates of one invite keep the one that expires later. The invite shown last is the last entry.
         held[shown.delegation.key] = max(shown, known, key=lambda made: made.ends_s)
         self._shown[peer] = held
         if len(self._shown) > PEERS_MAX:
@@ -216,12 +217,12 @@ class Members:
         return _ended(shown) if shown is not None else ""
 
     def invite_of(self, peer: PeerID) -> bytes:
-        """Return the invite key of `peer`; empty: it is the owner, or unknown, or needs none."""
+        """Return the key of the invite of `peer`; empty: `peer` is the owner, is unknown, or the run is open."""
         shown = self._in_use(peer) if peer != self.owner and not self.is_open else None
         return shown.delegation.key if shown is not None else b""
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
-        """Return why a coordinator must not admit `newcomer` beside `others`; empty: it may."""
+        """Return why a coordinator must not admit `newcomer` if `others` are members; empty: it may be admitted."""
         shown = self._in_use(newcomer)
         if newcomer == self.owner or shown is None:
             return ""  # an open run: strangers are refused earlier
@@ -233,17 +234,17 @@ class Members:
         return ""
 
     def seats_taken(self, invite: bytes, present: Iterable[PeerID]) -> int:
-        """Count the seats of this invite that `present` and excluded members take."""
+        """Count the members of this invite among the peers `present` and the excluded peers."""
         here = sum(1 for peer in present if self.invite_of(peer) == invite and not self.is_excluded(peer))
         return here + sum(1 for came_by in self.excluded.came_by.values() if came_by == invite)
 
     def renew(self, owner: Identity, member: PeerID) -> bytes:
-        """Return a longer certificate for `member`, signed by the owner; empty: `member` has shown none."""
+        """Return a new certificate for `member`, signed by the owner; empty: `member` has never shown one."""
         shown, ends_s = self._in_use(member), int(self._wall_s()) + RENEWED_FOR_S
         return renew(owner, shown.delegation, member, run=self.run, ends_s=ends_s) if shown is not None else b""
 
     def take_renewed(self, certificate: bytes, me: PeerID) -> None:
-        """Use `certificate` as our own from now on. Raises: RemoteError: it is not ours, or of another invite."""
+        """Use `certificate` as our own from now on. Raises: RemoteError: it is not for us, or is of another invite."""
         renewed = open_certificate(certificate, run=self.run, owner=self.owner, member=me)
         if renewed.delegation.key != self._own_invite:
             raise RemoteError(me, "showed a certificate of another invite")
@@ -251,7 +252,7 @@ class Members:
 
     @property
     def should_renew(self) -> bool:
-        """True once a quarter of a fresh certificate's life is gone."""
+        """True if our certificate ends in less than three quarters of `RENEWED_FOR_S`."""
         ends_s = _CERTIFICATES.decode(self.certificate).ends_s if self.certificate else 0
         return 0 < ends_s < self._wall_s() + 0.75 * RENEWED_FOR_S
 
@@ -264,8 +265,10 @@ class Members:
         return shown.delegation.access_level
 
     def _in_use(self, peer: PeerID) -> Certificate | None:
-        """Return the certificate of `peer` that grants the highest level, the latest of equal ones: a peer that first
-        looked on may come to train, and looking on takes nothing away."""
+        """Return the certificate of `peer` that grants the highest level; of equal ones, that of the invite shown last.
+
+        A peer may first observe and later train, or the reverse; it then keeps the permission to train.
+        """
         held = reversed(self._shown.get(peer, {}).values())
         return max(held, key=lambda shown: self._gives(peer, shown), default=None)
 
@@ -276,7 +279,7 @@ class Members:
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Treat these keys, and all members that they certified, as strangers from now on, and no others."""
+        """Replace the excluded keys: these keys, and the members of excluded invites, are strangers from now on."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:
@@ -286,7 +289,7 @@ class Members:
         return bool(self.excluded.keys) and self.is_out_by(peer, self.excluded)
 
     def is_out_by(self, peer: PeerID, excluded: Excluded) -> bool:
-        """True if `excluded` has the peer's own key or an invite key that it has shown here; False for the owner."""
+        """True if `excluded` names the peer's own key, or an invite that the peer has shown; False for the owner."""
         return peer != self.owner and self._is_out(peer, excluded, self._shown.get(peer, ()))
 
     @staticmethod

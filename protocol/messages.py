@@ -1,14 +1,14 @@
-"""Control messages: a closed set of typed messages of at most 256 KiB, decoded once, at the edge. Pure.
+"""Control messages: a closed set of typed messages of at most 256 KiB, decoded once, by `Endpoint`. Pure.
 
-Five conversations: a peer with the coordinator (heartbeats, plans, status), a peer with the directory (records),
-members within a stage group (progress, rounds, digests, claims), a newcomer with state holders, and an inference client
-with the stages. Peers share no clock, so messages carry durations only.
+There are five conversations: a peer with the coordinator (heartbeats, plans, status), a peer with the directory
+(records), members within a stage group (progress, rounds, digests, claims), a newcomer with state holders, and an
+inference client with the stages. Peers share no clock, so messages carry durations only.
 
-In all messages `era` and `version` name a training generation and a number of committed steps in it. In answers `term`
-is the highest term that the sender has granted or obeyed, and `live` its live plan, empty if it has none (in TermGrant
-and PlanVote also if the request's is as new).
+In all messages `era` is a training generation and `version` a number of committed steps in it. In answers `term` is the
+highest leadership term that the sender has granted or obeyed, and `live` the sender's live plan (the one in force).
+`live` is empty if the sender has none; in TermGrant and PlanVote also if the requester's is as new.
 
-This file is long because the closed union of everything that may cross the wire is one thing to read.
+This file is long so that everything that may cross the wire can be read in one place.
 """
 
 import msgspec
@@ -25,14 +25,16 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message about one era's training. `Endpoint` stamps the sender's era and revision, and refuses others.
+    """A message about one era's training. `Endpoint` writes the sender's era and revision into it, and refuses messages
+    of another era or revision.
 
-    A new era begins when a layer has lost all holders and the run restores a snapshot; versions grow within an era.
+    A new era begins when the run restores a snapshot because a layer has lost all holders, or when the layout changes;
+    versions grow within an era.
     """
 
     era: int = 0
     revision: int = 0
-    """Revision of the sender's spec: revisions differ in learning rates and in the last step."""
+    """Revision of the sender's run spec: revisions differ in learning rates and in the last step."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,12 +45,12 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Advert(_Part, frozen=True):
-    """A peer's description of itself; the coordinator trusts its neighbours' measurements more."""
+    """A peer's description of itself. The coordinator prefers other peers' measurements to these claims."""
 
     name: str
     device: str
     flop_per_s: float
-    """Measured by a probe on this model's own layer shape, fp32."""
+    """Measured by a probe with the shapes of this model's layers, in fp32."""
     memory_bytes: int
     upload_bytes_per_s: float
     download_bytes_per_s: float
@@ -58,9 +60,9 @@ class Advert(_Part, frozen=True):
     willing_to_coordinate: bool = True
     protocol_version: int = PROTOCOL_VERSION
     machine: str = ""
-    """Equal for peers of one machine, which share its network card; empty: unknown."""
+    """Name of the machine: peers with the same name share its network card; empty: unknown."""
     card_bytes_per_s: float = 0.0
-    """Highest measured rate over several links together; 0: unknown."""
+    """The network card's highest measured rate, over several links together; 0: unknown."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -75,17 +77,17 @@ class LinkReport(_Part, frozen=True, array_like=True):
     bytes_per_s: float
     """Rate towards `peer`."""
     received_bytes_per_s: float = 0.0
-    """Highest rate seen from `peer`, a lower bound of its rate."""
+    """Highest rate seen from `peer`, a lower bound of the link's rate."""
     num_probes: int = 0
-    """Probes of which `bytes_per_s` is the best; 0: it comes from frames."""
+    """Number of probes; `bytes_per_s` is the best of their rates. 0: `bytes_per_s` was measured on training frames."""
     num_failed: int = 0
-    """Calls and frames to `peer` that failed in a row, without an answer since."""
+    """Number of calls and frames to `peer` that have failed since its last answer."""
     has_fallen: bool = False
-    """True if the last two probes both show a far lower rate than the best one before."""
+    """True if the last two probes both show a far lower rate than the best probe before them."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
-    """One commit's figures, from the group's leader."""
+    """Figures of one commit (optimizer step of a stage group), reported by the group's leader."""
 
     era: int = 0
 
@@ -101,11 +103,11 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
     dissenting: int = 0
-    """Members with another state, which then fetch the group's."""
+    """Number of members with another state than most of the group; they then fetch the group's state."""
     gradient_norm: float | None = None
-    """2-norm of the group's reduced gradient before clipping; None: the sender did not step itself."""
+    """2-norm of the group's reduced gradient before clipping; None: the sender did not make this step itself."""
     age_s: float = 0.0
-    """Age of the commit when the report was sent, which may have waited for a coordinator."""
+    """Age of the commit when the report was sent: the report may have waited for a coordinator."""
 
 
 class ValidationReport(_Part, frozen=True, kw_only=True):
@@ -138,123 +140,126 @@ class PaceMark(_Part, frozen=True, array_like=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Sent by every peer to its coordinator every `heartbeat_s`."""
+    """Every peer sends its coordinator one heartbeat per `heartbeat_s` seconds."""
 
     advert: Advert
     plan_sequence: int
     plan_digest: str
     era: int = 0
-    """The era of `version` and `synced`; lower than the plan's until the sender has adopted the plan."""
+    """The era to which `version` and `synced` belong; lower than the plan's until the sender has adopted the plan."""
     stage: int | None
     version: int
     synced: bool
     """The sender holds its stage's state and takes traffic."""
     light: tuple[int, int] | None = None
-    """Set for a learner, which trains while the state downloads: (layers with state, all layers of its stage)."""
+    """(layers with state, all layers of its stage) if the sender is a learner: a member that trains with weights alone
+    while its state downloads. None: it is no learner."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
-    """The newest validation that the sender led is repeated, so that no coordinator misses the run's last one."""
+    """Every heartbeat repeats the newest validation that the sender led, so that no coordinator misses the last one."""
     links: tuple[LinkReport, ...] = ()
-    """Some of the sender's links in turn, `LINKS_PER_HEARTBEAT_MAX` at most."""
+    """Some of the sender's links, at most `LINKS_PER_HEARTBEAT_MAX`; its heartbeats report all links in turn."""
     holdings: tuple[Holding, ...] = ()
     attested: tuple[Attested, ...] = ()
     """Signed versions that the sender's plan does not certify yet."""
     carried: Holding | None = None
     """State of the last layout that the sender keeps in memory for the layers' new holders."""
     unfetched_bytes: int = 0
-    """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and
-    steps that they are behind. 0 if it has no room to prefetch."""
+    """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and the
+    gradients of the steps that these lag behind. 0 also if the sender has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of all expert state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each placed expert since it took its place."""
+    """Tokens that the sender's microbatches have sent to each placed expert since the sender took its place."""
     silent: tuple[PeerID, ...] = ()
-    """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
+    """Members that the sender cannot reach: a hint for the coordinator to check them sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent invalid gradients (NaN, infinity, absurd values) or restart without end. One report is no
-    proof and is shown to people; a majority of the member's group takes its place."""
+    """Members that have sent invalid gradients (NaN, infinity, absurd values) or keep restarting. One report proves
+    nothing and is only shown to people; a member that a majority of its group reports loses its place in the plan."""
     forward_s: float = 0.0
     window: int = 0
     end: bytes = b""
-    """The sender's `end` statement: its whole state is at the run's last version. Empty: not yet."""
+    """The sender's signature (`end` statement) that its whole state is at the run's last version. Empty: not yet."""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
-    """(member, its `end` statement) of enough members to prove the run's end to a coordinator that has missed some."""
+    """(member, its `end` statement) of enough members to prove to any coordinator that the run has ended."""
     revision: int = 0
-    """Revision of the sender's spec. A coordinator with another revision does not count the sender."""
+    """Revision of the sender's run spec. A coordinator with another revision does not count the sender."""
     paused_s: float | None = None
-    """How long the sender has been paused, its device given back to its owner; None: not paused."""
+    """Seconds since the sender paused and left its device to the device's owner; None: it is not paused."""
     unsaved_s: float = 0.0
     """Seconds since the last snapshot of the sender's stage, or since the sender took its place."""
     shortages: int = 0
-    """How often the sender ran out of memory for its place; its advert claims less since then."""
+    """How often the sender ran out of memory in its place; since then its advert claims less memory."""
 
 
 class HeartbeatReply(_Message, frozen=True):
-    """`plan` is the live plan's link (`SignedPlan.link`) if the sender of the heartbeat obeys another plan, else empty.
-
-    A live plan always travels as its link, so that the receiver can check the votes.
-    """
+    """Answers a Heartbeat. `plan` is the live plan as a link, the plan with its votes (`SignedPlan.link`), so that the
+    receiver can check the votes. It is empty if the sender of the heartbeat obeys this plan already."""
 
     coordinator: PeerID
     term: int
     is_coordinator: bool
     plan: bytes = b""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
-    """(member, its `end` statement) of a majority of every group: the run is done. Empty: it is not."""
+    """(member, its `end` statement) of a majority of every group: proof that the run is done. Empty: it is not done."""
     revision: int = 0
-    """Revision of the sender's spec, to which `ends` belong."""
+    """Revision of the sender's run spec, to which `ends` belong."""
     pace: tuple[PaceMark, ...] = ()
-    """Recent progress, oldest first, with which the next coordinator continues."""
+    """The run's recent progress, oldest first; a next coordinator continues these figures."""
     save_at: int = 0
-    """The version of which every stage is to write a snapshot; 0: none is due."""
+    """The version at which every stage is to write a snapshot; 0: none is due."""
     safe: tuple[int, int] = (0, 0)
-    """(era, version) of the newest snapshot with every layer on two disks: older ones can go. Version 0: none."""
+    """(era, version) of the newest snapshot that has every layer on two disks: older snapshots can be deleted. Version
+    0: there is none."""
     probe: tuple[PeerID, ...] = ()
-    """Peers to which the receiver is to measure its link, `PROBES_PER_REPLY_MAX` at most."""
+    """Peers, at most `PROBES_PER_REPLY_MAX`, to which the receiver is to measure its link."""
     beside: tuple[PeerID, ...] = ()
-    """Peers that claim the receiver's network card, `TOGETHER_MAX` at most, with which it measures the card."""
+    """Peers, at most `TOGETHER_MAX`, that claim to share the receiver's network card, and with which it measures it."""
     in_doubt: bool = False
     """The run is far slower than the known devices and links explain."""
 
 
 class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
-    """A candidate, a member of the live plan, asks the other members for `term` before it proposes a plan in it."""
+    """A candidate, a member of the live plan, asks the other members for leadership in `term`, to propose a plan."""
 
     term: int
     live: bytes
     """The sender's live plan; a receiver with an older one adopts it first."""
     permit: bytes
-    """The coordinator's signature that the sender is its successor, so that members that still hear the coordinator
-    need not wait for its silence; empty: none."""
+    """The coordinator's signature that the sender is its successor: members then grant the term even though they still
+    hear from the coordinator; empty: none."""
     prevote: bool = False
-    """The receiver says if it would grant the term, and promises nothing: a peer that lost its way uses up no term."""
+    """The receiver only says if it would grant the term. So a peer that has lost contact to others uses up no terms."""
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. A grant ends votes for lower terms' plans and for others' plans of this term."""
+    """Answers a TermRequest. If it grants the term, its sender votes no more for plans of lower terms, nor for plans of
+    other candidates in this term."""
 
     granted: bool
     reason: str = ""
     term: int = 0
     live: bytes = b""
     accepted: bytes = b""
-    """The sender's vote for a successor of the live plan. It may be live: the candidate must finish it first."""
+    """The plan after the live one for which the sender has voted. It may have a majority: the candidate must offer it
+    again before any plan of its own. Empty: none."""
     accepted_term: int = 0
 
 
 class PlanOffer(_Message, frozen=True):
-    """A coordinator asks a member of the predecessor to vote for `plan`."""
+    """A coordinator asks a member of the preceding plan to vote for `plan`."""
 
     term: int
-    """The term of the offer: the plan's own, or a later one when the sender finishes a dead coordinator's plan."""
+    """The term of the offer: the plan's own, or a later one if the sender finishes a dead coordinator's plan."""
     plan: bytes
     predecessor: bytes
-    """The predecessor, for members that lack it; empty if both do not fit in one message, and heartbeats bring it."""
+    """The preceding plan, for members that lack it. Empty if both plans do not fit into one message; such members then
+    get it with a HeartbeatReply."""
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. `signature`, a `vote` statement on the offer's term and plan, is published with the plan."""
+    """Answers a PlanOffer. `signature` is the vote: a statement about the offer's term and plan, published with it."""
 
     accepted: bool
     reason: str = ""
@@ -265,20 +270,21 @@ class PlanVote(_Message, frozen=True):
 
 
 class PlanLive(_Message, frozen=True):
-    """A majority of the predecessor's electors voted for `plan`: obey it."""
+    """A majority of the preceding plan's electors has voted for `plan`: the receiver is to obey it."""
 
     plan: bytes
 
 
 class ChainRequest(_Message, frozen=True, rename={"override_epoch": "reign"}):
-    """Asks for the live plans after the one with digest `after`, which the sender obeys; empty: it knows none."""
+    """Asks for the live plans after the plan with digest `after`, which the sender obeys; empty: it knows no plan."""
 
     after: str
     override_epoch: int
 
 
 class ChainLinks(_Message, frozen=True):
-    """The links after the requested plan, oldest first, as many as fit; the last two if the sender lacks that plan."""
+    """Answers a ChainRequest: the live plans after the requested one with their votes (links), oldest first, as many as
+    fit; if the sender lacks the requested plan, its last two."""
 
     links: tuple[bytes, ...]
 
@@ -290,17 +296,18 @@ class Exclude(_Message, frozen=True):
 
 
 class Renew(_Message, frozen=True):
-    """Asks the run's owner for a longer certificate."""
+    """Asks the run's owner for a new membership certificate, valid for longer."""
 
 
 class Renewed(_Message, frozen=True):
-    """The renewed certificate (`membership.py`)."""
+    """Answers a Renew with the new certificate (`membership.py`)."""
 
     certificate: bytes
 
 
 class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
-    """Transfers the leadership at the end of a term; `roster` lists the live peers for the successor's first plan."""
+    """A coordinator transfers the leadership to its successor at the end of its term, with what it knows of the run.
+    `roster` lists the living peers, for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
@@ -310,7 +317,7 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     version: int = 0
     """The highest version of this era that the sender has heard of."""
     step: int = 0
-    """Steps that most members of every stage have confirmed."""
+    """Number of steps that most members of every stage have confirmed."""
     loss: float | None = None
     validation_loss: float | None = None
     validation_step: int | None = None
@@ -318,34 +325,34 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
     searched: bool = False
-    """The sender has searched for a better layout, and none was worth its moves."""
+    """The sender has searched for a better layout and found none that was worth moving the layers."""
     plans: "tuple[PlanNote, ...]" = ()
     loads: tuple[tuple[float, ...], ...] = ()
-    """Recent tokens by stage and expert, where experts are placed; a stage without data has none."""
+    """Recent tokens of each placed expert of each stage; empty for a stage without figures."""
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
     records: "tuple[FailureRecord, ...]" = ()
-    """Failures of members and recent members, where experts are placed."""
+    """Failures of members and recent members; empty in a run without placed experts."""
     calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
-    """Heartbeat statistics of irregular peers, which get longer timeouts."""
+    """Heartbeat statistics of peers with irregular heartbeats; such peers get longer timeouts."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
-    """Pairs that cannot reach each other, confirmed by both."""
+    """Pairs of peers that cannot reach each other, as both report."""
 
 
 class LayoutCalibration(_Part, frozen=True, array_like=True):
-    """Measured against predicted speed of layouts."""
+    """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured / predicted with current figures), number of steps behind it)."""
+    """(number of stages, smoothed log(measured / predicted with current figures), steps over which it was measured)."""
     era: int
     steady_from: int
-    """The version of `era` since which the live layout has been complete; -1: it is not yet."""
+    """The version of `era` since which every place of the live layout is filled; -1: some place is still empty."""
     noted: float = 0.0
     """Measured / predicted speed when the last search for a better layout began; 0: not compared yet."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
+    """The log(measured tokens/s / tokens/s that the layout's first plan predicted) of each recent earlier layout."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
@@ -366,7 +373,7 @@ class UnreachablePair(_Part, frozen=True, array_like=True):
 
 
 class Absence(_Part, frozen=True, array_like=True):
-    """A silent peer."""
+    """A peer that has not been heard for `seconds`."""
 
     peer: PeerID
     advert: Advert
@@ -374,14 +381,17 @@ class Absence(_Part, frozen=True, array_like=True):
 
 
 class Leave(_Message, frozen=True):
-    """Announces that the sender leaves: nobody is to wait for it."""
+    """Announces that the sender leaves now, so that no peer waits for it."""
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks for the receiver's state: sent by `shoal recover`, by voters before they judge a plan, or by observers."""
+    """Asks for the receiver's plan, place and version: sent by `shoal recover`, by voters that check a plan, or by
+    observers."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
+    """Answers a StandingRequest with the sender's live plan, place and version."""
+
     live: bytes
     term: int
     era: int
@@ -391,19 +401,19 @@ class Standing(_Message, frozen=True, kw_only=True):
     holdings: tuple[Holding, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
     leaves: bool = False
-    """The sender drains, or is about to leave the run."""
+    """The sender drains (finishes its work before it leaves), or is about to leave the run."""
     revision: int = 0
 
 
 class Reset(_Message, frozen=True, kw_only=True):
-    """The owner permits the receiver to make a plan without votes, as successor of `live`, for `roster` alone: too few
-    of that plan's members are left for a majority."""
+    """The owner permits the receiver to make the plan after `live` without votes, for the peers in `roster` alone: too
+    few members of `live` are left for a majority."""
 
     mandate: bytes
     live: bytes
     """The highest plan that a reachable peer obeys."""
     version: int
-    """The highest version, in that plan's era, of a reachable peer."""
+    """The highest version that a reachable peer has, in the era of `live`."""
     roster: tuple[tuple[PeerID, Advert], ...]
 
 
@@ -427,7 +437,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """Planned share of its stage's traffic; 0 for a spare."""
     flop_per_s: float = 0.0
     paused_s: float | None = None
-    """The next three are those of the peer's heartbeat."""
+    """`paused_s`, `shortages` and `light` are copied from the peer's heartbeat."""
     shortages: int = 0
     light: tuple[int, int] | None = None
 
@@ -440,13 +450,13 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
     load: float = 0.0
     """Recent share of the stage's expert tokens, in [0, 1]; all 0 before any report."""
     holders: tuple[int, ...] = ()
-    """Planned holders with the expert's state, as positions in `SwarmStatus.peers`."""
+    """Planned holders that have the expert's state, as positions in `SwarmStatus.peers`."""
     coming: tuple[int, ...] = ()
-    """Planned holders that have not reported the state yet."""
+    """Planned holders that have not reported the expert's state yet, as positions in `SwarmStatus.peers`."""
 
 
 class PlanNote(_Part, frozen=True, array_like=True):
-    """One plan of the chain, for people."""
+    """One plan of the chain, in words for people."""
 
     term: int
     sequence: int
@@ -454,7 +464,7 @@ class PlanNote(_Part, frozen=True, array_like=True):
     coordinator: PeerID
     reason: str
     outcome: str = ""
-    """A sentence: predicted and measured speed of the layout, and its bottleneck."""
+    """One sentence with the layout's predicted and measured speed and its bottleneck."""
 
 
 class FailureRecord(_Part, frozen=True, array_like=True):
@@ -462,7 +472,7 @@ class FailureRecord(_Part, frozen=True, array_like=True):
 
     peer: PeerID
     failures: float
-    """Losses of the peer without a good-bye; older ones count in part."""
+    """Number of times that the peer was lost without a Leave; older losses count in part."""
     seen_s: float
     """Seconds in which a failure would have been noticed."""
 
@@ -473,10 +483,10 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     foreseen_tokens_per_s: float
     sentence: str
     seen_tokens_per_s: float = 0.0
-    """Recent median without standstills; 0: too few steps yet."""
+    """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Predicted with current figures, as in `sentence`; for synchronous steps while these last."""
+    """Speed predicted with current figures, as in `sentence`; for synchronous steps while the run makes these."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -494,7 +504,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
-    """Over the last minute, or the last few steps if they are slow; standstills count (`coordinator.token_rate`)."""
+    """Mean over the last minute, or over the last few steps if these are slow; standstills are included."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None
@@ -502,18 +512,18 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     stages: tuple[tuple[int, int], ...]
     peers: tuple[PeerStatus, ...]
     era: int = 0
-    """Training generation: restarts from a snapshot or with another layout."""
+    """Training generation: number of restarts, from a snapshot or with another layout."""
     rollbacks: int = 0
-    """Restarts that lost steps."""
+    """Number of restarts that lost steps."""
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
     experts: tuple[ExpertStatus, ...] = ()
     left_s: float | None = None
-    """Seconds until the last step at `tokens_per_s`; None: unknown, or no progress."""
+    """Seconds until the run's last step at `tokens_per_s`; None: unknown, or the run makes no progress."""
     stands_s: float = 0.0
-    """Seconds without a commit, once that is longer than a step takes; 0: the run progresses."""
+    """Seconds since the last commit, if that is longer than a step takes; 0: the run makes progress."""
     waits_for: str = ""
-    """The obstacle to progress, in words; empty: none known."""
+    """One sentence about what keeps the run from progress; empty: nothing is known to."""
     risks: tuple[str, ...] = ()
     """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
@@ -536,14 +546,15 @@ class PastValidation(_Part, frozen=True, array_like=True):
 
 
 class HistoryRequest(_Message, frozen=True):
-    """Asks a peer for its record of the run; any observer may ask."""
+    """Asks a peer for the commits and validations that it remembers, from the given (era, version) on."""
 
     commits_from: tuple[int, int]
     validations_from: tuple[int, int]
 
 
 class History(_Message, frozen=True):
-    """The oldest requested entries that the sender remembers, in order; `HISTORY_PER_REPLY_MAX` of each at most."""
+    """Answers a HistoryRequest: the oldest requested commits and validations that the sender remembers, in order, at
+    most `HISTORY_PER_REPLY_MAX` of each kind."""
 
     commits: tuple[PastCommit, ...] = ()
     validations: tuple[PastValidation, ...] = ()
@@ -553,7 +564,7 @@ class History(_Message, frozen=True):
 
 
 class ExpertPlace(_Part, frozen=True, array_like=True):
-    """The sender's place in a group of expert holders; fields as in Hello."""
+    """The sender's place in a group of expert holders. The fields mean the same as in `PresenceUpdate`."""
 
     group: int
     incarnation: int
@@ -564,12 +575,14 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename={"learner": "light"}):
-    """Sent to the sender's group and both neighbouring stages when it changes. The answer is a PresenceUpdate."""
+    """Tells the sender's group and both neighbouring stages that its place or readiness has changed. The answer is a
+    PresenceUpdate, too."""
 
     incarnation: int
-    """Grows with every start of the sender's process and every stage that it enters: earlier state is gone."""
+    """A number that grows with every start of the sender's process and every stage that it enters. With a new number
+    the sender has lost what it held under the old one."""
     count: int = 0
-    """Serial number, since Hellos may overtake each other."""
+    """Serial number, since these messages may overtake each other."""
 
     plan_sequence: int
     stage: int
@@ -578,12 +591,12 @@ class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename=
     ready: bool
     """The sender holds its stage's state and takes part in rounds."""
     is_open: bool
-    """The sender takes new traffic; a newcomer may be ready before that."""
+    """The sender takes new traffic; a newcomer may be ready for rounds before it is open."""
     learner: bool = False
     """The sender is a learner: it takes part in rounds with its stage's weights alone, rounded to bf16. It serves no
-    state, cannot hold its stage alone, owns no part of a sum and has no vote on digests."""
+    state, does not count as a holder of its stage, sums no part of a reduction and has no vote on digests."""
     draining: bool = False
-    """The sender is leaving: it stays ready, not open, until its work is done, even if the plan no longer names it."""
+    """The sender leaves: until its work is done it stays ready but not open, even if the plan no longer names it."""
     experts: tuple[ExpertPlace, ...] = ()
 
 
@@ -591,7 +604,7 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """The incarnation in the sender's Hello, which this message may overtake or outlive."""
+    """The incarnation in the sender's PresenceUpdate; this message may arrive before that one, or after a newer one."""
     count: int
     """Serial number within this incarnation, since messages may overtake each other."""
     stage: int
@@ -599,43 +612,44 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     indices: bytes
     """Bitmap: bit i is set if microbatch i is accumulated."""
     leader: PeerID
-    """The sender's choice of leader, or empty. A leader acts once all ready members name it."""
+    """The sender's choice of the group's leader, or empty. A member leads once all ready members have chosen it."""
     claimed: bytes
     """Bitmap, stage 0 only: microbatches granted to the sender, accumulated or not."""
     loss_sum: float
     staleness_sum: int
     held_out: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of repeated microbatches, held out of the sum: a round may leave them out."""
+    """(index, loss, staleness) of repeated microbatches. The sum is without them, so a round may leave them out."""
 
 
 class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """Bitmap of its contribution: its whole sum, and the held-out microbatches that the leader selects."""
+    """Bitmap of the microbatches in its contribution: its sum's, and the held-out ones that the leader selects."""
 
 
 class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
-    """The group's leader opens the reduction of `step`; `members` are exactly its members, in rank order."""
+    """The group's leader begins the reduction of `step`; `members` are all that take part, in rank order."""
 
     stage: int
     step: int
     attempt: int
-    """Grows with the plan's sequence and with every retry; the latest leader's latest attempt counts."""
+    """A number that grows with the plan's sequence and with every retry; the attempt with the highest number counts."""
     members: tuple[RoundMember, ...]
     duplicates: int
     given_up: int
     loss_sum: float
     staleness_sum: int
     form: WireFormat = "fp32"
-    """Wire format of the pieces, one of `WireSpec.sums`."""
+    """Wire format of the pieces of gradient, one of `WireSpec.sums`."""
     learners: tuple[PeerID, ...] = ()
-    """Learners: they contribute and get the reduced gradient, and own no part of the sum."""
+    """Members that are learners: they contribute and get the reduced gradient, but sum no part of it."""
 
 
 class RoundEnded(EraMessage, frozen=True):
-    """The sender has the reduced gradient of `step` from this attempt, and waits for the other end of a tied model
-    (`peer/group/tied.py`). A receiver that answers joins no other attempt."""
+    """The sender has the reduced gradient of `step` from this attempt. Sent if embedding and head are tied: the sender
+    then waits for the gradient of the pipeline's other end (`peer/group/tied.py`). A receiver that answers promises to
+    join no other attempt."""
 
     stage: int
     step: int
@@ -651,13 +665,13 @@ class Digest(EraMessage, frozen=True):
 
 
 class Attestation(EraMessage, frozen=True):
-    """The sender's signature on its group's state at `version`, for others to forward. Sent to the other holders while
-    a newcomer joins, which may fetch only what most of them have signed."""
+    """The sender's signature on its group's state at `version`, which other peers may forward. Holders send it to each
+    other while a newcomer joins, since a newcomer accepts only state that most holders have signed."""
 
     stage: int
     version: int
     root: str
-    """Root over the digests of all layers of the group (`peer/replica/attestations.py`)."""
+    """One digest over the digests of all layers of the group (`certificate.root_of`)."""
     signature: bytes
 
 
@@ -668,52 +682,57 @@ class Claim(EraMessage, frozen=True):
 
 
 class Grant(EraMessage, frozen=True):
-    """`items` are (step, index); index < 0 is validation microbatch -1 - index at version `step`."""
+    """Answers a Claim. `items` are (step, index) of microbatches to compute; index < 0 is validation microbatch
+    -1 - index, at version `step`."""
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """The leader's choice of steps to run ahead, -1: unknown; `gain` scales the number in flight (`flow.py`)."""
+    """How many later steps the leader lets its group begin; -1: unknown. `gain` scales the number of microbatches in
+    flight (`protocol/running_ahead.py`)."""
     gain: float = 1.0
 
 
 class Repair(EraMessage, frozen=True):
-    """A group's leader tells stage 0 that the stage lost its part of these microbatches of `step` with a replica. They
-    are computed again; a holder of their gradient computes and adds nothing."""
+    """A group's leader tells stage 0 that its stage has lost a replica, and with it the gradients of these microbatches
+    of `step`. The microbatches run again; a peer that still holds their gradient does not add it a second time."""
 
     step: int
     indices: bytes
 
 
 class Again(EraMessage, frozen=True):
-    """Stage 0's leader assigns (step, index) of microbatches to compute again to a group member."""
+    """The leader of stage 0 tells a member of its group to compute microbatches again: `items` are (step, index)."""
 
     items: tuple[tuple[int, int], ...]
 
 
 class Reject(EraMessage, frozen=True, tag="HandBack"):
-    """The sender, of `stage`, rejects microbatches because it pauses or lags: (step, index, True if it may have run).
-    The peer that sent them sends them elsewhere; those of stage 0 go back to its leader."""
+    """The sender, a member of `stage`, rejects microbatches because it pauses or lags: (step, index, True if the
+    microbatch may have run). The peer that sent them now sends them to another replica; those of stage 0 go back to its
+    leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
 
 
 class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "again"}):
-    """A member of `stage` has finished a microbatch: the holder's sum for these experts is complete in it.
+    """A member of `stage` tells an expert holder that it has finished a microbatch: the holder now has all gradients of
+    the microbatch for these experts.
 
-    Refused if the holder lacks a part; then another holder gets all of it.
+    The holder refuses if it lacks a part; another holder then gets the whole microbatch.
     """
 
     stage: int
     incarnation: int
-    """Both this and `passage` equal those of the sender's ExpertTokens."""
+    """`incarnation` and `passage` equal those of the sender's ExpertTokens."""
     passage: int
     step: int
     index: int
     experts: tuple[tuple[int, int], ...]
-    """(expert, number of layers with a backward); 0: without tokens. Every expert counts every microbatch once."""
+    """(expert, number of layers with a backward; 0: the expert got no tokens). Every expert counts every microbatch
+    once."""
     retried: bool
-    """The microbatch may have come before, maybe to another holder: keep its contribution separate."""
+    """The microbatch may have run before, maybe at another holder: keep its contribution separate."""
 
 
 class ValidationResult(EraMessage, frozen=True):
@@ -728,24 +747,25 @@ class ValidationResult(EraMessage, frozen=True):
 
 
 class StateRequest(EraMessage, frozen=True):
-    """Asks the receiver to pin its current version (or `version`, if still there) and to describe it."""
+    """Asks the receiver to keep (pin) its current version of `layers`, or `version` if it still has it, and to describe
+    this version."""
 
     layers: tuple[str, ...]
     version: int = -1
     stored_era: int = -1
-    """If >= 0, describe the stored snapshot of that era's `version`, of as many of `layers` as it has. -3: describe the
-    current parameters alone, rounded to bf16."""
+    """If >= 0, describe the stored snapshot of that era's `version`, with those of `layers` that it contains. -3:
+    describe the current parameters alone, rounded to bf16."""
     ahead: bool = False
-    """The sender prefetches the one layer of `layers` for the next layout: it fetches the current state, replays the
-    steps that follow, and compares with the holders when the layout ends. So the offer has no digest."""
+    """The sender prefetches the one layer in `layers` for the next layout: it fetches the current state, replays later
+    steps, and compares its result with the holders when the layout ends. So the offer needs no digest."""
     base: int = -1
-    """The version of the sender's bf16 parameters; -1: none."""
+    """The version of the bf16 parameters that the sender has already; -1: none."""
     to_compare: bool = False
     """The sender has the state already: describe what most holders have signed, and pin nothing."""
 
 
 class StateOffer(EraMessage, frozen=True):
-    """`digests` per layer; the version stays pinned for `pinned_s` from each request."""
+    """Answers a StateRequest: a version, pinned for `pinned_s` from each request on, and a digest for each layer."""
 
     version: int
     digests: tuple[tuple[str, str], ...]
@@ -757,23 +777,24 @@ class StateOffer(EraMessage, frozen=True):
 
 
 class Keep(EraMessage, frozen=True):
-    """Asks for a copy on the receiver's disk, since the sender's whole stage may die. Answered before the fetch."""
+    """Asks the receiver to copy the sender's layers to its disk, in case the sender's whole stage dies. The answer does
+    not wait for the copy."""
 
     version: int
     layers: tuple[str, ...]
 
 
 class Halt(EraMessage, frozen=True):
-    """The sender, a stage's only holder, leaves: the leader of stage 0 is to begin no further step for a while.
+    """The sender, the only holder of its layers, leaves: the leader of stage 0 is to begin no further step for a while.
 
-    `at_once`: nor to hand out the rest of an open step, which then is not committed.
+    `at_once`: the leader also grants no more microbatches of the present step, which then is not committed.
     """
 
     at_once: bool = False
 
 
 class Halted(_Message, frozen=True):
-    """Every stage reaches `version` and goes no further while the halt lasts."""
+    """Answers a Halt: every stage reaches `version` and makes no further step while the halt lasts."""
 
     version: int
 
@@ -785,7 +806,8 @@ class Save(EraMessage, frozen=True):
 
 
 class Saved(_Message, frozen=True):
-    """The sender's layers are on disk at `version`; below the requested version: it has not reached that one yet."""
+    """Answers a Save: the sender's layers are on disk at `version`. If that is below the requested version, the sender
+    has not reached the requested one yet."""
 
     version: int
 
@@ -795,7 +817,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     2: moments, 3: the reduced gradient with which the layer stepped to `version`."""
 
     stored_era: int = -1
-    """Same as in the StateRequest; for a gradient, its era."""
+    """`stored_era` of the StateRequest; for a gradient, the era of the gradient."""
 
     version: int
     layer: str
@@ -805,14 +827,15 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     via: PeerID | None = None
     """The peer from which the receiver is to fetch the elements and pass them on; None: it has them."""
     base: int = -1
-    """The sender's bf16 version, if the receiver offers the difference to it (`StateOffer.base`); -1: full values."""
+    """The version of the sender's bf16 parameters, if the receiver has offered the difference to that version
+    (`StateOffer.base`); -1: send full values."""
 
 
 class ReducedRequest(EraMessage, frozen=True):
-    """Asks for the reduced gradient of `step`, once it exists, as BULK frames; for a newcomer that catches up.
+    """A newcomer that catches up asks for the reduced gradient of `step`, as BULK frames, as soon as it exists.
 
-    The answer is a `Digest`; its version says what follows. Above `step`: the gradient. `step`: only the pieces of the
-    round that are on their way to the sender. Below: nothing.
+    The answer is a `Digest`. If its version is above `step`, the gradient follows. If it is `step`, only those pieces
+    follow that the open round sends to the newcomer anyway. If it is below, nothing follows.
     """
 
     stage: int
@@ -820,54 +843,57 @@ class ReducedRequest(EraMessage, frozen=True):
 
 
 class TiedRequest(EraMessage, frozen=True):
-    """Asks for the reduced gradient of a tied model's matrix, of `step`, as soon as it exists."""
+    """Asks for the reduced gradient, of `step`, of the matrix that embedding and head share, as soon as it exists."""
 
     stage: int
     step: int
     serial: int = 0
     peek: bool = False
-    """Send nothing; answer if you have the gradient of both ends, or do not need it."""
+    """Only ask if the receiver has the sum of both ends' gradients, or does not need it; no gradient is sent."""
 
 
 class TiedOffer(EraMessage, frozen=True):
-    """Answers TiedRequest; the gradient follows as frames."""
+    """Answers TiedRequest; the gradient follows as frames. `is_whole`: it is the sum of both ends' gradients."""
 
     is_whole: bool
     form: WireFormat = "fp32"
 
 
 class InferenceRequest(_Message, frozen=True, kw_only=True):
-    """A member asks the swarm's model about some tokens. The receiver serves the request, whatever it holds itself."""
+    """A member asks for the output of the run's model on tokens. Any peer can receive this, whichever stage it holds or
+    none: it passes the tokens through the stages and returns the answer."""
 
     way: int = 0
-    """Chosen by the client: requests with the same way go to the same members."""
+    """A number chosen by the client: requests with the same number go through the same members."""
     session: int = 0
-    """Chosen by the client for tokens in several requests: the stages keep the earlier tokens. 0: no session."""
+    """A number chosen by the client that sends one text in several requests: the stages keep the earlier tokens. 0: no
+    session."""
     version: int = -1
-    """Version of the weights; -1: the newest, which the answer names."""
+    """Version of the weights; -1: the newest. The answer names the version that was used."""
     rows: int = 1
     position: int = 0
     tokens: bytes
     """int32 [rows, T]."""
     targets: bytes = b""
-    """int32 [rows, T], targets to score, `IGNORED` for none. Empty: predict the next token."""
+    """int32 [rows, T], targets to score; `IGNORED` at positions without one. Empty: predict the next token."""
     begins: bytes = b""
     """uint8 [rows, T], 1 where a document begins. Empty: attention crosses documents."""
 
 
 class InferenceAnswer(_Message, frozen=True, kw_only=True):
-    """Answers an InferenceRequest. With targets: float32 [rows, T] log-likelihoods, then uint8 [rows, T], 1 where the
-    target is the likeliest token. Without: the likeliest tokens, int32 [K], and their logits, float32 [K]."""
+    """Answers an InferenceRequest. `payload` with targets: float32 [rows, T] log-likelihoods, then uint8 [rows, T], 1
+    where the target is the likeliest token; without targets: int32 [K] likeliest tokens, then float32 [K] their
+    logits."""
 
     version: int
     era: int
     payload: bytes
     is_past: bool = False
-    """No answer: a stage is past the requested version; ask for a newer one."""
+    """There is no result, because a stage no longer has the requested version: ask for a newer one."""
 
 
 class InferenceOutput(EraMessage, frozen=True, kw_only=True):
-    """A request's result, from the last stage to the entry peer."""
+    """The last stage sends an inference request's result to the peer that received the request."""
 
     serial: int
     version: int = -1
@@ -883,13 +909,13 @@ class Ping(_Message, frozen=True):
 
 
 class PingRequest(_Message, frozen=True):
-    """The coordinator, which cannot reach `peer`, asks another member to ping it and to return its Ping."""
+    """The coordinator, which cannot reach `peer`, asks another member to ping `peer` and to return the answer."""
 
     peer: PeerID
 
 
 class ProbeTogether(_Message, frozen=True):
-    """Asks a peer behind the same network card to probe `links` at the same time as the sender."""
+    """Asks a peer behind the same network card to measure `links` while the sender measures its own."""
 
     links: tuple[LinkReport, ...]
 
@@ -905,9 +931,9 @@ class Done(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """The sender understood the message and declines; `reason` is for people.
+    """The sender understood the message and declines; `reason` is a sentence for people.
 
-    `keeps_out`: the run does not admit the receiver, whatever it asks.
+    `keeps_out`: the sender takes the receiver for a stranger, and so would refuse any message of it.
     """
 
     reason: str
@@ -931,7 +957,7 @@ Message = (
 
 
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
-# `stage` is the receiver's, unless the field says otherwise.
+# `stage` is the receiver's stage, unless the field says otherwise.
 
 
 class Activation(EraMessage, frozen=True, rename={"retried": "again"}):
@@ -940,11 +966,11 @@ class Activation(EraMessage, frozen=True, rename={"retried": "again"}):
 
     stage: int
     incarnation: int
-    """The incarnation in the sender's Hello, which this frame may overtake."""
+    """The incarnation in the sender's PresenceUpdate, before which this frame may arrive."""
     step: int
     index: int
     retried: bool = False
-    """The microbatch may have come before, maybe to another replica: keep its contribution separate."""
+    """The microbatch may have run before, maybe at another replica: keep its contribution separate."""
 
 
 class Gradient(EraMessage, frozen=True):
@@ -955,22 +981,23 @@ class Gradient(EraMessage, frozen=True):
     index: int
     loss: float
     waited_s: float
-    """Time that the microbatch spent in queues since the receiver sent it on; it is not part of the round trip."""
+    """Seconds that the microbatch spent in queues since the receiver sent its activation; the receiver subtracts them
+    from the round trip."""
     commit_s: float
-    """Time from a step's last contribution to the next version, at the slowest stage so far."""
+    """Seconds from a step's last contribution to the next version, at the slowest stage from the sender's stage on."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
-    """Tokens of one microbatch in one layer, to a holder of some of its experts. Payload: the tokens [N, D] in the wire
-    dtype, grouped by expert; in a backward followed by the gradients [N, D] of their outputs."""
+    """Tokens of one microbatch in one layer, sent to a holder of some experts of that layer. Payload: the tokens [N, D]
+    in the wire dtype, grouped by expert; in a backward then the gradients [N, D] of the experts' outputs."""
 
     stage: int
     """The sender's stage, to which the experts belong."""
     incarnation: int
     passage: int
-    """Serial number of the sender's run of the microbatch, since a run may be given up and repeated."""
+    """Number of the sender's run of the microbatch: a run may be given up and repeated under another number."""
     serial: int
-    """Serial number of the sender's requests in this membership; a repeated request keeps it."""
+    """Number of this request among the sender's requests in its present place; a repeated request keeps the number."""
     step: int
     index: int
     layer: int
@@ -988,15 +1015,15 @@ class ExpertOutput(EraMessage, frozen=True, kw_only=True):
 
 
 class InferenceInput(EraMessage, frozen=True, kw_only=True):
-    """A client's request on its way through the stages. Payload: to stage 0 the tokens [rows, T] as int32; to the
-    others the activation [rows, T, D], or in a subspace model coordinates [rows, T, k] and tokens
-    (`peer/inference/wire.py`). Then targets and beginnings, if there are any."""
+    """An inference request on its way through the stages. Payload for stage 0: the tokens [rows, T] as int32; for later
+    stages: the activation [rows, T, D], or in a subspace model coordinates [rows, T, k] and tokens
+    (`peer/inference/wire.py`). Then follow the targets and the marks where documents begin, if the request has them."""
 
     stage: int
     first_layer: int
     """The receiver's first layer, as the sender knows it."""
     entry: PeerID
-    """The peer that received the request and gets the output."""
+    """The peer that received the client's request and gets the output."""
     serial: int
     way: int
     session: int
@@ -1009,7 +1036,7 @@ class InferenceInput(EraMessage, frozen=True, kw_only=True):
 
 
 class ReducePart(EraMessage, frozen=True):
-    """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, in the round's format."""
+    """Reduce-scatter: elements [start, start + n) of the sender's gradient sum of `step`, in the round's format."""
 
     stage: int
     step: int
@@ -1027,8 +1054,8 @@ class GatherPart(EraMessage, frozen=True):
 
 
 class StateChunk(EraMessage, frozen=True, kw_only=True):
-    """Elements [start, start + n) of a layer's tensor, in fp32; a gradient in its wire format, light parameters in
-    bf16."""
+    """Elements [start, start + n) of a layer's tensor: a gradient in its wire format, parameters that were requested
+    alone (`stored_era` -3) in bf16, all else in fp32."""
 
     stored_era: int = -1
 
@@ -1052,7 +1079,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class TiedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`."""
+    """Elements [start, start + n) of the reduced gradient, of `step`, of the matrix that embedding and head share."""
 
     stage: int
     step: int
@@ -1061,13 +1088,13 @@ class TiedChunk(EraMessage, frozen=True):
 
 
 class ProbeChunk(_Message, frozen=True):
-    """Bytes for a rate measurement. `echo`: the receiver answers with an empty frame of the same `nonce`."""
+    """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
     """-1 starts the receiver's clock; other negative values mean nothing."""
     echo: bool
     took_s: float = 0.0
-    """Set in an answer: seconds from the last such start to the answered frame."""
+    """Set in an answer: seconds from the frame that started the receiver's clock to the frame that is answered."""
 
 
 # fmt: off
@@ -1093,7 +1120,7 @@ class AdvertRecord(_Message, frozen=True):
 
 
 class PlanHead(_Message, frozen=True):
-    """The head of the plan chain, from which a newcomer finds the coordinator."""
+    """The newest plan of the chain, by which a newcomer finds the coordinator."""
 
     term: int
     sequence: int

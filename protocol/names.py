@@ -3,7 +3,7 @@
 from typing import Final
 
 _JOINERS: Final = "\u200c\u200d"
-"""Joiners, which Persian, Indian scripts and composed emoji need; a terminal ignores them."""
+"""Invisible joining characters, which Persian, Indian scripts and composed emoji need; a terminal ignores them."""
 
 
 def is_name(text: str) -> bool:

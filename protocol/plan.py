@@ -1,10 +1,12 @@
 """Plans: which peers hold which layers; each plan is one link of a signed chain. Pure.
 
-A plan names its term, its sequence and the hash of its predecessor, and is signed by the term's coordinator. Peers
-persist the highest plan that they have seen and refuse lower ones, such as replays, or plans of a deposed coordinator.
+A plan contains its leadership term, its sequence number and the hash of the plan before it, and is signed by the term's
+coordinator. Peers store the highest plan that they have seen and refuse lower ones, such as replays, or plans of a
+deposed coordinator.
 
-A live plan proves itself: it travels as a *link* with the votes of its predecessor's electors (`PlanProof`), or
-contains the owner's mandate. Checking the votes needs the predecessor; `coordinator.chain` does it.
+A plan becomes *live* by a majority of votes, or by a mandate: the owner's signed permission. A live plan travels
+together with its proof: as a *link* with the votes of its predecessor's electors (the members that vote; `PlanProof`),
+or with the mandate. Checking the votes needs the predecessor; `coordinator.chain` does it.
 """
 
 import math
@@ -38,18 +40,19 @@ from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A stage member, its `share` of the stage's traffic and its `bandwidth` share of the reduction (relative, > 0)."""
+    """A member of a stage or expert group. `share` is its relative share of the group's microbatches, `bandwidth` its
+    relative share of the reduction's work; both are > 0."""
 
     peer: PeerID
     share: float
     bandwidth: float
     since: int = 0
-    """Sequence of the plan that gave the member this place, held ever since. A peer that missed plans sees by this that
-    it was removed meanwhile: its group went on without it, so its state may differ."""
+    """Sequence of the plan that gave the member this place, which it has held ever since. By this number a peer that
+    missed plans learns that it was removed meanwhile: its group went on without it, so its state may differ."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """Decoder layers [first_layer, last_layer) and their holders; a member's position is its rank."""
+    """Decoder layers [first_layer, last_layer) and their holders; a member's position in `members` is its rank."""
 
     first_layer: int
     last_layer: int
@@ -65,7 +68,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class ExpertGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """Expert `expert` of all layers of stage `stage`, and its holders; a member's position is its rank."""
+    """Expert `expert` of all layers of stage `stage`, and its holders; a member's position in `members` is its rank."""
 
     stage: int
     expert: int
@@ -85,7 +88,7 @@ FORESEEN_MAX = 1e15
 
 
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Predicted speed of a layout, by what its coordinator knew when it made the plan."""
+    """Speed of a layout as its coordinator predicted it when it made the plan."""
 
     tokens_per_s: float
     bound: Bound
@@ -104,55 +107,62 @@ class Plan(
         "next_layout": "following",
     },
 ):
-    """Stages in pipeline order. `sequence` counts the run's plans from 1, over all terms."""
+    """Which peers hold which layers. `stages` are in pipeline order; `sequence` counts the run's plans from 1, over all
+    terms."""
 
     run: str
     term: int
     sequence: int
     previous: str
-    """Hash of the predecessor; empty for the first plan."""
+    """Hash of the plan before this one; empty for the first plan."""
     coordinator: PeerID
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
     era: int = 0
-    """Training generation: the number of restarts, from a snapshot after a loss or from the version at which another
-    layout ended. Versions grow within one era only."""
+    """Training generation: the number of restarts, either from a snapshot after a loss, or with a new layout from the
+    version at which the old one ended. Versions grow within one era only."""
     rollbacks: int = 0
-    """Eras that began at a snapshot, or at the seed, because state was lost. The others continue an ended layout."""
+    """Number of eras that began at a snapshot, or at the seed, because state was lost."""
     restore_version: int = 0
     """The version at which this era began; 0: the run's seed."""
     restore_era: int = 0
     not_started: bool = False
-    """No version of this era was committed when the plan was made: members without state start at its beginning."""
+    """No step of this era was committed when the plan was made: members without state start with the era's first
+    version."""
     seed: int = 0
     reason: str = ""
     mandate: bytes = b""
-    """The owner's permission for this plan without votes (`sign_mandate`), after the loss of a majority; or empty."""
+    """The owner's permission to make this plan without votes (`sign_mandate`) once a majority is lost; or empty."""
     override_epoch: int = 0
-    """Number of mandates so far. It counts before term and sequence: a mandate overrides every plan that peers hold."""
+    """Number of mandates so far. Plans are compared by it before term and sequence, so that a mandate overrides every
+    plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
-    """Exclusion orders in force. A successor keeps them, or orders that name at least as much."""
+    """Exclusion orders in force. The next plan keeps them, or has orders that name at least as many keys."""
     cutover_version: int = 0
-    """The cutover version, at which `next_layout` replaces this layout; 0: not set. Under this plan no step from that
-    version on is committed; each member keeps its state of that version for the next holders, and the next layout
-    recomputes the work of a step that had begun."""
+    """The version at which `next_layout` replaces this layout; 0: not set. Under this plan no step from that version on
+    is committed. Each member keeps its state of that version for the next holders, and if a step had begun, the next
+    layout computes it again."""
     next_layout: tuple[Stage, ...] = ()
-    """The next layout's stages; boundaries and number may differ. Its members are members of this plan, and the others
-    become spares. Until `cutover_version` is set, members prefetch what they lack while they train."""
+    """The next layout's stages; their number and boundaries may differ from `stages`. Their members are members of this
+    plan, and all other members become spares. Until `cutover_version` is set, members prefetch, while they train, the
+    state that they will need."""
     experts: tuple[ExpertGroup, ...] = ()
     """Expert holders, by stage, then expert. Either all experts are listed, and stages hold the rest of their layers;
-    or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or another.
+    or none is, and stages hold whole layers. Each holder is also a member of some stage, or a spare.
 
-    The holders of one thing are a *group* with a number: stages come first; expert j of stage s is K + s E + j.
+    The holders of one stage, or of one expert of a stage, are a *group*. Groups have numbers: first the K stages; then
+    expert j of stage s, of E experts, is group K + s E + j.
     """
     foreseen: Foreseen | None = None
     """Predicted speed of `stages`; None: unknown. It binds nobody; coordinators compare it with the measured speed."""
     formats: Formats | None = None
-    """Tensor formats by cut and by stage, out of `WireSpec.forward` and `WireSpec.sums`. None: the first of each."""
+    """Format of the activations at each cut between stages, one of `WireSpec.forward`, and of each stage's reductions,
+    one of `WireSpec.sums`. None: the first of each."""
     certified: tuple[Certified, ...] = ()
-    """Restorable versions, one layer group at a time; new ones with signatures of the previous plan's members."""
+    """Restorable versions, each for the layers of one group; new entries have signatures of the previous plan's
+    members."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """The electoral roll: positions in `members`, grouped by invite. Empty: every member votes, as its own group."""
+    """Positions in `members` of those with a vote, grouped by invite. Empty: every member votes, as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -167,11 +177,11 @@ class Plan(
 
     @cached_property
     def electors(self) -> tuple[PeerID, ...]:
-        """The members that vote on the next plan: all on the roll, in the order of `members`; in a large swarm a drawn
-        jury, so that the signatures fit into a message.
+        """The members that vote on the next plan: all on the roll, in the order of `members`; in a large swarm some of
+        these, drawn by lot, so that their signatures fit into a message.
 
-        The lot depends on `previous` alone, which neither this plan's coordinator nor the next one can choose. A new
-        draw for each ballot could give two majorities without a common elector.
+        The lot depends on `previous` alone, which neither this plan's coordinator nor the next one can choose. If each
+        ballot had its own lot, two majorities could have no elector in common.
         """
         on_roll = {peer for group in self.groups_on_roll for peer in group}
         electors = tuple(peer for peer in self.members if peer in on_roll)
@@ -184,16 +194,17 @@ class Plan(
     def weights(self) -> dict[PeerID, int]:
         """Elector -> relative weight of its vote.
 
-        A group's weight is its number of electors, but of three groups or more none has more than a third of all
-        weight. Two groups are not capped, so that the run survives the loss of its owner.
+        Electors of one invite are a group. A group's weight is its number of electors; but with three groups or more no
+        group has more than a third of all weight. With two groups there is no such cap, so that the run survives the
+        loss of its owner.
         """
         electors = frozenset(self.electors)
         groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
         sizes = sorted(map(len, groups), reverse=True)
-        if len(sizes) < 3:  # with two, a cap would only give each a veto
+        if len(sizes) < 3:  # with two groups, a cap would only give each of them a veto
             return dict.fromkeys(electors, 1)
-        # Only the two largest can exceed a third. The largest alone may weigh half as much as all others; if the second
-        # then exceeds a third, too, each of the two may weigh as much as the rest.
+        # Only the two largest groups can exceed a third of the weight. Cap the largest at half the weight of all the
+        # others; if the second then also exceeds a third, cap each of the two at the weight of the rest.
         rest = sum(sizes[2:])
         twice_cap = min(sizes[1] + rest, 2 * rest)
         unit = math.lcm(*sizes)
@@ -204,9 +215,9 @@ class Plan(
         return peer in self._everybody
 
     def dropped_since(self, before: "Plan") -> list[PeerID]:
-        """Return the members of `before` that this plan or one in between removed, even if they have their place back.
+        """Return the members of `before` that this plan or one in between removed, even if they have a place again.
 
-        A spare counts as removed unless it holds experts, since nothing shows whether it was away.
+        A spare without experts counts as removed, since no field of a plan shows if it was away.
         """
         back = {
             peer
@@ -236,14 +247,14 @@ class Plan(
 
     @cached_property
     def _places(self) -> dict[PeerID, tuple[int, int]]:
-        """Stage member -> (stage, sequence of the plan since which it holds it)."""
+        """Stage member -> (stage, sequence of the plan since which the member is in that stage)."""
         return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
 
     # --- groups ---
 
     @property
     def num_experts(self) -> int:
-        """Placed experts of each layer; 0: none."""
+        """Number of placed experts of each layer; 0: none are placed."""
         return len(self.experts) // len(self.stages)
 
     def expert_group(self, stage: int, expert: int) -> int:
@@ -258,14 +269,14 @@ class Plan(
         return self.experts[group - stages].members if group < stages + len(self.experts) else ()
 
     def sums_of(self, group: int) -> WireFormat | None:
-        """Return the format of a group's reductions; experts use their stage's. None: the plan does not say."""
+        """Return the wire format of a group's reductions: that of its stage. None: the plan does not name formats."""
         stages = len(self.stages)
         if self.formats is None or group >= stages + len(self.experts):
             return None
         return self.formats.sums[group if group < stages else self.experts[group - stages].stage]
 
     def groups_of(self, peer: PeerID) -> tuple[int, ...]:
-        """Return the groups of `peer`, in order."""
+        """Return the numbers of the groups of `peer`, in order."""
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
@@ -274,7 +285,7 @@ class Plan(
 
     @cached_property
     def _seats(self) -> dict[PeerID, dict[int, int]]:
-        """Member -> group -> sequence of the plan since which it is in the group."""
+        """Member -> number of a group -> sequence of the plan since which the member is in that group."""
         seats: dict[PeerID, dict[int, int]] = {}
         holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
         for group, members in enumerate(holders):
@@ -284,24 +295,24 @@ class Plan(
 
     @property
     def order(self) -> tuple[int, int]:
-        """(term, sequence): the order within a reign, as people read it."""
+        """(term, sequence): the order of plans with the same `override_epoch`, as people read it."""
         return (self.term, self.sequence)
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(reign, term, sequence), a fencing token: a peer obeys only plans of greater height than all before."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans higher than all it has obeyed."""
         return (self.override_epoch, self.term, self.sequence)
 
 
 def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
     """True if `voters` have more than half of the weight of the electors of `plan`.
 
-    Any two majorities share an elector: two disjoint sets cannot both have more than half, and the owner breaks ties.
-    Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
+    With exactly half, the side with the owner wins if there are at most four electors. So any two quorums share an
+    elector, and Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
     """
     weights = plan.weights
     twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())
-    if twice == total and len(weights) <= 4:  # so one of two peers can go on alone
+    if twice == total and len(weights) <= 4:  # so that one of two peers, the owner, can go on alone
         return owner in voters and owner in weights
     return twice > total
 
@@ -311,7 +322,7 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 
 
 class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The votes of one ballot that made a plan live."""
+    """The votes with which a plan became live, all of one ballot."""
 
     ballot: int
     """The term of the offer: the plan's own, or a later one if another coordinator finished the plan."""
@@ -320,7 +331,7 @@ class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class SignedPlan(msgspec.Struct, frozen=True, dict=True):
-    """A plan with the bytes that were signed; `digest` is the hash that its successor names."""
+    """A plan with its signed bytes; `digest` is the hash by which the next plan names it."""
 
     plan: Plan
     envelope: bytes
@@ -330,7 +341,7 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def link(self) -> bytes:
-        """Envelope and proof: the form in which a live plan travels and is stored."""
+        """The plan's envelope with its proof: the bytes in which a live plan travels and is stored."""
         return _ENCODER.encode((self.envelope, self.proof))
 
 
@@ -338,7 +349,7 @@ _LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Return (the plan's envelope, its proof), both unchecked. Raises: RemoteError: unreadable."""
+    """Split a link into (the plan's envelope, its proof), both unchecked. Raises: RemoteError: it is unreadable."""
     return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
@@ -362,11 +373,11 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The owner's permission for `coordinator` to make one plan of `override_epoch` and `term` that is live without
-    votes.
+    """The owner's permission for `coordinator` to make one plan, with these `override_epoch` and `term`, that is live
+    without votes.
 
-    The plan follows the plan with digest `previous`. With an `era` above 0 it begins that era from the snapshots of
-    (`restore_era`, `restore_version`); with 0 it continues the current era.
+    The plan follows the one with digest `previous`. If `era` is above 0, the plan begins that era from the snapshots of
+    (`restore_era`, `restore_version`); if it is 0, the plan continues the present era.
     """
 
     override_epoch: int
@@ -378,7 +389,7 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     restore_version: int = 0
 
     def flaw(self, plan: Plan) -> str:
-        """Return why `plan` is not the mandated one; empty: it is."""
+        """Return why `plan` is not the plan that this mandate permits; empty: it is."""
         named = (plan.override_epoch, plan.term, plan.coordinator, plan.previous)
         if named != (self.override_epoch, self.term, self.coordinator, self.previous):
             return "has the mandate for another plan"
@@ -396,7 +407,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent. Raises: RemoteError: unreadable, or not signed by `owner` for this run."""
+    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable or not signed by this run's owner."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
@@ -407,11 +418,11 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
 
 
 class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of all plans that the run's spec fixes."""
+    """The properties that the run spec fixes for every plan of the run."""
 
     num_layers: int
     num_experts: int = 0
-    """Placed experts of each layer; 0: members hold whole layers."""
+    """Number of placed experts of each layer; 0: members hold whole layers."""
     activations: tuple[WireFormat, ...] = ()
     """`WireSpec.forward`, the formats that plans may use for activations; empty: plans name none."""
     sums: tuple[WireFormat, ...] = ()
@@ -427,11 +438,10 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: PlanShape) -> SignedPlan:
-    """Verify and decode a plan that `source` sent, which need not be the signer. Votes are not checked here.
+    """Verify and decode a plan that `source` sent; `source` need not be its signer. Votes are not checked here.
 
-    Raises: RemoteError: unreadable, not signed by the coordinator that it names, not of the run's shape, or with a
-        mandate
-        that `owner` did not sign for it.
+    Raises: RemoteError: the plan is unreadable, is not signed by the coordinator that it names, is not of the run's
+        `shape`, or has a mandate that `owner` did not sign for it.
     """
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
     plan = decoded(_DECODER, envelope.body, source, "an unreadable plan")
@@ -445,7 +455,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: Pl
 
 
 def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
-    """Return why the plan is impossible, or None. A plan without a flaw is safe to obey, whatever its numbers are."""
+    """Return why the plan is impossible; None: it is possible, and safe to obey whatever its numbers are."""
     return (
         _numbers_flaw(plan)
         or _peers_flaw(plan)

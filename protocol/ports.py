@@ -1,7 +1,8 @@
-"""The five ports between drivers and the world. `live/` and `sim/` each implement all of them.
+"""The five interfaces (ports) through which a driver uses network, directory, device, clock and disk.
 
-Drivers are ordinary asyncio programs. Both worlds run them on an asyncio event loop (the simulated loop jumps its clock
-to the next timer), so `asyncio.sleep`, queues and timeouts mean the same in both.
+`live/` implements them on real machines, `sim/` in a simulation. Drivers are ordinary asyncio programs. Both worlds run
+them on an asyncio event loop (the simulated loop jumps its clock to the next timer), so `asyncio.sleep`, queues and
+timeouts work the same in both.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 Payload = bytes | bytearray | memoryview
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
-"""Runs work that would block the event loop: in a thread in reality, at once (`inline`) in virtual time."""
+"""Runs a function that would block the event loop: in a thread on real machines; directly (`inline`) in simulations."""
 
 
 async def inline(work: Callable[[], object]) -> object:
@@ -25,8 +26,8 @@ async def inline(work: Callable[[], object]) -> object:
 
 
 class Priority(IntEnum):
-    """Order in which a peer's frames leave, over all receivers. A gradient frees memory upstream, a reduction ends a
-    step, and a newcomer cannot begin without state; copies and probes can wait. Calls go before all frames."""
+    """Order in which a peer's frames to all receivers leave. A gradient frees memory at the stage before, a reduction
+    ends a step, and a newcomer cannot begin without state; copies and probes can wait. Calls go before all frames."""
 
     GRADIENT = 0
     ACTIVATION = 1
@@ -49,7 +50,7 @@ class Transport(Protocol):
     def peer_id(self) -> PeerID: ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddrs (with `/p2p/…`) at which others reach us."""
+        """Return the multiaddrs (with `/p2p/…`) at which other peers reach us."""
         ...
 
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
@@ -57,7 +58,7 @@ class Transport(Protocol):
         ...
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
-        """Give addresses of `peer`, as a hint. Never raises."""
+        """Remember addresses at which `peer` may be reached. Never raises."""
         ...
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
@@ -67,14 +68,15 @@ class Transport(Protocol):
     async def send(
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
-        """Send one frame on the long-lived stream to `peer`; return when it has left or is credited.
+        """Send one frame on the long-lived stream to `peer`; return when the frame has left this process.
 
         Frames of one priority to one peer arrive in order, whole and checked, or the stream breaks and every waiting
-        sender gets Unreachable. Delivery is at most once: a broken stream says nothing about what arrived before.
+        sender gets Unreachable. Delivery is at most once: after a break the sender does not know which frames arrived.
 
         Args:
-            again: the frame's meta for one repetition on the next stream, if this one breaks after the frame has left
-                and before it is known to be handled. It may then arrive twice, and must not change.
+            again: a header with which to send the frame a second time, on the next stream, if this stream breaks after
+                the frame has left and before it is known to be handled. The frame may then arrive twice, and the caller
+                must not change the payload. None: the frame is sent once.
         Raises: Unreachable.
         """
         ...
@@ -83,10 +85,10 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Signed records with an expiry, found by key and subkey by everyone in the run (a DHT)."""
+    """Stores signed records with an expiry, which everyone in the run finds by key and subkey (a DHT)."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Store a record; True if at least one node accepted it. Read back what matters."""
+        """Store a record. Return True if at least one node accepted it; read an important record back to be sure."""
         ...
 
     async def get(self, key: str) -> Mapping[str, bytes]:
@@ -99,7 +101,7 @@ JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Generic[T]):
-    """A job's result, and when it ran by the clock."""
+    """A job's result, with the times of its begin and end by `Clock`."""
 
     value: T
     started_s: float
@@ -107,17 +109,17 @@ class Timed(Generic[T]):
 
 
 class Compute(Protocol):
-    """One device that runs one job at a time, in the order given."""
+    """Runs jobs on one device, one at a time, in the order of the calls."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work` of `flop` operations, which the simulated device turns into seconds. Raises: errors of `work`."""
+        """Run `work` on the device. A simulated device takes the time for `flop` operations. Raises: as `work`."""
         ...
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` on tensors in host memory, beside the device's jobs: sums, copies, digests, encodings. On the
-        event loop it would block the loop, and as a device job it would wait for the running one.
+        """Run `work` on tensors in host memory (sums, copies, digests, encodings), in parallel with the device's jobs.
+        On the event loop such work would block the loop; as a device job it would wait for the running job.
 
-        One at a time, in the order given. Takes no virtual time. Raises: any error of `work`.
+        Host work runs one at a time, in the order of the calls, and takes no virtual time. Raises: errors of `work`.
         """
         ...
 
@@ -135,15 +137,14 @@ class Clock(Protocol):
 
 
 class Disk(Protocol):
-    """Files below one root, with defined durability.
+    """Files below one root folder, with defined durability.
 
     Paths are relative to the root; `PurePosixPath()` is the root. Calls block: run them where blocking is fine.
-    *Durable* data survives a power cut; other data may come back as before, as now, or (file content) as any mixture.
-    Names and content are durable separately: a folder's names are after `sync_folder`, whatever its files hold.
+    *Durable* data survives a power cut. After a power cut, other data is as before the change, as after it, or (the
+    content of a file) any mixture of both. `write` makes a file's content durable, `sync_folder` the names in a folder.
 
     Raises: OSError from every call, as the operating system raises it. A call that raised may have done all, none or
-        part
-        of its work. ValueError: the path leads out of the root.
+        part of its work. ValueError: the path leads out of the root.
     """
 
     def where(self, path: PurePosixPath) -> str:
@@ -155,21 +156,22 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash meanwhile leaves any mixture of old and new content: write beside, then `replace`.
+        A crash meanwhile leaves any mixture of old and new content: to avoid that, write a new file and `replace`.
         """
         ...
 
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
         """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
-        A file replaces a file; a folder needs a free name, or that of an empty folder. Raises: ValueError: two folders.
+        A file may replace a file; a folder may only take a free name, or that of an empty folder. Raises: ValueError:
+        the paths are in two folders.
         """
         ...
 
     def remove_tree(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        Neither durable nor atomic: rename away what must not be seen half removed, and sync, first.
+        This is neither durable nor atomic. A folder that must not be seen half removed is renamed first, and synced.
         """
         ...
 
@@ -182,10 +184,10 @@ class Disk(Protocol):
         ...
 
     def sync_folder(self, path: PurePosixPath) -> None:
-        """Make the names in this folder durable: of files made, renamed and removed in it."""
+        """Make durable which names are in this folder, after files were made, renamed or removed in it."""
         ...
 
     def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:
-        """Lock the file `path` (made if missing) among all processes of this machine; wait until it is free, or its
-        holder ended."""
+        """Lock the file `path` (made if missing) against all other processes of this machine; wait while another one
+        holds the lock."""
         ...

@@ -1,22 +1,23 @@
-"""Decides which connections are dead, and when to dial which peer again. Pure: the caller says what time it is.
+"""Decides which connections are dead, and when to dial which peer again. Pure: the caller passes the time.
 
 Nothing reports that a cable was pulled, a router forgot a connection, or a laptop moved to another network. TCP
 retransmits after 0.2, 0.4, 0.8 ... seconds, so recovery from an outage may take as long again as the outage. A
-connection from a lost local address never recovers, though it looks alive for minutes. A fresh connection takes five
-round trips. So a connection with one of these signs of death is dropped, and its peer is dialled until it answers:
+connection from a local address that is gone never recovers, though it looks alive for minutes. A new connection takes
+only five round trips. So a connection with one of these signs is dropped, and its peer is dialled until it answers:
 
-| sign                                                                 | which connections are dead                |
+| sign                                                                 | dead connections                          |
 |----------------------------------------------------------------------|-------------------------------------------|
-| nothing came back for `DEAD_S` although something is unacknowledged  | that one: the kernel acknowledges even    |
-|                                                                      | for a process that stands still           |
-| the address at our end is no longer one of this machine's            | that one                                  |
-| this process stood still, and nothing has come since                 | that one                                  |
-| the machine was suspended                                            | all                                       |
-| the kernel tells nothing, and two calls went unanswered              | all of that peer                          |
-| the peer sent us something over a carrier, so it has no connection   | all of that peer that are not new         |
-| to us (`missed_by`)                                                  |                                           |
+| nothing came back for `DEAD_S` although sent data is unacknowledged  | this connection: the peer's kernel would  |
+|                                                                      | acknowledge even for a stopped process    |
+| the local address is no longer one of this machine's                 | this connection                           |
+| this process stood still, and nothing has come since                 | this connection                           |
+| the machine was suspended                                            | all connections                           |
+| the kernel shows no figures, and two calls went unanswered           | all of that peer                          |
+| the peer reached us over a third peer (a carrier), so it has no      | all of that peer that are not new         |
+| connection to us (`missed_by`)                                       |                                           |
 
-One dead connection condemns all of its peer: the network daemon may choose it for the next message.
+If one connection of a peer is dead, all of that peer's are dropped: the network daemon might send the next message over
+the dead one.
 """
 
 import math
@@ -29,30 +30,32 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 DEAD_S: Final = 3.0
-"""Three heartbeats. A lost connection costs the data in flight; TCP itself would wait about as long again."""
+"""Silence after which a connection is dead: three heartbeats. Dropping it loses the data in flight, but TCP itself
+would wait about as long again."""
 STOOD_STILL_S: Final = 8.0
-"""A process that stood still for this long was suspended, or its machine was; a busy machine's loop is late by less."""
+"""A process that stood still for this long was suspended, or its machine was: on a busy machine the event loop is late
+by less."""
 UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Later intervals are this share of the absence: 3 s after a minute."""
+"""Share of a peer's absence after which it is dialled again: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
-"""Timeouts of successive dials, repeated. A dial that exceeds libp2p's own five seconds blocks further dials of the
-address for over five seconds; a shorter one does not."""
+"""Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks
+further dials of the address for over five seconds; a shorter dial does not."""
 SECOND_AFTER_S: Final = 6.0
 SECOND_EVERY_S: Final = 8.0
 SECOND_PATIENCE_S: Final = 1
-"""Timeout of the second end's dials. If both ends notice a silence, one dials first (`goes_first`), and the other dials
-late and briefly: libp2p dials from its listening port, so simultaneous dials become one connection that both ends
-opened. Its handshake fails, and neither end dials again for five seconds."""
+"""Timeout of dials by the end that dials second. If both ends notice a silence, one dials first (`goes_first`), and the
+other dials late and briefly. libp2p dials from its listening port, so simultaneous dials would become one connection
+that both ends opened; its handshake fails, and neither end dials again for five seconds."""
 AFTER_A_MOVE_S: Final = 2.5
 """Pause after an unanswered dial from our new address. A peer behind a NAT cannot be dialled from an address that is
-new to it: it must dial us, once it notices the loss, and not while we dial."""
+new to its NAT. It must dial us once it notices the loss, and that fails while we dial."""
 FRESH_S: Final = 5.0
 LINGER_S: Final = 60.0
-"""A peer that is no longer wanted is still dialled for this long: a plan may have removed it because it was away."""
+"""How long a peer is still dialled after the plan has removed it: the reason may have been that it was away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class DialOutcome(Enum):
 
     REACHED = auto()
     REFUSED = auto()
-    """The machine answers, but nobody listens, or another peer does."""
+    """The machine answers, but no peer listens at the port, or another one does."""
     NO_ANSWER = auto()
 
 
@@ -92,10 +95,10 @@ class Todo:
 
 @dataclass(slots=True)
 class Reconnection:
-    """State of the connections to the peers that we want to be connected to.
+    """Tracks the connections to the peers to which we want to be connected.
 
     Args:
-        goes_first: returns True if we, not that peer, dial when both miss the other.
+        goes_first: returns True if we dial first when both we and the given peer have lost the other.
         rng: for jitter.
     """
 
@@ -107,11 +110,11 @@ class Reconnection:
     _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
     _dialled: set[PeerID] = field(default_factory=set)
     _stalled_s: dict[str, float] = field(default_factory=dict)
-    """Connection -> since when it owes us an acknowledgement, without a break."""
+    """Connection -> the time since which we have waited for an acknowledgement without receiving anything."""
     _unanswered: dict[PeerID, int] = field(default_factory=dict)
 
     def want(self, peers: Collection[PeerID], now_s: float) -> None:
-        """Stay connected to `peers` from now on, and to earlier ones for a while."""
+        """Stay connected to `peers` from now on, and for `LINGER_S` to the peers of earlier calls."""
         for peer, until_s in tuple(self._wanted.items()):
             if peer not in peers:
                 self._wanted[peer] = min(until_s, now_s + LINGER_S)
@@ -121,7 +124,7 @@ class Reconnection:
         return peer in self._absent
 
     def may_be_there(self, peer: PeerID) -> bool:
-        """True if an absent peer is worth waiting for: its address did not refuse us."""
+        """True if waiting for an absent peer makes sense: the last dial of it was not refused."""
         absence = self._absent.get(peer)
         return absence is not None and absence.last is not DialOutcome.REFUSED
 
@@ -131,7 +134,7 @@ class Reconnection:
         return absence is not None and not absence.tries and absence.dial_at_s <= absence.since_s
 
     def is_fresh(self, peer: PeerID, now_s: float) -> bool:
-        """True if we had no connection to the peer a moment ago, so that the present ones are alive."""
+        """True if the peer is absent or came back less than `FRESH_S` ago, so that connections to it are alive."""
         return peer in self._absent or now_s < self._back_s.get(peer, -math.inf) + FRESH_S
 
     def heard(self, peer: PeerID) -> None:
@@ -143,8 +146,8 @@ class Reconnection:
         self._unanswered[peer] = self._unanswered.get(peer, 0) + 1
 
     def missed_by(self, peer: PeerID, now_s: float) -> bool:
-        """Take note that the peer has no connection to us, since it used a carrier. Returns: True if our connections to
-        it are dead; new ones are not, since the peer may have looked before they existed."""
+        """Record that the peer has no connection to us, since it used a carrier. Returns: True if our connections to it
+        are dead. New connections are not: the peer may have chosen the carrier before they existed."""
         _, since_s = self._unchanged.get(peer, (frozenset(), math.inf))
         if now_s < since_s + FRESH_S or self.is_fresh(peer, now_s):
             return False
@@ -152,7 +155,7 @@ class Reconnection:
         return True
 
     def refused(self, peer: PeerID, now_s: float) -> None:
-        """Record that the daemon dialled a peer on its own and was refused."""
+        """Record that the network daemon dialled a peer by itself and was refused."""
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:
@@ -171,10 +174,11 @@ class Reconnection:
         """Return the connections to drop and the peers to dial now.
 
         Args:
-            connections: peer -> connection name -> what the kernel says; None: nothing.
+            connections: peer -> connection name -> the kernel's figures of the connection; None: it shows none.
             known: peers with a known address.
             gone: addresses that this machine no longer has.
-            stood_still_s: how long this process stood still just before.
+            stood_still_s: seconds for which this process has just stood still.
+            was_suspended: True if the machine was suspended since the last call.
         """
         dead, silent, moved = set(), set(), set()
         before, self._unchanged = self._unchanged, {}
@@ -236,8 +240,8 @@ class Reconnection:
         """Record that we have no connection to the peer.
 
         Args:
-            pause_s: time within which the peer is expected to dial us.
-            found_by_both: the peer notices, too, and will dial us.
+            pause_s: seconds in which we do not dial, since the peer is expected to dial us.
+            found_by_both: the peer notices the loss, too, and will dial us.
             is_our_move: our own address has changed.
         """
         self._unanswered.pop(peer, None)
@@ -261,9 +265,11 @@ class Reconnection:
         return SECOND_PATIENCE_S if absence.is_second else PATIENCES_S[absence.tries % len(PATIENCES_S)]
 
     def dialled(self, peer: PeerID, outcome: DialOutcome | None, *, began_s: float, now_s: float) -> DialOutcome:
-        """Record the end of a dial; `outcome` is None if nothing was dialled (no network, or libp2p had just failed).
+        """Record the end of a dial.
 
-        Returns: what is now known.
+        Args:
+            outcome: None if no address was dialled (no network, or libp2p still waits after an earlier failure).
+        Returns: the outcome; for None, that of the last dial that was made.
         """
         self._dialled.discard(peer)
         absence = self._absent.get(peer)
@@ -285,6 +291,6 @@ class Reconnection:
 
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
-    """Return True if we dial when both ends miss the other: the one end that cannot be dialled (`ours`, `theirs`: can
-    be), else the lower PeerID."""
+    """Return True if we dial first when both ends have lost the other. If only one end can be dialled (`ours`: we can,
+    `theirs`: the peer can), the other end dials; else the end with the lower PeerID."""
     return theirs if ours != theirs else me < peer

@@ -1,16 +1,17 @@
-"""Models how far a pipeline should run ahead of its version to reach a loss soonest. Stage 0 decides by this model
-(`peer/replica/flow.py`), and the coordinator predicts step times by it (`coordinator/cost/throughput.py`). Pure.
+"""Models how many steps ahead of its weights' version a pipeline should begin microbatches, to reach a loss soonest.
+Stage 0 decides by this model (`peer/replica/flow.py`), and the coordinator predicts step times with it
+(`coordinator/cost/throughput.py`). Pure.
 
 **The model.** A stage-0 replica makes M microbatches of each step. Its full pipeline returns them at r a second, so a
-step's work takes W = M / r. From the replica's last microbatch of a step to the next version it takes the empty
-pipeline's round trip R and the longest commit C of any stage (`CommitTimes`). For all of this but one microbatch's time
-the devices have no work of that step:
+step's work takes W = M / r. After the replica's last microbatch of a step has begun, the next version takes another
+R + C seconds: R is the empty pipeline's round trip, C the longest commit of any stage (`CommitTimes`). In this time,
+less that of one microbatch, the devices have no work of that step:
 
     idle = R - 1 / r + C
 
-Microbatches of later steps, up to k = s_max steps ahead, fill this time, and are stale. How well they fill it depends
-on their number in flight: g times the contents r R of an empty pipeline keep the slowest device busy for a fraction
-e(g) of the time, since job times vary. So of each step the fraction x = min(1, idle / W) runs at e(g), and
+Microbatches of later steps, up to k <= s_max steps ahead, fill this time, and are stale. How well they fill it depends
+on the number in flight. An empty pipeline needs r R microbatches in flight; as job times vary, g times this number keep
+the slowest device busy for a fraction e(g) of the time. So of each step the fraction x = min(1, idle / W) runs at e(g):
 
     T(k, g) = max(W (1 - x + x / e(g)),  (W / e(g) + idle) / (k + 1))          [seconds a step]
     T(0)    = W + idle
@@ -21,20 +22,20 @@ steps. The mean over a step's microbatches and over the stages is
 
     s(k, g) = mean over u in [0, 1] of min(k, (C + u g R) / T)                 [steps]
 
-Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the open step are in flight, and has
-not seen their gradients, at most g r R / M of the step:
+Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the open step are in flight. Their
+weights lack the gradients of these microbatches, which are at most g r R / M of the step:
 
     seen(g) >= 1 - min(1, g r R / M) gR / (C + gR)
 
-With the price of staleness (`protocol/staleness.py`), which may depend on that,
+With the price of staleness (`protocol/staleness.py`), which may depend on `seen`,
 
     time to a loss  ~  T (1 + price s^power)
 
-**Results.** With power 1, filling the idle time pays below a price of about 1 (2 without reductions); above it
-synchronous training is best. With a high power and steps that are long against the idle time, staleness costs hardly
-anything, and only g is chosen. Without reductions (C = 0) a g of 1.1 to 1.3 is best: at 1.5 the surplus waits in queues
-while a newer version arrives. Where reductions are long against the round trip they cause the staleness, not queues,
-and the largest window is best.
+**Results.** With power 1, filling the idle time pays if the price is below about 1 (2 without reductions); above that
+synchronous training is best. With a high power, and steps much longer than the idle time, staleness costs hardly
+anything, and only g matters. Without reductions (C = 0) a g of 1.1 to 1.3 is best: at 1.5 the surplus waits in queues
+while a newer version arrives. If reductions take much longer than the round trip, they and not queues cause the
+staleness, and the largest g is best.
 
 Source: ours; e(g) is fitted to simulations (`BUSY_LACK`).
 """
@@ -56,20 +57,20 @@ class Measured:
     """Measurements of one stage-0 replica."""
 
     rate_per_s: float
-    """Its own microbatches that return while the pipeline is full, > 0."""
+    """Microbatches of this replica that return per second while the pipeline is full, > 0."""
     round_trip_s: float
     """Round trip of a microbatch in an empty pipeline."""
     commit_s: float
     """Time from a step's last contribution to the next version, at the slowest stage."""
     microbatches: float
-    """M, its own share of a step, > 0."""
+    """M: microbatches of a step that this replica makes, > 0."""
 
     @property
     def work_s(self) -> float:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return a lower bound of the fraction of a step that is back when a microbatch of a later step begins."""
+        """Return a lower bound of the fraction of the open step that is back when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -86,7 +87,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: microbatches in flight below which one of a later step may begin, in contents of an empty pipeline."""
+    """g: a microbatch of a later step may begin while fewer than g r R microbatches are in flight."""
     step_s: float
     staleness_steps: float
 
@@ -123,12 +124,12 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a loss; of equal ones the one with more steps ahead.
+    """Return the choice with the shortest time to a loss; of equal choices the one with more steps ahead.
 
     Args:
         s_max: most steps that a microbatch may be ahead.
-        price: of staleness (`protocol.staleness.price_of`).
-        gain_max: the window's largest g, >= 1.
+        price: the price of staleness (`protocol.staleness.price_of`).
+        gain_max: largest g, >= 1.
     """
 
     def time_to_loss(choice: Choice) -> tuple[float, int]:

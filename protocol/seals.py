@@ -1,7 +1,7 @@
-"""Signing and checking of envelopes, plans and statements, as one replaceable object.
+"""The functions that sign and check envelopes, plans and statements, as one replaceable object.
 
-`sim/trust.py` replaces it in a world of a thousand modelled peers, where signatures would only cost time. Code that
-listens to a real network must use `SEALS`.
+`sim/trust.py` replaces it in simulations of a thousand peers, where signatures would only cost time. Code that listens
+to a real network must use `SEALS`.
 """
 
 from shoal.protocol.envelope import seal, unseal
@@ -10,7 +10,7 @@ from shoal.protocol.statement import sign_statement, statement_holds
 
 
 class Seals:
-    """The real seals. A subclass may replace each of them."""
+    """The functions with real cryptography. A subclass may replace each of them."""
 
     seal = staticmethod(seal)
     unseal = staticmethod(unseal)

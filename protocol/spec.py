@@ -1,9 +1,9 @@
 """The run spec: everything on which all peers of a run agree before the first microbatch. Pure.
 
-A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later.
-`toml/defaults.py` fills in missing fields that should fit the model; the defaults here are for code. Only
-`swarm.stages` may stay "auto": each plan chooses it. The run id is the hash of the owner's key and of the unchangeable
-fields, so peers with the same run id and revision agree on every field.
+A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later. If a run
+file leaves out a field that should fit the model, `toml/defaults.py` chooses its value; the defaults here are for
+code. `swarm.stages` and formats in `wire` may stay "auto": each plan then chooses them. The run id is the hash of the
+owner's key and of the unchangeable fields, so peers with the same run id and revision agree on every field.
 
 This file is long because it holds every field of a run file with its meaning.
 """
@@ -43,19 +43,19 @@ from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
-"""A coordinator needs three heartbeats to be sure that a stage has lost its state, and checks every half; in a shorter
-term neither it nor its successors would ever be sure."""
+"""Least length of a coordinator's term in heartbeats: a coordinator needs three, and checks every half, to be sure that
+a stage has lost its state."""
 ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""A decoder layer's matrices, by their Hugging Face names, the same in all families."""
+"""Matrices of a decoder layer that can get adapters, by their Hugging Face names, the same in all families."""
 ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
-"""The targets in a layer with experts: the experts' matrices get no adapters."""
+"""Matrices that can get adapters in a layer with experts: the experts' own matrices get none."""
 BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
 """The value of `swarm.stages` that lets the coordinator choose."""
 CONTINUED_MAX = 64
-"""Revisions of a spec, which must fit into a directory record."""
+"""Continuations that a spec may list: it must fit into a directory record."""
 BASE_CHARS_MAX = 120
-"""Characters of the base model's name, and of its licence's."""
+"""Characters of the base model's name, and of its licence's name."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,16 +73,17 @@ class ModelSpec(_Section, frozen=True):
     """The model: Llama's decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), changed by `decoder`."""
 
     vocab_size: int = 256
-    """Number of tokens; 256 is bytes."""
+    """Number of different tokens; 256 if the tokens are bytes."""
     dim: int = 128
     """Width D of the residual stream."""
     num_layers: int = 6
-    """Decoder layers, without embedding and head."""
+    """Number of decoder layers, without embedding and head."""
     num_heads: int = 4
-    """Query heads H; divides dim. A run file without it, or with "auto", gets heads of 64. The next two fields, the
-    learning rate, the warm-up and the division of a step have such rules, too; `shoal host` prints the choices."""
+    """Number of query heads H; divides `dim`. A run file without it, or with "auto", gets heads of width 64. Such rules
+    also choose the next two fields, the learning rate, the warm-up and the microbatches of a step; `shoal host` prints
+    the choices."""
     num_kv_heads: int = 2
-    """Key and value heads; divides num_heads."""
+    """Number of key and value heads; divides `num_heads`."""
     ffn_dim: int = 352
     """Hidden width F of SwiGLU, or of each expert."""
     head_size: int | None = None
@@ -100,14 +101,14 @@ class ModelSpec(_Section, frozen=True):
     router_aux_loss: float = 0.01
     """Weight of each layer's load-balancing loss, which is 1 if the load is even."""
     decoder: DecoderSpec = LLAMA
-    """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this."""
+    """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this table."""
     tied: bool = False
-    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of both gradients."""
+    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of their gradients."""
     subspace: int = 0
-    """Subspace size k, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn from
-    the run's seed; the rest of the residual stream is a fixed vector per token. So stages exchange k numbers a token
-    instead of `dim`, without loss. The model learns less (`peer/model/MEASURED.md`); `peer/model/subspace.py` has the
-    source."""
+    """Size k of a subspace, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn
+    from the run's seed; the rest of the residual stream is a fixed vector for each token. So stages exchange k numbers
+    per token instead of `dim`, without loss. Such a model learns less (`peer/model/MEASURED.md`);
+    `peer/model/subspace.py` has the source."""
 
     def __post_init__(self) -> None:
         require_positive(self, vocab_size=VOCABULARY_MAX, dim=DIM_MAX, num_layers=LAYERS_MAX, num_heads=DIM_MAX)
@@ -175,12 +176,12 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def whole(self) -> "ModelSpec":
-        """The model without its subspace: the same function, with matrices that write into all of `dim`."""
+        """This model without its subspace: the same function, with matrices that write into all of `dim`."""
         return msgspec.structs.replace(self, subspace=0) if self.subspace else self
 
     @property
     def written_width(self) -> int:
-        """Numbers a token that a layer adds to the residual stream and that stages exchange."""
+        """Number of values per token that a layer adds to the residual stream, and that stages exchange."""
         return self.subspace or self.dim
 
     @property
@@ -200,12 +201,12 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def experts_computed(self) -> int:
-        """SwiGLUs of width F that a token passes in each decoder layer."""
+        """Number of SwiGLUs of width F that a token passes through in each decoder layer."""
         return self.experts_per_token if self.num_experts else 1
 
     @property
     def experts_held(self) -> int:
-        """SwiGLUs of width F in each decoder layer."""
+        """Number of SwiGLUs of width F in each decoder layer."""
         return self.num_experts or 1
 
 
@@ -217,9 +218,8 @@ class SourceSpec(_Section, frozen=True):
     """One of several data sources. Its fields mean the same as in `DataSpec`."""
 
     source: str
-    """Same as `data.source`."""
     weight: float = 1.0
-    """Its share of the run's samples, relative to the other sources' weights."""
+    """This source's share of the run's samples, relative to the other sources' weights."""
     format: Literal["text", "chat"] = "text"
     field: str = "text"
     subset: str = ""
@@ -233,7 +233,7 @@ class SourceSpec(_Section, frozen=True):
 
 
 class DataSpec(_Section, frozen=True):
-    """The training data. Only stage-0 peers need it."""
+    """The training data. Only peers of stage 0 need it."""
 
     source: str = "python-library"
     """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON, CSV,
@@ -241,7 +241,8 @@ class DataSpec(_Section, frozen=True):
     validation_fraction: float = 0.05
     """Share of the text that is kept for validation."""
     digest: str = ""
-    """BLAKE3 of the prepared text, filled in by the host; of several sources joined by +. Stage 0 needs this text."""
+    """BLAKE3 of the prepared text, filled in by the host; of several sources, their digests joined by +. Peers of stage
+    0 must have this text."""
     field: str = "text"
     """Name of the text field in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
@@ -253,15 +254,15 @@ class DataSpec(_Section, frozen=True):
     tokenizer: str = "bytes"
     """`bytes`, or the path of a tokenizer.json."""
     tokenizer_digest: str = ""
-    """BLAKE3 of that file, filled in by the host."""
+    """BLAKE3 of the tokenizer.json, filled in by the host."""
     format: Literal["text", "chat"] = "text"
     """`chat`: each line, row or example has `messages` (a list of `role` and `content`) or `prompt` and `completion`.
     Training learns only the assistant's text, and a sample consists of whole conversations. The chat template lies
     beside the tokenizer.json."""
     document_masks: bool | None = None
-    """Stop attention and restart positions at document boundaries. None: only if a source is a chat."""
+    """Stop attention and restart positions at document boundaries. None: only if the format of a source is `chat`."""
     sources: tuple[SourceSpec, ...] = ()
-    """Several sources; the single source's fields are then left out."""
+    """Several sources; `source` and the other fields of a single source are then left out."""
 
     def __post_init__(self) -> None:
         require(bool(self.source), "source is empty")
@@ -279,17 +280,17 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def masks_documents(self) -> bool:
-        """True if tokens attend to their own document only."""
+        """True if tokens attend only to their own document."""
         return self.has_chats if self.document_masks is None else self.document_masks
 
     @property
     def leaves_out_targets(self) -> bool:
-        """True if some tokens are not learnt, so that microbatches differ in their number of targets."""
+        """True if training leaves out some tokens, so that microbatches differ in their number of targets."""
         return self.has_chats or self.masks_documents
 
     @property
     def each(self) -> tuple["DataSpec", ...]:
-        """The sources one by one, each as a `DataSpec` of its own."""
+        """The sources, each as a `DataSpec` with a single source."""
         if not self.sources:
             return (self,)
         masks = self.masks_documents
@@ -304,7 +305,7 @@ class DataSpec(_Section, frozen=True):
         )
 
     def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
-        """Return the same data with its sources at other places, one for each."""
+        """Return this spec with other places of its sources. Args: sources: one path or name for each source."""
         if not self.sources:
             return msgspec.structs.replace(self, source=sources[0])
         moved = zip(self.sources, sources, strict=True)
@@ -314,7 +315,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digest of each source; empty: not known yet."""
+        """The digest of each source; empty: the digests are not known yet."""
         return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
 
     @property
@@ -324,38 +325,38 @@ class DataSpec(_Section, frozen=True):
 
 
 SOURCES_MAX = 16
-"""Sources of a run: its spec, with a digest of each, must fit into a directory record."""
+"""Data sources of a run: its spec, with the digest of each source, must fit into a directory record."""
 BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
-"""Fields that each of several sources sets for itself."""
+"""Fields of `DataSpec` that, with several sources, stand in each `SourceSpec` instead."""
 
 
 class OptimizerSpec(_Section, frozen=True):
     """The optimizer (`shoal.kernels.optimizer`) and its schedule."""
 
     name: Literal["sgd", "adamw", "nadam", "muon"] = "nadam"
-    """`sgd` and `muon` use momentum `beta1`; muon updates embedding, head and norms by adamw's rule. In
-    `tests/bench/staleness` muon at 8e-3 learns fastest and suffers least from staleness. It computes exact products in
-    fp64, in which most cards are 64 times slower, so choose it for small models or cards that are fast in fp64."""
+    """`sgd` and `muon` use momentum `beta1`; `muon` updates embedding, head and norms by `adamw`'s rule. In
+    `tests/bench/staleness` `muon` at 8e-3 learns fastest and suffers least from staleness. It computes exact products,
+    in fp64, in which most GPUs are 64 times slower: choose it for small models or GPUs that are fast in fp64."""
     learning_rate: float = 4e-3
-    """Peak learning rate. A run file without it gets one that fits the model and the batch."""
+    """Peak learning rate. A run file without it gets a rate that fits the model and the batch."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices, not of norms."""
     warmup_steps: int = 20
-    """Linear warm-up from 0. A run file without it gets one that fits `beta2` and the steps."""
+    """Steps of linear warm-up from 0. A run file without it gets a number that fits `beta2` and the run's steps."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """The rate after the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak;
-    `wsd` (warm-up, stable, decay) stays there and falls in the last `decay_steps`. Take `wsd` or `constant` if the
-    run's length is not known yet: `shoal.peer.model.schedule` explains what happens when a run is continued."""
+    """The learning rate after the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the
+    peak; `wsd` (warm-up, stable, decay) stays at the peak and falls in the last `decay_steps`. Take `wsd` or `constant`
+    if the run's length is not known yet: `shoal.peer.model.schedule` explains what happens when a run is continued."""
     decay_steps: int | None = None
-    """Steps in which `wsd` falls. None: a fifth of the run's steps."""
+    """Number of steps in which the rate of `wsd` falls. None: a fifth of the run's steps."""
     final_learning_rate_fraction: float = 0.1
-    """Last rate of a falling schedule, as a fraction of the peak."""
+    """Last learning rate of a falling schedule, as a fraction of the peak."""
     clip_norm: float = 1.0
-    """Gradient norm bound of each layer; with experts, of each expert and of the rest of the layer. 0: no clipping."""
+    """Bound on the gradient norm of each layer; with experts, of each expert and of the rest of a layer. 0: none."""
 
     def __post_init__(self) -> None:
         require_positive(self, learning_rate=math.inf, epsilon=math.inf)
@@ -366,7 +367,7 @@ class OptimizerSpec(_Section, frozen=True):
 
 
 class TrainingSpec(_Section, frozen=True):
-    """The training steps."""
+    """How the run trains: its steps, their microbatches, staleness and validation."""
 
     steps: int = 400
     """Optimizer steps of the run."""
@@ -375,28 +376,29 @@ class TrainingSpec(_Section, frozen=True):
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
-    """Largest staleness of a microbatch, in steps; 0 is synchronous training."""
+    """Largest staleness of a microbatch, in steps; with 0 training is synchronous."""
     synchronous_steps: int | None = None
-    """Number of first steps that are synchronous whatever `s_max` is: staleness costs most while the loss falls fastest
-    (`tests/bench/staleness`). None: twice the optimizer's warm-up; 0 with muon."""
+    """The first steps that are synchronous whatever `s_max` is: staleness costs most while the loss falls fastest
+    (`tests/bench/staleness`). None: twice the optimizer's warm-up; 0 with `muon`."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
-    """Compensation of staleness, a strategy of `shoal.peer.pipeline.prediction`."""
+    """How staleness is compensated: a strategy of `shoal.peer.pipeline.prediction`."""
     compute: Literal["auto", "bf16", "fp32"] = "auto"
-    """Number format of the products in forward and backward; everything else (parameters, moments, gradient sums,
-    norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
+    """Number format of the matrix products in forward and backward; everything else (parameters, moments, gradient
+    sums, norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
-    """State kept between a microbatch's forward and backward. "stash": its activations and weights. "layers": its
+    """State that a stage keeps between a microbatch's forward and backward. "stash": activations and weights. "layers":
     weights and each layer's input; the backward recomputes layer by layer, so that memory holds one layer's
-    activations, not a stage's (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
-    alone; the backward repeats the stage's forward with the weights that the step has by then."""
+    activations, not a stage's (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": the stage's
+    input alone; the backward repeats the stage's forward with the newest weights."""
     validation_interval_steps: int = 20
     """Steps between validations; 0: never validate."""
     validation_microbatches: int = 4
-    """Microbatches of a validation, always the same ones."""
+    """Microbatches of a validation; every validation uses the same ones."""
     commit_deadline_s: float = 0.0
-    """Seconds of missing microbatches after which a group commits with `commit_quorum`; 0: it waits for all of them."""
+    """Seconds that a group waits for missing microbatches of a step before it commits with those that it has; 0: it
+    waits for all of them."""
     commit_quorum: float = 1.0
-    """Share of M that must be there at the deadline."""
+    """Least share of a step's M microbatches with which a group commits after `commit_deadline_s`."""
 
     def __post_init__(self) -> None:
         require_positive(self, steps=STEPS_MAX, microbatches_per_step=MICROBATCHES_PER_STEP_MAX)
@@ -412,38 +414,38 @@ class TrainingSpec(_Section, frozen=True):
 
     @property
     def wants_newer_weights(self) -> bool:
-        """True if the compensation runs a backward with other weights than its forward's."""
+        """True if the compensation runs a microbatch's backward with newer weights than its forward."""
         return self.compensation in ("none", "spectrain")
 
 
 class SwarmSpec(_Section, frozen=True):
-    """The organisation of the peers."""
+    """How the peers are organised."""
 
     stages: int | Literal["auto"] = AUTO_STAGES
-    """Pipeline stages K. "auto": the best number for the present peers, which may change with them. A number: exactly
-    so many once there are enough peers, and never more."""
+    """Number K of pipeline stages. "auto": the best number for the present peers; each plan may change it. A number:
+    exactly this many once there are enough peers, and never more."""
     min_peers: int = 1
-    """Peers that must be there before the first plan, and before a restart with fewer stages after too many peers were
-    lost. They may be fewer than the stages: if the model fits, the host begins alone."""
+    """Peers that must be present before the first plan, and before a restart with fewer stages after a loss of too many
+    peers. This may be less than the number of stages: if the model fits, the host begins alone."""
     heartbeat_s: float = 1.0
     """Seconds between a peer's heartbeats to the coordinator."""
     term_s: float = 60.0
-    """Seconds for which one peer is the coordinator."""
+    """Seconds for which one peer is the coordinator (a leadership term)."""
     snapshot_interval_steps: int = 50
-    """Steps between snapshots; 0: by time alone."""
+    """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
     """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
     open: bool = False
     """Anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
-    """Experts that each member of a stage holds, in all of the stage's layers, or more if `expert_replicas` needs more.
-    0: every member holds whole layers with all of their experts."""
+    """Number of experts that each member of a stage holds, in all of the stage's layers; more if `expert_replicas` asks
+    for it. 0: experts are not placed: every member holds whole layers with all of their experts."""
     expert_replicas: int = 2
-    """Least number of members that hold each expert, if its stage has so many: nothing is lost while fewer of them die
-    at a time. 1: members hold no more than `expert_slots` if these are enough for one copy of each."""
+    """Least number of members that hold each expert, if its stage has that many: nothing is lost while fewer than these
+    die at a time. With 1, members hold no more than `expert_slots` if that is enough for one copy of each expert."""
     trust: Literal["invites", "members"] = "invites"
-    """"invites": the members of one invite together have at most half as many votes as there are electors of other
-    invites. "members": every vote counts the same."""
+    """"invites": with three invites or more, the votes of one invite's members together weigh at most half as much as
+    those of all other members. "members": every vote counts the same."""
 
     def __post_init__(self) -> None:
         require(
@@ -463,61 +465,61 @@ class SwarmSpec(_Section, frozen=True):
 
     @property
     def stages_max(self) -> int | None:
-        """Upper bound of the number of stages; None: free."""
+        """Upper bound of the number of stages; None: there is none."""
         return None if self.stages == AUTO_STAGES else self.stages
 
     def stages_for(self, num_peers: int) -> int | None:
-        """Return the number of stages for so many peers; None: the best number, at most one a peer."""
+        """Return the number of stages for `num_peers` peers; None: the coordinator chooses, at most one per peer."""
         stages = self.stages_max
         return stages if stages is not None and stages <= num_peers else None
 
 
 class WireSpec(_Section, frozen=True):
-    """Wire formats. `kernels/codec` has "int8" and "hadamard6" to "hadamard3"."""
+    """Formats in which tensors travel. `kernels/codec` defines "int8" and "hadamard6" to "hadamard3"."""
 
     activations: WireFormat | Literal["auto"] = "bf16"
-    """Format of activations between stages; state always travels in fp32. "auto": each plan chooses bf16 or 8 bits a
-    number for each cut (`Plan.formats`): 8 bits where a step waits for its activations."""
+    """Format of activations between stages; state always travels in fp32. "auto": for each cut between stages, each
+    plan chooses 8 bits per number if steps wait for these activations, else bf16 (`Plan.formats`)."""
     activation_gradients: WireFormat | None = None
-    """Format of the activations' gradients. None: the same, but 6 bits at least, since gradients tolerate less."""
+    """Format of the activations' gradients. None: as the activations, but 6 bits at least: gradients tolerate less."""
     gradients: WireFormat | Literal["auto"] = "fp32"
-    """Format of parameter gradients in a reduction, both of the members' sums and of the mean; they are added in fp32.
-    "auto": each plan chooses 8 or 4 bits a number for each stage (`Plan.formats`): 4 where a step waits for it."""
+    """Format of parameter gradients in a reduction: of the members' sums and of the mean; they are added in fp32.
+    "auto": for each stage, each plan chooses 4 bits per number if steps wait for its reduction, else 8."""
 
     @property
     def sums(self) -> tuple[WireFormat, ...]:
-        """Allowed formats of a reduction, widest first. Plans choose one for each stage."""
+        """Allowed formats of reductions, widest first. A plan chooses one for each stage."""
         return AUTO_SUMS if self.gradients == "auto" else (self.gradients,)
 
     @property
     def forward(self) -> tuple[WireFormat, ...]:
-        """Allowed formats of activations, widest first. Plans choose one for each cut."""
+        """Allowed formats of activations, widest first. A plan chooses one for each cut between stages."""
         return AUTO_ACTIVATIONS if self.activations == "auto" else (self.activations,)
 
     def backward_of(self, activations: WireFormat) -> WireFormat:
-        """Return the gradients' format for activations in this format."""
+        """Return the format of the gradients of activations that travel in format `activations`."""
         if self.activation_gradients is not None:
             return self.activation_gradients
         return "hadamard6" if activations in ("hadamard5", "hadamard4", "hadamard3") else activations
 
     @property
     def tokens(self) -> Literal["fp32", "bf16"]:
-        """Format of tokens to placed experts and back, row by row."""
+        """Format of the token rows that travel to placed experts and back."""
         return "fp32" if self.activations == "fp32" else "bf16"
 
 
 class InitialSpec(_Section, frozen=True):
-    """Initial weights, if not made from the seed. `shoal import` writes this."""
+    """Initial weights that are not made from the seed. `shoal import` writes this table."""
 
     source: str = ""
-    """Folder on the host's machine; other peers fetch the weights from the host."""
+    """Folder with the weights on the host's machine; other peers fetch them from the host."""
     digests: tuple[str, ...] = ()
     """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; with an `adapter`, of the bytes as
     `adapter.base` stores them. Empty: weights come from the seed."""
     name: str = ""
     """The model's name, if its folder gives it: `owner/name` of a hub."""
     licence: str = ""
-    """The model's licence, from its card: `apache-2.0`."""
+    """The model's licence, from its model card, such as `apache-2.0`."""
 
     def __post_init__(self) -> None:
         require(bool(self.source) == bool(self.digests), "source and digests come together")
@@ -531,22 +533,22 @@ class AdapterSpec(_Section, frozen=True):
 
     In the frozen model, the *base*, each target matrix W becomes W' = W + (alpha / rank) B A, and only A and B have
     gradients and moments. With "dora" each row of W' is scaled to the norm of W's row plus an element of a trained
-    vector m, the change of DoRA's magnitude vector. The base is the model with which the run begins: `initial`, or the
-    seed.
+    vector m, the change of DoRA's magnitude vector. The base has the run's first weights: those of `initial`, or those
+    made from the seed.
     Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv 2106.09685; Liu et al., "DoRA:
     Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
     """
 
     kind: Literal["lora", "dora"]
     rank: int = 16
-    """Rows of A, columns of B."""
+    """Number of rows of A and of columns of B."""
     alpha: float = 32.0
     """B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ADAPTER_TARGETS
     """Target matrices of each decoder layer; default all. In a model with experts only attention matrices count."""
     base: BaseFormat = "bf16"
-    """Storage and wire format of the base. "int8": blocks of 64 with a scale each. "nf4": 4 bits a number in the
-    decoder layers' matrices, "int8" in embedding and head. Norms and biases are bf16 at least."""
+    """Format in which the base is stored and sent. "int8": one scale per block of 64 numbers. "nf4": 4 bits per number
+    in the decoder layers' matrices, "int8" in embedding and head. Norms and biases are in bf16 at least."""
 
     def __post_init__(self) -> None:
         require_positive(self, rank=math.inf, alpha=math.inf)
@@ -557,7 +559,7 @@ class AdapterSpec(_Section, frozen=True):
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor alpha / rank of B A."""
         return self.alpha / self.rank
 
     def targets_in(self, model: ModelSpec) -> tuple[str, ...]:
@@ -566,13 +568,13 @@ class AdapterSpec(_Section, frozen=True):
 
 
 class ContinuedSpec(_Section, frozen=True):
-    """One continuation of the run: its step, and the settings until then. `shoal continue` writes this; the learning
-    rate of every step, before and after, follows from it."""
+    """One continuation of the run: its first step, and the settings of the steps before. `shoal continue` writes this
+    table; the learning rates of all steps follow from it."""
 
     at: int
     """The first step of the continuation."""
     steps: int
-    """`training.steps` until then."""
+    """`training.steps` before the continuation."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     decay_steps: int | None = None
 
@@ -643,7 +645,7 @@ class RunSpec(_Section, frozen=True):
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.forward[0], tokens * self.model.written_width) + self.labels_bytes
         if self.swarm.expert_slots:
-            # One holder may get all of a microbatch's tokens, and return them with their gradients.
+            # All tokens of a microbatch may go to one holder, which returns as many, in a backward two rows for each.
             rows = 2 * tokens * self.model.experts_per_token
             frame_bytes = max(frame_bytes, tensor_bytes(self.wire.tokens, rows * self.model.dim))
         require(
@@ -654,9 +656,9 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`), in numbers of four bytes: one for
-        each target; a weight each if some are not learnt; in a subspace model also the tokens that do not follow from
-        the targets."""
+        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`), as numbers of four bytes: the
+        targets; their weights if training leaves some out; in a subspace model also the tokens that the targets do not
+        determine."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
         return 4 * (tokens + leaves_out + of_subspace)
@@ -668,7 +670,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def recomputes_by_layer(self) -> bool:
-        """True if a backward recomputes layer by layer. A stage with placed experts recomputes as a whole."""
+        """True if a backward recomputes layer by layer. With placed experts it recomputes the whole stage."""
         training = self.training
         return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 
@@ -678,7 +680,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def revision(self) -> int:
-        """Number of continuations. Of two specs of one run the higher revision counts."""
+        """Number of continuations. Of two specs of one run, the one with the higher revision applies."""
         return len(self.continued)
 
     @property
@@ -735,7 +737,7 @@ _LATER = {
     "wire": ("activation_gradients",),
     "initial": ("name", "licence"),
 }
-"""Fields that are left out of the bytes at their defaults, since the first specs did not have them."""
+"""Fields that the encoded bytes leave out at their defaults, since the first specs did not have these fields."""
 _DEFAULTS = RunSpec()
 
 _REPLACED = {
@@ -750,7 +752,7 @@ def encode_spec(spec: RunSpec) -> bytes:
 
 
 def _tables(spec: RunSpec) -> dict[str, Any]:
-    """Leave out later fields at their defaults, so that the bytes of early specs stay the same."""
+    """Return the tables of a spec as dicts, without fields of `_LATER` at their defaults."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     for table, fields in _LATER.items():
         for name in fields:
@@ -775,13 +777,13 @@ def decode_spec(data: bytes) -> RunSpec:
 
 
 def spec_complaint(error: Exception) -> str:
-    """Return in one line what is wrong with a spec, and what replaces a removed field."""
+    """Return one line about the error in a spec; for a field that was removed, also what replaces it."""
     instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
     return "; ".join([complaint(error, RunSpec), *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """Return the run's id, 16 hex digits: the same for all revisions of a spec, and for no other spec or owner."""
+    """Return the run's id, 16 hex digits: all revisions of a spec have the same id, any other spec or owner another."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 
@@ -796,9 +798,10 @@ def unchanging_bytes(spec: RunSpec) -> bytes:
 
 
 def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
-    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; or `spec`, if equal.
+    """Return the next revision of `spec`: from step `at` on it has the changeable fields of `wanted`.
 
-    Raises: ValueError: the run cannot be continued so.
+    Returns: the revision; `spec` itself if `wanted` changes nothing.
+    Raises: ValueError: the run cannot be continued in this way.
     """
     changes = {
         table: {name: getattr(getattr(wanted, table), name) for name in fields} for table, fields in _CHANGING.items()

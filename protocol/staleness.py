@@ -1,4 +1,4 @@
-"""Models what staleness costs; the pipeline's control and the allocator share this model. Pure.
+"""Models how many more steps a run needs because of staleness. The pipeline and the coordinator share this model. Pure.
 
 A run with microbatches that are s steps stale on average needs 1 + price s^power times as many steps to a loss as a
 synchronous run. So the objective is not tokens/s but
@@ -9,7 +9,7 @@ Price and power depend on the compensation (`training.compensation`). s is the m
 the stages, as in commit reports.
 
 The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of its own
-gradients of the open step that are back. With none, it equals `pipeoptim`; in between the price is interpolated.
+gradients of the open step that are back. With none seen, the price is that of `pipeoptim`; in between, interpolated.
 
 A run that is stale from the first step pays most of the price in its first few steps. So a run begins synchronously
 (`synchronous_steps`), and the prices hold for the steps after that. Muon needs no synchronous steps.
@@ -25,14 +25,14 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Price of mean staleness."""
+    """Price and power of mean staleness, as in the module's formula."""
 
     at_one: float
     """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
     half_powers: int = 2
-    """Twice the power of staleness, > 0: products and square roots have the same digits on all machines."""
+    """Twice the power, > 0, a whole number: products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
-    """The price with nothing of the open step seen; None: the same."""
+    """The price if nothing of the open step was seen; None: the same price."""
 
     def more_steps(self, staleness_steps: float, *, seen: float = 1.0) -> float:
         """Return the factor on the number of steps to a loss, >= 1.
@@ -65,7 +65,7 @@ _LIKE: Final = MappingProxyType(
         "calibrated": "pipeoptim",
     }
 )
-"""Compensation that was not measured -> the most similar one that was."""
+"""Compensation that was not measured -> the most similar compensation that was measured."""
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
@@ -75,18 +75,19 @@ _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Pri
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
     """Return the best number of synchronous first steps, >= 0.
 
-    Source: ours, with 20 warm-up steps: AdamW, NAdam with 0, 20 and 40, NAdam with 80, Muon with 0 and 20; SGD
-    untested.
+    Source: ours, with 20 warm-up steps: AdamW and NAdam with 0, 20 and 40 synchronous steps, NAdam also with 80, Muon
+    with 0 and 20; SGD was not measured.
     """
     return 0 if optimizer == "muon" else 2 * warmup_steps
 
 
 def staleness_bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
-    """Return the most steps that a microbatch of `step` may be stale: `s_max`; 0 in the first `synchronous_steps`."""
+    """Return how many steps a microbatch of `step` may be stale: `s_max`; 0 in the first `synchronous_steps` steps."""
     return s_max if step >= synchronous_steps else 0
 
 
 def price_of(compensation: str, *, optimizer: str) -> Price:
-    """Return the price for a compensation and an optimizer, by their run-spec names. AdamW and SGD get NAdam's."""
+    """Return the price for a compensation and an optimizer, by their names in the run spec. AdamW and SGD get NAdam's
+    prices."""
     prices = _MUON if optimizer == "muon" else _NADAM
     return prices[_LIKE.get(compensation, compensation)]

@@ -1,7 +1,7 @@
-"""Detached signatures: a signed statement that others may forward in any message. Pure.
+"""Detached signatures: a signed statement that other peers may forward in any message. Pure.
 
-An envelope proves the sender of a message; a statement proves to a third party what a key has signed, at any later
-time. The signature covers topic and run, so that a statement serves no other purpose or run.
+An envelope proves to its receiver which peer sent a message; a statement proves to any third party, at any later time,
+that a key has signed it. The signature covers topic and run, so that a statement serves no other purpose or run.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from shoal.protocol.identity import Identity, PeerID, verify
 
 Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to", "transfer"]
 VerifySignature = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body) -> True if it is the signer's statement about this run, of a topic that both sides know."""
+"""(signer, signature, body) -> True if the signature is the signer's, for a run and a topic that the function knows."""
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:
@@ -27,5 +27,5 @@ def statement_holds(signer: PeerID, signature: bytes, topic: Topic, *, run: str,
 
 
 def _signed_bytes(topic: Topic, run: str, body: bytes) -> bytes:
-    # No envelope's domain equals the first element, so neither can pass for the other.
+    # No envelope's domain equals "statement", so a signed envelope cannot pass for a statement, or the reverse.
     return msgspec.msgpack.encode(("statement", topic, run, body))

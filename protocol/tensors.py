@@ -1,6 +1,6 @@
-"""Each layer's tensors, by their Hugging Face names, their shapes, and their storage where they are frozen. Pure.
+"""The tensors of each layer: their Hugging Face names and shapes, and how frozen ones are stored. Pure.
 
-Storage and planning both take a layer's layout from here.
+Both the code that stores layers and the code that plans their sizes use this module.
 """
 
 import math
@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
 ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
-"""The ratio if only adapters train; their own products, a few hundredths, are not counted."""
+"""`BACKWARD_PER_FORWARD` if only adapters train; the adapters' own products (a few hundredths) are not counted."""
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
 HEAD_MATRIX: Final = "lm_head.weight"
 EXPERT_MATRICES: Final = ("w1", "w2", "w3")
@@ -26,7 +26,7 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "mixtral": ("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
     "qwen3_moe": ("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
 }
-"""Family -> its names of the mixture and of the experts' matrices."""
+"""Family -> (its name of the expert layer, our name -> its name of each matrix of an expert)."""
 ROUTER: Final = ".gate.weight"
 ALIGNMENT: Final = 16
 _NORMS: Final = {
@@ -39,11 +39,11 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> norms. Llama's `post_attention_layernorm` is after the residual sum, others' within the branch."""
+"""`decoder.norms` -> names of norms. `post_attention_layernorm` is after the residual sum in "pre", else before it."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
-    """Return the tensors of a layer, or of a unit of one: (matrices, norms and biases).
+    """Return the tensors of a layer, or of a unit (trunk or one expert) of a layer: (matrices, norms and biases).
 
     Raises: ValueError: the model has no such layer.
     """
@@ -73,9 +73,8 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
 def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[Shapes, Shapes]:
     """Return the adapter tensors of a layer; none for embedding and head.
 
-    Returns: (A [rank, columns] and B [rows, rank] of each target matrix, by name; with "dora" also each magnitude
-        vector
-        [rows], by name).
+    Returns: (A [rank, columns] and B [rows, rank] of each target matrix; with "dora" its magnitude vector [rows]), each
+        by name.
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
@@ -103,7 +102,7 @@ def magnitude_name(matrix: str) -> str:
 
 
 def state_elements(spec: RunSpec, key: str) -> int:
-    """Count the trained numbers of a layer, or of a unit of one."""
+    """Count the trained numbers of a layer, or of a unit (trunk or one expert) of a layer."""
     if spec.adapter is None:
         return sum(num_elements(spec.model, key))
     return sum(math.prod(shape) for of in adapter_tensors(spec.model, spec.adapter, key) for shape in of.values())
@@ -122,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Count the elements of a layer, or of a unit of one: (in matrices, in norms and biases)."""
+    """Count the elements of a layer, or of a unit of a layer: (in matrices, in norms and biases)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Count as `num_elements`, without the layer's experts, or its feed-forward in a dense model."""
+    """Count a decoder layer's elements without experts or feed-forward: (in matrices, in norms and biases)."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")
@@ -175,7 +174,7 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Return (index of the decoder layer, "trunk" or the number of an expert; None: the whole layer)."""
+    """Return (index of the decoder layer, unit): the unit is "trunk" or an expert's number; None: the whole layer."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:
@@ -196,10 +195,10 @@ def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
 def stored_tensors(
     model: ModelSpec, base: BaseFormat, key: str
 ) -> Iterator[tuple[str, tuple[int, ...], BaseFormat, int, int]]:
-    """Yield each tensor of a frozen layer as it is stored: (name, shape, its own format, first byte, end).
+    """Yield each tensor of a frozen layer as it is stored: (name, shape, its format, first byte, byte after the last).
 
-    A layer's tensors lie one behind the other in the order of `layer_tensors`, each padded to `ALIGNMENT` bytes. "int8"
-    is the format of `kernels/codec`, "nf4" that of `kernels/nf4`.
+    The tensors of a layer follow each other in the order of `layer_tensors`, each padded to `ALIGNMENT` bytes.
+    `kernels/codec` defines the format "int8", `kernels/nf4` the format "nf4".
     """
     matrices, vectors = layer_tensors(model, key)
     first = 0
@@ -212,13 +211,13 @@ def stored_tensors(
 
 @lru_cache(maxsize=4096)
 def base_bytes(model: ModelSpec, base: BaseFormat, key: str) -> int:
-    """Return the size in bytes of a layer's base, a multiple of `ALIGNMENT`."""
+    """Return the size in bytes of a layer's frozen weights as stored, a multiple of `ALIGNMENT`."""
     *_, (_, _, _, _, end) = stored_tensors(model, base, key)
     return end + -end % ALIGNMENT
 
 
 def model_bytes(model: ModelSpec, base: BaseFormat) -> int:
-    """Return the size in bytes of the whole model's base."""
+    """Return the size in bytes of the whole model's frozen weights as stored."""
     return sum(base_bytes(model, base, key) for key in all_layer_keys(model))
 
 

@@ -1,4 +1,4 @@
-"""A driver's one timer, re-armed whenever its core wants another time."""
+"""The timer of a driver. The driver sets it again whenever its core, the code that decides, names another time."""
 
 import asyncio
 import math
@@ -8,12 +8,12 @@ from typing import Final
 from shoal.protocol.ports import Clock
 
 _TICK_S: Final = 0.001
-"""uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core would then ask for the
-same time again, rounded to no delay: some ten turns of core and loop per timer."""
+"""Least delay of a timer. uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core
+would then ask for the same time again, rounded to no delay, and core and loop would take some ten turns per timer."""
 
 
 class Timer:
-    """Calls `ring` once, at the time that was set last and not before."""
+    """Calls `ring` once, at the time that was last set and never earlier."""
 
     def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
         self._clock = clock
@@ -21,10 +21,11 @@ class Timer:
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
         self._armed_for_s = math.inf
-        """When the handle fires. A later time leaves the handle as it is; it re-arms when it fires early."""
+        """When the loop's timer handle fires. Setting a later time does not change the handle; it fires, and is armed
+        again."""
 
     def set(self, at_s: float) -> None:
-        """Ring at `at_s` by the clock; at once if that is past, never at infinity."""
+        """Ring at `at_s` by the clock; at once if that time is past, never if it is infinite."""
         if at_s == self._at_s:
             return
         self._at_s = at_s

@@ -1,7 +1,8 @@
-"""Limits a byte rate by a token bucket that may go into debt. Pure: the caller gives the clock.
+"""Limits a byte rate by a token bucket that may go into debt. Pure: the caller passes the clock.
 
-A sender may send while the bucket is not empty and pays afterwards. So a message may be larger than the bucket, and
-urgent ones (a vote, a heartbeat) go at once. In any time T at most `rate * T + burst` and one message pass.
+A sender may send while the bucket is not in debt, and its bytes are charged afterwards. So a message may be larger than
+the bucket, and urgent messages (a vote, a heartbeat) need not wait. In any time T at most `rate * T + burst` bytes and
+one message pass.
 """
 
 import math
@@ -9,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 BURST_S = 0.1
-"""Burst after a silence, in seconds of the rate."""
+"""Size of the bucket (the burst after a silence), in seconds of the rate."""
 
 
 class TokenBucket:
-    """A token bucket of `rate` bytes/s, > 0. Args: now_s: a clock."""
+    """A token bucket of `rate` bytes/s, > 0. Args: now_s: returns the time in seconds."""
 
     def __init__(self, rate: float, now_s: Callable[[], float]) -> None:
         if not 0.0 < rate < math.inf:
@@ -23,18 +24,18 @@ class TokenBucket:
         self._now_s, self._filled_s = now_s, now_s()
 
     def take(self, nbytes: float) -> None:
-        """Charge `nbytes` that have passed, or are about to."""
+        """Charge `nbytes` that have passed or are about to pass."""
         self._fill()
         self._level -= nbytes
 
     def wait_s(self) -> float:
-        """Return the seconds until something may pass; 0: now."""
+        """Return the seconds until the next bytes may pass; 0: they may pass now."""
         self._fill()
-        # A rounding error below one byte is no debt, or the caller would wait for no time again and again.
+        # A rounding error below one byte is no debt: otherwise the caller would wait for zero seconds again and again.
         return -self._level / self.rate if self._level < -1.0 else 0.0
 
     def _fill(self) -> None:
-        # A clock that went back, as between two machines' worlds in a test, changes nothing.
+        # A clock that goes back, as in a test with two simulated machines, adds nothing to the bucket.
         now_s = max(self._now_s(), self._filled_s)
         self._level = min(self.burst, self._level + (now_s - self._filled_s) * self.rate)
         self._filled_s = now_s
@@ -50,7 +51,7 @@ class RateLimits:
     upload_bytes_per_s: float = math.inf
     download_bytes_per_s: float = math.inf
     relay_bytes_per_s: float = 0.0
-    """The part of the upload for carrying traffic of members that cannot reach each other; 0: none."""
+    """The part of the upload that may carry traffic between members that cannot reach each other; 0: none."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.relay_bytes_per_s < math.inf:

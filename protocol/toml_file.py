@@ -1,4 +1,4 @@
-"""TOML from untrusted authors: read within bounds of size, depth and number."""
+"""Reads TOML from untrusted authors, with limits on its size, its nesting and its numbers."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from shoal.protocol.limits import TOML_BYTES_MAX
 
 _PART: Final = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _PARTS_MAX: Final = 16
-"""The limit on parts of a key `a.b.c`; our deepest has three. Python's parser takes 8 s for 20,000 of them (40 KB)."""
+"""Most parts of a key such as `a.b.c`; our longest has three. Python's parser takes 8 s for 20,000 parts (40 KB)."""
 _DEEP_KEY: Final = re.compile(rb"(?<![A-Za-z0-9_-])" + _PART + rb"(?:\.[ \t]*+" + _PART + rb"){%d}" % _PARTS_MAX)
 _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 
 
 def read_at_most(path: Path, bytes_max: int) -> bytes:
-    """Read a file. Raises: OSError. msgspec.DecodeError: it has more than `bytes_max`, as an endless device has."""
+    """Read a file. Raises: OSError. msgspec.DecodeError: it has more than `bytes_max` bytes (/dev/zero never ends)."""
     with path.open("rb") as file:
         raw = file.read(bytes_max + 1)
     if len(raw) > bytes_max:
@@ -25,7 +25,7 @@ def read_at_most(path: Path, bytes_max: int) -> bytes:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises: OSError. msgspec.DecodeError: it is not TOML, or exceeds our bounds."""
+    """Read a TOML file. Raises: OSError. msgspec.DecodeError: it is not TOML, or exceeds one of our limits."""
     return decode_toml(read_at_most(path, TOML_BYTES_MAX))
 
 
@@ -41,7 +41,7 @@ def decode_toml(raw: bytes) -> dict[str, Any]:
         raise msgspec.DecodeError("it is not UTF-8") from error
     except msgspec.DecodeError:
         raise
-    except ValueError as error:  # from Python's int(), for thousands of digits
+    except ValueError as error:  # Python's int() raises it for thousands of digits
         raise msgspec.DecodeError("a number in it has thousands of digits") from error
     _check_numbers(tables)
     return tables

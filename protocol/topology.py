@@ -1,6 +1,7 @@
-"""A swarm as allocators and simulations see it: the devices, and the links between any two of them.
+"""The devices of a swarm and the links between any two of them, for the code that allocates layers and for simulations.
 
-The file format is JSON as in the DT-FM paper's cases, with optional fields (`load_topology`). Diagonals are never read.
+A topology can be read from a network file (`load_topology`): JSON as in the DT-FM paper's cases, with more optional
+fields. The diagonals of its matrices are never read.
 """
 
 import math
@@ -23,10 +24,10 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 DEFAULT_FLOP_PER_S = 45e12
-"""Default device speed: a V100 in fp16, as in the DT-FM paper's measurements."""
+"""Default speed of a device: that of a V100 in fp16, as the DT-FM paper measured it."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""Unread fields that a note names at most; it counts the others."""
+"""Most unread fields that a note lists by name; it gives the number of the others."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,19 +38,19 @@ class Topology:
     """
 
     latency_s: Floats
-    """[N, N], one way, finite."""
+    """[N, N], one-way latency, finite."""
     bytes_per_s: Floats
-    """[N, N], rate of the path without the network cards; 0: no path."""
+    """[N, N], rate of the path, without the limits of the network cards; 0: there is no path."""
     flop_per_s: Floats
-    """[N], measured on real microbatches, not a peak."""
+    """[N], speed measured on real microbatches, not a peak."""
     memory_bytes: Floats
-    """[N], for parameters, gradients, optimizer moments and activations."""
+    """[N], memory for parameters, gradients, optimizer moments and activations."""
     up_bytes_per_s: Floats
-    """[N], of the network card; inf if only paths limit it."""
+    """[N], upload rate of the device's network card; inf if only paths limit it."""
     down_bytes_per_s: Floats
-    """[N]"""
+    """[N], download rate of the device's network card; inf if only paths limit it."""
     card: Ints
-    """[N], devices of one number share one card's `up_bytes_per_s` and `down_bytes_per_s`."""
+    """[N], number of the network card: devices with the same number share its upload and download rates."""
     names: tuple[str, ...]
     regions: tuple[str, ...]
     may_feed: Bools
@@ -91,7 +92,7 @@ def make_topology(
     regions: tuple[str, ...] | None = None,
     may_feed: Any = True,
 ) -> Topology:
-    """Make a topology; all arguments broadcast to the shapes of `Topology`. Raises: LocalError."""
+    """Make a topology; all arguments are broadcast to the shapes in `Topology`. Raises: LocalError: see `Topology`."""
     latency = _matrix("latency", latency_s)
     rate = _matrix("bandwidth", bytes_per_s)
     n = len(latency)
@@ -117,14 +118,13 @@ def make_topology(
 
 
 def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
-    """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`: square
-    matrices, row = sender. Optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and
-    `workload`.
+    """Read a network file: a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or
+    `bandwidth_bits_per_s`, as square matrices with a row for each sender. Optional: `device_regions`, `devices` (one
+    `DeviceEntry` for each), `unreachable` and `workload`.
 
-    Returns: the topology, and the file with notes for people.
+    Returns: the topology, and the parsed file with notes for people.
     Raises: LocalError, in one line: no such file, not JSON (NaN is not), a misspelt field, a matrix that is not square,
-        an
-        impossible number, an unreachable device.
+        an impossible number, an unreachable device.
     """
     try:
         raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
@@ -144,7 +144,7 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
 
 
 def _misspelt(found: Any) -> str:
-    """Return a complaint about a field that nearly matches one of ours; other unknown fields are for people."""
+    """Return one line about a field that is misspelt; empty: there is none. Other unknown fields are allowed."""
     inner = misspelt(found.get("workload"), WorkloadEntry)
     return misspelt(found, NetworkFile) or (f"in workload {inner}" if inner else "")
 
@@ -187,13 +187,13 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     card: int | None = None
     has_text: bool = True
     watts: float | None = None
-    """Power while training; if missing, `shoal plan` assumes a value."""
+    """Power that the device draws while it trains; if missing, `shoal plan` assumes a value."""
     behind_nat: bool = False
-    """True if only peers that it has called can reach it. Two such devices cannot connect unless they share a card."""
+    """True if only peers that it has dialled can reach it. Two such devices cannot connect unless they share a card."""
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run for the DT-FM objective; sizes are in 10^9 bytes as in the paper's code."""
+    """Figures of a run for the DT-FM paper's objective; sizes are in 10^9 bytes, as in the paper's code."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -206,7 +206,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A network file. Unknown fields (source, constants of the case) are for people; `load_topology` lists them."""
+    """A network file. Other fields (source, constants of the case) are for people; `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -224,7 +224,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def watts(self) -> tuple[float | None, ...]:
-        """[N], power of each device where the file gives it."""
+        """[N], power of each device; None where the file gives none."""
         if self.devices is not None:
             return tuple(entry.watts for entry in self.devices)
         return (None,) * len(self.latency_s or self.latency_ms or ())
@@ -272,7 +272,7 @@ class ReadNetwork(NamedTuple):
 
     file: NetworkFile
     notes: tuple[str, ...]
-    """Notes for people, a sentence each: unread fields, and assumed values."""
+    """Sentences for people about fields that are not read, and about assumed values."""
 
 
 def close_paths(
@@ -285,7 +285,7 @@ def close_paths(
     """Set the rate to 0 where there is no path: between devices behind different NATs, and between the pairs in
     `unreachable`. Raises: LocalError: a pair names an unknown device."""
     if bytes_per_s.shape != (len(names), len(names)):
-        return  # `Topology` raises the error
+        return  # the sizes differ: `Topology` raises the error
     at, inside = np.asarray(card), np.asarray(behind_nat, dtype=np.bool_)
     bytes_per_s[inside[:, None] & inside[None, :] & (at[:, None] != at[None, :])] = 0.0
     number = {name: index for index, name in enumerate(names)}
@@ -298,7 +298,7 @@ def close_paths(
 
 
 def _matrix(what: str, rows: Any) -> Floats:
-    """Return a copy with a diagonal of 0, float32 if it was float32. Raises: LocalError: not square."""
+    """Return a copy of a matrix with a diagonal of 0; float32 stays float32. Raises: LocalError: it is not square."""
     size = len(rows)
     if size == 0:
         raise LocalError(f"the {what} matrix is empty")
@@ -338,7 +338,7 @@ def _flaw(t: Topology) -> str | None:
 
 
 def check_everybody_is_reached(topology: Topology) -> None:
-    """Refuse a described network with an isolated device; in a measured one a peer may have lost all others."""
+    """Raises: LocalError: a device cannot reach any other. For described networks: a real peer may be cut off."""
     open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
@@ -347,5 +347,5 @@ def check_everybody_is_reached(topology: Topology) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return the name for a one-line complaint: a file's names may contain line breaks."""
+    """Return a name from a file in a form that fits into one line: it may contain line breaks."""
     return name if name.isprintable() else repr(name)

@@ -1,19 +1,19 @@
-"""Decides how many bytes may be queued before a peer's uplink. Pure: the caller says what time it is.
+"""Decides how many bytes may be queued before a peer's uplink. Pure: the caller passes the time.
 
-A home's uplink is the bottleneck of every path from it. Bytes written faster than it sends queue in the kernel, the
-network daemon and the router, and a later heartbeat waits behind all of them. So a writer waits here instead, in a
-queue with priorities, and only as much is in flight as keeps the uplink busy:
+A home's uplink is the bottleneck of every path from that home. Bytes written faster than the uplink sends them queue in
+the kernel, the network daemon and the router, and a later heartbeat waits behind all of them. So writers wait in this
+process instead, in a queue with priorities, and only as many bytes are in flight as keep the uplink busy:
 
     window = rate * (round trip + QUEUE_S)
 
-The round trip is the least one seen, `rate` the recent delivery rate. The window sets no pace: while anything is queued
-the line sends at full speed, so a low estimate does not slow it down. `QUEUE_S` puts more in flight than the estimate
-fills: on a faster line the estimate grows by (round trip + QUEUE_S) / round trip per sample.
+The round trip is the least one seen, `rate` the recent delivery rate. The window is no rate limit: while any bytes are
+queued the line sends at full speed, so a low estimate does not slow it down. Because of `QUEUE_S` more bytes are in
+flight than the estimate needs: on a faster line each sample raises the estimate by (round trip + QUEUE_S) / round trip.
 
-An idle line says nothing about its rate: a sample lowers it only if at least a round trip's worth of bytes was queued
-throughout. Each connection has its own window by the same rule and its own rate, so that a slow receiver gets little
-ahead of its rate and takes little of the line's window. It is 1.5 times as wide: if several connections share the line,
-the line's window limits them; their own windows would freeze the present shares.
+An idle line shows nothing about its rate: a sample lowers the estimate only if at least a round trip's worth of bytes
+was queued all the time. Each connection also has a window, by the same rule with its own rate, so that a slow receiver
+takes little of the line's window. A connection's window is 1.5 times as wide as the rule says: connections that share
+the line are then limited by the line's window; limited by their own windows, they would keep their present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
 delivery rate, the least round trip, application-limited samples. We do not pace or probe: TCP below us does both.
@@ -26,22 +26,24 @@ from dataclasses import dataclass, field
 from typing import Final
 
 QUEUE_S: Final = 0.1
-"""Bytes queued before the line, in seconds of its rate: five looks at it, and little against a heartbeat's time."""
+"""Bytes queued before the line, in seconds of its rate: the queue is looked at five times in this time, and the time is
+short against a heartbeat's interval."""
 WINDOW_BYTES_MIN: Final = 16 * 1024
-"""TCP detects a loss by three later packets, and begins with ten."""
+"""Least window, about ten packets: TCP begins with as many, and detects a loss by three later packets."""
 WINDOW_BYTES_FIRST: Final = 64 * 1024
-"""Initial window: 0.1 s at 5 Mbit/s; it grows tenfold within some samples."""
+"""First window: 0.1 s at 5 Mbit/s; it grows tenfold within some samples."""
 _PATH_GAIN: Final = 1.5
 _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
-"""Samples that confirm a fall of the rate. With fewer, TCP's recovery from a loss would count as the line's rate."""
+"""The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
-"""Samples of a connection. Its rate is often low because others share the line, so its rate when alone is remembered
-for longer, and the next burst need not find it again."""
+"""A connection's rate is the maximum of this many samples. It is often slow because others share the line; with more
+samples its rate when alone is remembered for longer, and the next burst need not find it again."""
 _UNSEEN_S: Final = 0.5
-"""Written bytes that the kernel has not seen after one to two such spans wait in the daemon, or took another path."""
+"""Written bytes count until one to two times this time has passed: if the kernel does not show them then, they wait in
+the daemon, or took another path."""
 _PAUSE_S: Final = 0.5
-"""A pause without a look that starts a new sample."""
+"""A pause between two looks that is longer than this starts a new sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,13 @@ class UplinkConnection:
     """The kernel's figures of a connection's outgoing half."""
 
     delivered_bytes: int
-    """Acknowledged since it opened, in any order."""
+    """Bytes acknowledged since the connection opened, in any order."""
     queued_bytes: int
-    """Written into the socket and not delivered, sent or not."""
+    """Bytes written into the socket and not acknowledged, whether sent or not."""
     round_trip_s: float
 
     def __add__(self, other: "UplinkConnection") -> "UplinkConnection":
-        """Merge two connections to one peer."""
+        """Add up the figures of two connections to one peer."""
         return UplinkConnection(
             delivered_bytes=self.delivered_bytes + other.delivered_bytes,
             queued_bytes=self.queued_bytes + other.queued_bytes,
@@ -65,7 +67,7 @@ class UplinkConnection:
 
 @dataclass(kw_only=True, slots=True)
 class _Rate:
-    """The highest recent delivery rate."""
+    """The highest recent delivery rate of the line or of one connection."""
 
     num_samples: int = _NUM_SAMPLES
     bytes_per_s: float = 0.0
@@ -77,7 +79,7 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Add a look: `delivered_bytes` since the last one; `is_busy`: the line was certainly not idle since then."""
+        """Record `delivered_bytes` since the last look. Args: is_busy: the line was certainly busy since then."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
@@ -103,7 +105,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """The part of the window that is queued before the line."""
+        """Return the backlog of a connection that counts for the line at most: its window without the least size."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
@@ -121,7 +123,7 @@ class _Path:
     seen: UplinkConnection
     rate: _Rate = field(default_factory=lambda: _Rate(num_samples=_NUM_PATH_SAMPLES))
     unseen_bytes: float = 0.0
-    """Written by us and not yet in the kernel's queue: in the daemon, or on the way to it."""
+    """Bytes written by us that are not in the kernel's queue yet: they are in the daemon, or on the way to it."""
     _written: tuple[float, float] = (0.0, 0.0)
     _span_s: float = -math.inf
 
@@ -135,7 +137,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """The part of the backlog that counts for the line. The rest waits for a slow receiver."""
+        """The part of the backlog that counts for the line's window. The rest waits for a slow receiver."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
     def wrote(self, nbytes: float) -> None:
@@ -157,7 +159,7 @@ class _Path:
 
 
 class UplinkWindow:
-    """The windows of one peer's uplink and of each connection over it. The caller names the connections."""
+    """The windows of one peer's uplink and of each connection over it. The caller chooses the connections' names."""
 
     def __init__(self) -> None:
         self._paths: dict[str, _Path] = {}
@@ -172,7 +174,7 @@ class UplinkWindow:
 
     @property
     def busy(self) -> list[str]:
-        """Connections with bytes in flight."""
+        """Names of the connections with bytes in flight."""
         return [name for name, path in self._paths.items() if path.backlog_bytes]
 
     def is_busy(self, name: str) -> bool:
@@ -183,7 +185,7 @@ class UplinkWindow:
         self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
-        """Update from the kernel's figures of connections over the uplink: of new ones, and of all busy ones."""
+        """Update the windows. Args: connections: name -> the kernel's figures, of all busy and of new connections."""
         delivered = 0
         for name, connection in connections.items():
             path = self._paths.get(name)
@@ -211,12 +213,12 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a whole slice may be written to a connection now; the next slice waits until the excess is sent."""
+        """True if a slice of any size may be written to a connection now; the next waits if this exceeds the window."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 
     def _round_trip_s(self) -> float:
-        """Return the round trip's mean, weighted by queued bytes; with none queued the least round trip."""
+        """Return the connections' mean round trip, weighted by queued bytes; if none are queued, the least one."""
         paths = self._paths.values()
         counted = sum(path.counted_bytes for path in paths)
         if counted <= 0.0:

@@ -1,6 +1,6 @@
-"""Tensor formats on the wire, and their sizes in bytes. Pure.
+"""Formats in which tensors travel, and their sizes in bytes. Pure.
 
-"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`: tiles of 64 numbers with a scale of two bytes.
+`kernels/codec` defines "int8" and "hadamard6" to "hadamard3": tiles of 64 numbers share a scale of two bytes.
 """
 
 from collections import Counter
@@ -11,21 +11,21 @@ WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard
 
 
 class Formats(NamedTuple):
-    """Tensor formats under a plan of K stages."""
+    """Tensor formats that a plan of K stages chooses."""
 
     activations: tuple[WireFormat, ...]
-    """[K - 1], activations from each stage to the next; `WireSpec.backward_of` gives the format of their gradients."""
+    """[K - 1], format of activations from each stage to the next; their gradients': `WireSpec.backward_of`."""
     sums: tuple[WireFormat, ...]
-    """[K], parameter gradients in each stage's reduction."""
+    """[K], format of parameter gradients in each stage's reduction."""
 
     @classmethod
     def same(cls, activations: WireFormat, sums: WireFormat, num_stages: int) -> "Formats":
-        """Return formats that are the same for all cuts, and for all reductions."""
+        """Return formats that are the same for all stages."""
         return cls((activations,) * (num_stages - 1), (sums,) * num_stages)
 
     @property
     def sentence(self) -> str:
-        """Both for people, as "activations travel in bf16 (int8 after stage 2), reductions in int8"."""
+        """The formats in words, such as "activations travel in bf16 (int8 after stage 2), reductions in int8"."""
         sums = _said(self.sums, "in stage")
         if not self.activations:
             return f"reductions travel in {sums}"
@@ -33,10 +33,10 @@ class Formats(NamedTuple):
 
 
 AUTO_ACTIVATIONS: Final[tuple[WireFormat, ...]] = ("bf16", "int8")
-"""Formats of activations for plans to choose from under "auto", widest first. Fewer bits cost more learning than they
-save time (`kernels/codec/MEASURED.md`)."""
+"""Formats of activations among which a plan chooses under "auto", widest first. With fewer bits, worse learning costs
+more than the time saved (`kernels/codec/MEASURED.md`)."""
 AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
-"""Formats of reductions for plans to choose from under "auto", widest first (costs: `kernels/codec/MEASURED.md`)."""
+"""Formats of reductions among which a plan chooses under "auto", widest first (`kernels/codec/MEASURED.md`)."""
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 TILE: Final = 64
@@ -45,19 +45,19 @@ _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4":
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
-    """True if the format has tiles: decoding and encoding again then rounds again."""
+    """True if the format has tiles: numbers that are decoded and encoded again are then rounded again."""
     return form in _TILE_BYTES
 
 
 def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements. "nf4" is for stored weights alone."""
+    """Return the size in bytes of a tensor of `numel` elements. "nf4" is a format of stored weights only."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:
-    """Return the most common format, and the exceptions behind it. Stages count from 0."""
+    """Return the most common format, followed by the exceptions in brackets. Stages count from 0."""
     counts = Counter(forms)
     most = max(counts, key=lambda form: counts[form], default="nothing")
     others = [
@@ -69,7 +69,7 @@ def _said(forms: Sequence[WireFormat], where: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return rising numbers as "0-2, 5"."""
+    """Return ascending numbers with runs shortened, such as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

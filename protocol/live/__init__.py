@@ -1,10 +1,10 @@
-"""Real networks and disks: the one package that imports hivemind, and only the parts of it that we use.
+"""The ports on real networks and disks: the only package that imports hivemind, and only the parts that we use.
 
-`hivemind`, `hivemind.dht` and `hivemind.utils` import everything that they have (averager, mixture of experts,
-optimizer, tensor transport), and with it scipy and torch. A command that only asks a run something needs none of that,
-and torch alone takes two seconds to import. Once this package is imported, importing one of the three makes an empty
-package without running its `__init__.py`, so an import of a submodule loads only what that submodule needs. Packages
-that are already loaded stay as they are.
+`hivemind`, `hivemind.dht` and `hivemind.utils` import all their submodules (averager, mixture of experts, optimizer,
+tensor transport), and with these scipy and torch. A command that only asks a run something needs none of them, and
+torch alone takes two seconds to import. So after this package is imported, an import of one of the three makes an empty
+package and does not run its `__init__.py`: an import of a submodule then loads only what that submodule needs. Packages
+that were loaded before stay as they are.
 """
 
 import importlib
@@ -24,11 +24,11 @@ _PART_OF: dict[str, dict[str, str]] = {
         "get_logger": "logging",
     },
 }
-"""Package -> name that other modules of hivemind import from it -> submodule that has the name."""
+"""Package -> name that other modules of hivemind import from the package -> submodule that defines the name."""
 
 
 class _WithoutContents(MetaPathFinder, Loader):
-    """Find the three packages and give them the names of `_PART_OF` instead of running their files."""
+    """Imports the three packages without running their files, and gives them the names in `_PART_OF`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in _PART_OF else None

@@ -1,7 +1,7 @@
-"""Tell any caller, of any run or version: our version, our time, and whether we can call it back.
+"""Tells any caller, of any run or version, our version, our time, and if we can dial it.
 
-The handler's name has neither run nor version in it, and unknown fields are ignored, so peers of all versions can ask.
-A peer does not reveal its run: a caller that knows a run's id may ask whether the peer is in it. A caller is called
+The name of the handler contains neither run nor version, and unknown fields are ignored, so peers of all versions can
+ask. A peer does not reveal its run; a caller that knows a run's id may ask if the peer is in that run. We dial a caller
 back only at the address from which it called.
 """
 
@@ -38,21 +38,21 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """The port on which the caller listens and wants to be called back; 0: none."""
+    """The port on which the caller listens and wants to be dialled; 0: none."""
     run_mark: str = ""
-    """`mark_of` the run that the caller means; it reveals the run only to peers that know it."""
+    """`mark_of` the run about which the caller asks; only peers that know the run's id recognise it."""
 
 
 class About(msgspec.Struct, frozen=True):
     protocol_version: int
     is_in_run: bool = False
-    """True if the peer is in the run of the request's mark."""
+    """True if the peer is in the run that the request's `run_mark` names."""
     shoal: _Name = ""
     """The program's version, for people."""
     wall_s: float = 0.0
     """Seconds since 1970, by the peer's clock."""
     called_back: bool | None = None
-    """True if a connection to the caller's port succeeded; None: not tried."""
+    """True if a connection to the caller's port succeeded; None: it was not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answer for one peer. Args: seen_at: returns the multiaddrs from which a peer is connected to us."""
+    """Answers these requests for one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run
@@ -73,7 +73,7 @@ class AboutAnswerer:
         self._calling_back = 0
 
     async def answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Handle a request of the daemon. Never raises on network input."""
+        """Answer a request that the daemon passes on. Never raises on network input."""
         peer, asked = PeerID(caller.to_base58()), _asked(request)
         called_back = await self._call_back(asked.port, peer)
         is_in_run = asked.run_mark == mark_of(self._run, peer)
@@ -92,7 +92,7 @@ class AboutAnswerer:
 
 
 def mark_of(run: str, asker: PeerID) -> str:
-    """Mark the run in a way that differs for each asker, so that nobody can repeat an overheard mark."""
+    """Return a mark of the run that differs for each asker, so that a peer cannot use a mark that it has overheard."""
     return blake3(f"{run} {asker}".encode()).hexdigest(length=16)
 
 
@@ -115,7 +115,7 @@ async def _answers(host: str, port: int) -> bool:
 
 
 async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeout_s: float) -> None:
-    """Connect unless connected. Raises: Unreachable. RemoteError: another peer answers at the address."""
+    """Connect to `peer` if there is no connection yet. Raises: Unreachable. RemoteError: another peer answers there."""
     try:
         async with asyncio.timeout(timeout_s):
             p2p: Any = await daemon.p2p()
@@ -132,7 +132,7 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
 async def ask_about(
     daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port: int = 0, timeout_s: float
 ) -> AboutReply:
-    """Ask a connected peer of any run. Raises: Unreachable. RemoteError: the answer is invalid."""
+    """Ask a connected peer of any run about itself. Raises: Unreachable. RemoteError: the answer is invalid."""
     request = msgspec.json.encode(AboutRequest(port, mark_of(run, me)))
     sent_s = time.time()
     try:
@@ -141,7 +141,7 @@ async def ask_about(
             reply = await p2p._client.call_unary_handler(HivemindPeerID.from_base58(peer), ABOUT_NAME, request)
     except TimeoutError as error:
         raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-    except P2PHandlerError as error:  # its text comes from the peer
+    except P2PHandlerError as error:  # its text comes from the peer, so it is not shown
         raise Unreachable(peer, "it failed to answer") from error
     except (TransportError, P2PDaemonError, OSError, EOFError) as error:
         raise Unreachable(peer, first_line(error)) from error

@@ -1,4 +1,4 @@
-"""Limit events by source: a burst, and a rate in the long run. Pure."""
+"""Limits the number of events of each source: at once, and per second in the long run. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -12,15 +12,15 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(slots=True)
 class Allowance(Generic[S]):
-    """Token buckets by source. Args: most: the burst; per_s: events per second in the long run."""
+    """A token bucket for each source. Args: most: events at once; per_s: events per second in the long run."""
 
     most: float
     per_s: float
     _spent: OrderedDict[S, tuple[float, float]] = field(default_factory=OrderedDict)
-    """Source -> (tokens spent, when computed), least recent source first."""
+    """Source -> (tokens spent, time of this figure), least recent source first."""
 
     def takes(self, source: S, now_s: float, number: int = 1) -> bool:
-        """Count `number` more events of `source` if they are within the allowance; return whether they are."""
+        """Return True, and count the events, if `number` more events of `source` are within its allowance."""
         spent, then_s = self._spent.pop(source, (0.0, now_s))
         spent = max(0.0, spent - (now_s - then_s) * self.per_s)
         is_within = spent + number <= self.most

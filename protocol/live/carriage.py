@@ -1,17 +1,17 @@
-"""Messages of two members and their carrier before a stream is put through: one short message each, in this order.
+"""The messages with which one member (the opener) gets a stream to another over a third, the carrier, in this order:
 
-    opener -> carrier   Carry       target and purpose
-    carrier -> other    Carried     source and purpose
-    other -> carrier    Answer      whether it takes the stream
-    carrier -> opener   Answer      whether the stream is through
+    opener -> carrier       Carry       target and purpose
+    carrier -> other end    Carried     the opener and the purpose
+    other end -> carrier    Answer      if it accepts the stream
+    carrier -> opener       Answer      if the two streams are now connected
 
-Each message shows its sender's certificate, so each side recognises a member before it does anything for it. The two
-ends prove their identities to each other afterwards (`secure_channel.py`).
+Each message contains its sender's certificate, so that its receiver does nothing for a stranger. The two ends prove
+their identities to each other afterwards (`secure_channel.py`).
 
-The carrier also tells each end the address from which the other one is connected to it. Behind a NAT with one outer
-port for all destinations (any but a symmetric NAT) this address can be dialled once the peer behind it has dialled us,
-which opens its NAT for our address. Both ends dial repeatedly, so the second of these dials, from either end, gets
-through.
+The carrier also tells each end the address from which the other end is connected to the carrier. If that end is behind
+a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once that end
+has dialled us, since its dial opens its NAT for our address. Both ends dial repeatedly, so the second of these dials,
+from either end, succeeds.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ class Carry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     certificate: _Certificate
 
     def __post_init__(self) -> None:
-        public_key_of(PeerID(self.to))  # or it names no peer
+        public_key_of(PeerID(self.to))  # raises if it is no PeerID
 
 
 class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     source: _Peer
-    """The opener, as the carrier knows it. The opener proves it later."""
+    """The opener's PeerID, by the carrier's word. The opener proves it later."""
     purpose: Purpose
     certificate: _Certificate
     seen_at: _Places
@@ -67,17 +67,17 @@ class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 class CarriageAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     refusal: _Sentence
-    """The reason of a refusal; empty: accepted."""
+    """The reason of a refusal; empty: the stream is accepted."""
     certificate: _Certificate
     seen_at: _Places = ()
-    """The other end's multiaddrs, from the carrier."""
+    """The multiaddrs from which the other end is connected to the carrier; set by the carrier."""
 
 
 Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Return the remote addresses of a peer's connections that another peer could dial."""
+    """Return those of a peer's remote multiaddrs that another peer could dial."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
@@ -96,7 +96,7 @@ async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:
-    """Raises: RemoteError: `peer` is no member of this run."""
+    """Remember the certificate that `peer` has shown. Raises: RemoteError: `peer` is no member of this run."""
     members.show(peer, certificate)
     if members.access_level(peer) < AccessLevel.MEMBER:
         raise RemoteError(peer, "is no member of this run")

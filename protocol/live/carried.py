@@ -1,4 +1,4 @@
-"""The two ends of carried streams: ask a carrier for a stream, and accept streams that carriers bring."""
+"""The two ends of streams over a carrier (a third peer): ask for a stream, and accept streams that carriers bring."""
 
 import asyncio
 import logging
@@ -20,19 +20,20 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 8.0
-"""The whole time. The carrier gives the other end five seconds of it."""
+"""Time limit for getting a stream. The carrier gives the other end five seconds of it to accept."""
 
 Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
-"""Returns when the stream is over. Arguments: source, carrier, purpose, stream."""
+"""(source, carrier, purpose, stream) -> None; uses the stream, and returns when it is over."""
 
 
 class CarriedStreams:
-    """Open and accept carried streams.
+    """Opens and accepts carried streams.
 
     Args:
-        open_stream: opens a stream to a peer that may carry.
-        seen: called with the addresses at which a carrier sees the other end, once that end has proved its identity.
-        take: uses a stream that a peer has had put through to us.
+        open_stream: opens a stream to a peer that may be a carrier.
+        seen: called with the addresses from which the other end is connected to the carrier, once that end has proved
+            its identity.
+        take: uses a stream that another peer has opened to us over a carrier.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class CarriedStreams:
         self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
 
     async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
-        """Have a stream to `peer` put through, and agree on keys with `peer`. Raises: NotCarried."""
+        """Get a stream to `peer` over `carrier`, and agree on keys with `peer`. Raises: NotCarried."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(carrier)
@@ -77,7 +78,7 @@ class CarriedStreams:
             raise NotCarried(reason) from error
 
     async def arrive(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a carried stream; return when it is over. Never raises on network input."""
+        """Accept a stream that a carrier brings; return when it is over. Never raises on network input."""
         carrier = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(carrier, writer.transport.abort):

@@ -1,9 +1,10 @@
-"""Calls to peers that only a carrier reaches: one stream for each such peer, many calls at a time, both ways.
+"""Calls to peers that only a carrier reaches: one stream for each such peer, with many calls at a time in both
+directions.
 
     a message   kind 1 B | number 4 B | length 4 B | body
 
-An answer has the number of its request; each end numbers its own. libp2p opens a stream for each call, which over a
-carrier would need a key agreement each.
+An answer has the number of its request; each end numbers its own requests. Elsewhere libp2p opens a stream for each
+call; over a carrier each such stream would need a key agreement.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from shoal.protocol.live.carriage import Streams
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 60.0
-"""How long a stream without calls is kept. Peers that work together send a heartbeat every second."""
+"""Seconds for which a stream without calls is kept. Peers that work together send a heartbeat every second."""
 _HEAD: Final = struct.Struct(">BII")
 
 Answer = Callable[[PeerID, bytes], Awaitable[bytes]]
@@ -38,7 +39,7 @@ class _Kind(IntEnum):
 
 
 class CallStream:
-    """One stream of calls. Args: answer: answers the peer's requests."""
+    """One stream of calls. Args: answer: answers the requests of the peer at the other end."""
 
     def __init__(self, peer: PeerID, streams: Streams, answer: Answer) -> None:
         self._peer = peer
@@ -54,7 +55,7 @@ class CallStream:
         self.is_over = False
 
     async def call(self, request: bytes) -> bytes:
-        """Raises: Unreachable: the stream broke, or the peer failed to answer."""
+        """Return the reply to `request`. Raises: Unreachable: the stream broke, or the peer failed to answer."""
         if self.is_over:
             raise Unreachable(self._peer, "the stream over its carrier ended")
         number = next(self._numbers) & 0xFFFFFFFF
@@ -67,7 +68,7 @@ class CallStream:
             self._waiting.pop(number, None)
 
     async def serve(self) -> None:
-        """Read until the stream ends. Raises: RemoteError: an invalid message."""
+        """Read messages until the stream ends. Raises: RemoteError: a message is invalid."""
         try:
             while True:
                 head = await self._reader.readexactly(_HEAD.size)
@@ -116,12 +117,12 @@ class CallStream:
     async def _reply(self, number: int, request: bytes) -> None:
         try:
             kind, body = _Kind.REPLY, await self._answer(self._peer, request)
-        except Exception:  # already logged; the caller learns nothing about us
+        except Exception:  # logged before; the caller must learn nothing about us
             kind, body = _Kind.FAILED, b""
         if not self.is_over:
             self._say(kind, number, body)
             with suppress(OSError):
-                await self._writer.drain()  # a peer that asks and never reads is not read either
+                await self._writer.drain()  # if the peer does not read our answers, we stop reading its requests
 
     def _say(self, kind: _Kind, number: int, body: bytes) -> None:
         self._used_s = self._loop.time()
@@ -129,28 +130,28 @@ class CallStream:
 
 
 class CarriedCalls:
-    """The call streams of one peer.
+    """This peer's call streams to all peers that only carriers reach.
 
     Args:
-        open_stream: has a stream for calls put through to a peer. Raises: Unreachable.
-        answer: answers the requests of others.
+        open_stream: opens a stream for calls to a peer, over a carrier. Raises: Unreachable.
+        answer: answers the requests of other peers.
     """
 
     def __init__(self, open_stream: Callable[[PeerID], Awaitable[Streams]], answer: Answer) -> None:
         self._open_stream = open_stream
         self._answer = answer
         self._streams: dict[PeerID, list[CallStream]] = {}
-        """Newest last: both ends may open one at the same time, or another carrier may bring one."""
+        """Peer -> its streams, newest last. There may be several: both ends may open one at the same time."""
         self._opening: dict[PeerID, asyncio.Task[CallStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def call(self, peer: PeerID, request: bytes) -> bytes:
-        """Raises: Unreachable."""
+        """Call `peer` and return its reply. Raises: Unreachable."""
         held = [stream for stream in self._streams.get(peer, ()) if not stream.is_over]
         return await (held[-1] if held else await self._open(peer)).call(request)
 
     async def take(self, peer: PeerID, streams: Streams) -> None:
-        """Serve a stream that `peer` has had put through to us, until it ends."""
+        """Serve a stream that `peer` has opened to us over a carrier, until the stream ends."""
         await self._serve(peer, self._hold(peer, streams))
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
@@ -163,11 +164,11 @@ class CarriedCalls:
         await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """Open one stream for all simultaneous callers, even if some of them give up."""
+        """Open one stream for all callers that want one at the same time, even if some of them give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe no caller waits any more
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no caller left
         return await asyncio.shield(task)
 
     async def _opened(self, peer: PeerID) -> CallStream:

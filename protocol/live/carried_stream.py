@@ -1,10 +1,10 @@
 """One end of a stream that a third peer carries: an asyncio transport that seals its bytes (`secure_channel.py`).
 
 It replaces the daemon's own stream, and `Link` sees no difference: reading can be paused, writing reports when the
-kernel has everything, and the protocol on top can be changed.
+kernel has everything, and the asyncio protocol that receives the bytes can be exchanged.
 
-Neither end sees the other's connection. So each sends an empty record every second, and a stream that has brought
-nothing for some seconds is given up: the carrier may be gone without a word, and another one may be available.
+The connection of one end may break without the other end's notice. So each end sends an empty record every second, and
+an end that receives nothing for some seconds gives the stream up: another carrier may be available.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0
 _SILENT_S: Final = 4.0
-"""Limit of silence. A carrier within its limits passes something of each stream more often."""
+"""Seconds of silence after which a stream is given up. A carrier within its limits passes some bytes more often."""
 
 
 class _Inner(asyncio.Protocol):
-    """Read what the carrier brings: fixed-length handshake messages, then records."""
+    """Reads the bytes from the carrier: first handshake messages of fixed length, then records."""
 
     def __init__(self) -> None:
         self.outer: CarriedTransport | None = None
@@ -32,7 +32,7 @@ class _Inner(asyncio.Protocol):
         self._came = asyncio.Event()
 
     async def read(self, nbytes: int) -> bytes:
-        """Raises: EOFError: the stream ended before."""
+        """Return the next `nbytes` bytes. Raises: EOFError: the stream ended before."""
         while len(self.received) < nbytes:
             if self.is_lost:
                 raise EOFError("it ended before its ends agreed on keys")
@@ -66,14 +66,14 @@ class _Inner(asyncio.Protocol):
 async def secure(
     writer: asyncio.StreamWriter, identity: Identity, peer: PeerID, *, run: str, purpose: Purpose, opens: bool
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Agree on keys with `peer` over a stream that a carrier has put through, and take that stream over.
+    """Agree on keys with `peer` over a stream that a carrier has connected, and take that stream over.
 
-    Nothing may have been read ahead: the opener is silent until the carrier has confirmed, and the other end until the
-    opener has spoken.
+    No bytes can be left in the stream's old reader: the opener sends nothing before the carrier has confirmed the
+    stream, and the other end nothing before the opener.
 
     Args:
-        opens: this end has asked for the stream.
-    Returns: a reader and a writer of the plain bytes.
+        opens: True at the end that has asked for the stream.
+    Returns: a reader and a writer of the decrypted bytes.
     Raises: RemoteError: `peer` is not at the other end. EOFError, OSError: the stream broke.
     """
     transport: Any = writer.transport
@@ -106,7 +106,7 @@ async def agree(
     *,
     opens: bool,
 ) -> Channel:
-    """Exchange keys and signatures with the other end. Raises: RemoteError; whatever `read` raises."""
+    """Exchange keys and signatures with the other end. Raises: RemoteError; the errors of `read`."""
     if opens:
         write(handshake.key)
     other = await read(KEY_BYTES)
@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The plain side of the stream. Args: keeps: the writer below, since its finalizer would close the stream."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer: its finalizer closes the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class CarriedTransport(asyncio.Transport):
     # Calls from the layer below
 
     def came(self) -> None:
-        """Deliver more bytes, after an arrival or when reading resumes."""
+        """Deliver more decrypted bytes, after some have arrived or when reading resumes."""
         self._heard_s = self._loop.time()
         if self._is_delivering or self._is_over:
             return

@@ -1,9 +1,9 @@
-"""Carry streams between members that cannot reach each other: put them through, and pass bytes both ways.
+"""Carries streams between two members that cannot reach each other: this peer passes their bytes on in both directions.
 
-A carrier can neither read nor change what it carries (`secure_channel.py`). It carries only for members, between two
-that are already connected to it: it dials nobody for them. Limits bound the streams of one member, all streams, and the
-bytes a second (`--limit relay_mbit_s`), which count towards the volunteer's upload and queue behind this peer's own
-gradients. It reads no faster than it can pass on, so the sender's flow control does the rest.
+A carrier can neither read nor change these bytes (`secure_channel.py`). It carries only between members that are
+already connected to it; it dials no peer for them. There are limits on the streams of one member, on all streams, and
+on the bytes per second (`--limit relay_mbit_s`), which count towards the volunteer's upload limit and queue behind this
+peer's own gradients. A carrier reads no faster than it can pass bytes on, so flow control slows the sender down.
 
 A request beyond a limit is refused with the reason, and the opener asks the next carrier.
 """
@@ -30,12 +30,12 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 5.0
-"""How long the opener may take to name its target, and the other end to accept the stream."""
+"""Seconds for the opener to name its target, and again for the other end to accept the stream."""
 _PIECE_BYTES: Final = 64 * 1024
 
 
 class CarriageRefused(Exception):
-    """Why a stream is not carried, in a sentence for the opener."""
+    """A stream is not carried; the error's text is a sentence for the opener."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -51,13 +51,13 @@ class _Carriage:
 
 
 class Carrier:
-    """Carry streams for members.
+    """Carries streams for members.
 
     Args:
-        relay_bytes_per_s: limit of what is passed on, both ways together.
+        relay_bytes_per_s: limit of the bytes passed on, both directions together.
         connected: returns the peers to which the daemon is connected now, with their remote multiaddrs.
-        open_stream: opens a stream for carried streams to a peer, over an existing connection.
-        find_connection: tells the uplink which connection the stream to a peer uses.
+        open_stream: opens a stream that is to be carried to a peer, over an existing connection.
+        find_connection: tells the uplink's window which connection the stream to a peer uses.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Carrier:
         find_connection: Callable[[PeerID], Awaitable[None]],
     ) -> None:
         self._members, self._throttle = members, throttle
-        # Calls have a separate rate and do not wait for tensors; frames pay for what calls have used.
+        # Calls have a rate limit of their own and do not wait for frames; frames also pay for the bytes of calls.
         self._frames, self._calls = _Gate(relay_bytes_per_s), _Gate(relay_bytes_per_s)
         self._connected, self._open_stream, self._find_connection = connected, open_stream, find_connection
         self._doorway = Doorway()
@@ -79,7 +79,7 @@ class Carrier:
         self.carried_bytes = 0
 
     async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a carry request; return when the stream is over. Never raises on network input."""
+        """Handle a request for a stream; return when the stream is over. Never raises on network input."""
         source = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(source, writer.transport.abort):
@@ -94,7 +94,7 @@ class Carrier:
             writer.close()
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End the streams from or to those peers."""
+        """End the streams from or to the peers for which `is_cut` returns True."""
         for carriage in self._carried:
             if is_cut(carriage.source) or is_cut(carriage.to):
                 carriage.cut()
@@ -117,7 +117,7 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream while this context lasts. Raises: Refusal."""
+        """Count a stream while this context lasts. Raises: CarriageRefused: it is beyond a limit."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
@@ -137,7 +137,7 @@ class Carrier:
     async def _reach(self, carriage: _Carriage, certificate: bytes) -> tuple[Streams, tuple[str, ...]]:
         """Open a stream to the other end. Return it and the addresses from which that end is connected.
 
-        Raises: Refusal: the other end is not connected, takes no stream, or is no member.
+        Raises: CarriageRefused: the other end is not connected, does not accept the stream, or is no member.
         """
         to, connected = carriage.to, await self._connected()
         if to not in connected:
@@ -166,7 +166,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Pass bytes until either end has closed or broken, and what it had sent before has gone out."""
+        """Pass bytes until one end has closed its stream, or its stream broke, and its earlier bytes are passed on."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),
@@ -208,7 +208,7 @@ class Carrier:
 
 
 class _Gate:
-    """Let pieces of all streams pass at a rate, first come, first served."""
+    """Lets pieces of all streams pass within a rate, first come, first served."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = RateLimiter(bytes_per_s)

@@ -1,4 +1,4 @@
-"""The Compute port on two worker threads, one for the device and one for host memory; the event loop stays free."""
+"""The port `Compute` on two worker threads, one for the device and one for host memory; the event loop stays free."""
 
 import asyncio
 import threading
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class ThreadCompute:
-    """Run jobs one at a time in the order given.
+    """Runs jobs one at a time, in the order of the calls.
 
     Args:
-        initializer: runs in each of the two threads before its first job (number of threads, device). If it raises, so
-            does every job.
-        probe_clock: times probes. `time.thread_time` for a CPU: six peers that start on one machine
+        initializer: runs in each of the two threads before its first job, and sets for example torch's number of
+            threads. If it raises, every job raises the same.
+        probe_clock: the clock that times probes. For a CPU `time.thread_time`: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
-        share: of the device's time. The device rests once it has had more (`duty.py`), and a job's reported duration is
-            the time in which the share earns it: so planners see the speed that the share allows.
-        spent_s: returns the seconds of device time that this process has used; None: the jobs' durations. For a CPU,
-            processor seconds say more: a job may wait for other programs or use one of two threads, and
+        share: the share of time in which the device may work. Beyond it the device rests (`duty.py`). A job's reported
+            duration is its time divided by the share: so planners see the speed that the share allows.
+        spent_s: returns the seconds of device time that this process has used; None: the jobs' durations count. For a
+            CPU, processor seconds are more exact: a job may wait for other programs or use one of two threads, and
             network work uses the processor, too.
     """
 
@@ -50,18 +50,18 @@ class ThreadCompute:
         self._jobs_s = 0.0
         self._charged_s = spent_s() if spent_s is not None else 0.0
         self._by_jobs_s = 0.0
-        """Seconds used by jobs since the last charge."""
+        """Seconds used by jobs that `Duty` has not been told yet."""
         self._turn = asyncio.Lock()
 
     @property
     def used_s(self) -> float:
-        """Seconds of the device's time that this process has used, as `share` counts them."""
+        """Seconds of the device's time that this process has used, as they count against `share`."""
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run a job. Cancelling does not stop one that has begun: its result is dropped, and the next job waits for it.
+        """Run a job. A job that has begun is not stopped by cancelling: its result is dropped, and the next job waits.
 
-        Raises: whatever `work` raises. LocalError: the device is closed.
+        Raises: the errors of `work`. LocalError: the device is closed.
         """
         if self._is_closed:
             raise LocalError("this device is closed")
@@ -75,13 +75,13 @@ class ThreadCompute:
             return await loop.run_in_executor(self._thread, self._timed, kind, work)
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` on the host-memory thread. Raises: whatever `work` raises. LocalError: the device is closed."""
+        """Run `work` on the host-memory thread. Raises: the errors of `work`. LocalError: the device is closed."""
         if self._is_closed:
             raise LocalError("this device is closed")
         return await asyncio.get_running_loop().run_in_executor(self._host_thread, self._prepared, work)
 
     def close(self) -> None:
-        """Cancel the jobs that have not begun. A running job finishes, and its thread ends with it."""
+        """Cancel the jobs that have not begun. A running job finishes, and then its thread ends."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._host_thread.shutdown(wait=False, cancel_futures=True)
@@ -105,7 +105,7 @@ class ThreadCompute:
 
     def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
         self._prepare_thread()
-        # time.monotonic is also the loop's clock, so these seconds compare with the Clock's
+        # time.monotonic is also the clock of the loop and of `LoopClock`, so these times can be compared
         clock = self._probe_clock if kind == "probe" else time.monotonic
         started_s, clock_started_s, used_before_s = time.monotonic(), clock(), self.used_s
         try:

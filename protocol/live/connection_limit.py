@@ -1,17 +1,17 @@
-"""Limit the daemon's connections of one address and of one network.
+"""Limits the network daemon's connections of one address and of one network.
 
-`p2pd` bounds neither connections nor handshakes, waits 15 seconds for each stalled handshake, and computes a key and a
-signature for each that begins. It has no option for this, and a proxy in front of it would copy every byte once more.
-So the kernel helps: a second socket listens on the daemon's port and never accepts, and a few instructions (classic BPF
-on the port's SO_REUSEPORT group) send it the new connections of an address that has too many. Its queue is full after
-the first connection; from then on the kernel drops what comes, and the attacker waits for its own retries. Existing
-connections are untouched, and other peers lose no time.
+`p2pd` limits neither connections nor handshakes, waits 15 seconds for each stalled handshake, and computes a key and a
+signature for each handshake that begins. It has no option for such limits, and a proxy in front of it would copy every
+byte once more. So the kernel helps: a second socket listens on the daemon's port and never accepts, and a few
+instructions (classic BPF on the port's SO_REUSEPORT group) send it the new connections of an address that has too many.
+The second socket's queue is full after one connection; then the kernel drops further ones, and the attacker waits for
+its own retries. Existing connections are untouched, and other peers lose no time.
 
-Ten times a second we read the kernel's list of connections for addresses that have or open too many connections. A
-connection that waits for its sender's answer does not count, as the address may be forged. An address is shut out until
-it has been quiet for a while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48)
-has limits of its own, against a stranger that owns all its addresses. Private networks and loopback only have the limit
-on existing connections, by address.
+Ten times a second we search the kernel's list for addresses that have or open too many connections. A half-open
+connection (SYN_RECV) does not count, as its address may be forged. An address is shut out until it has been quiet for a
+while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48) has limits of its own,
+against a stranger that owns all its addresses. In private networks and on loopback only the number of existing
+connections of each address is limited.
 """
 
 import asyncio
@@ -47,27 +47,27 @@ _NET: Final = -0x100000 & 0xFFFFFFFF
 _LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 _DAEMON, _US = 0, 1
-"""Index of each socket in the group: the order in which they began to listen."""
+"""Index of each socket in the SO_REUSEPORT group: the order in which the sockets began to listen."""
 _COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
-"""States of a connection: all but SYN_RECV, which costs the daemon nothing, TIME_WAIT and LISTEN."""
+"""TCP states of connections that count: all but SYN_RECV, which costs the daemon nothing, TIME_WAIT and LISTEN."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
-"""A network may have, and open, as many connections as this number of addresses."""
+"""A network may have, and open, this many times the connections of an address."""
 
 Network = bytes
 """Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
 _WIDER: Final = {4: 3, 8: 6}
-"""Length of an address -> length of its network."""
+"""Length in bytes of an address's prefix -> length of its network's prefix."""
 
 
 class ConnectionLimit:
-    """Guard one running daemon, from `open` to `close`. If the kernel cannot help, it logs that and does nothing."""
+    """Guards one running daemon, from `open` to `close`. If the kernel cannot help, it logs that and does nothing."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
-        """Shut-out network -> since when it has been quiet (or now, if it is not)."""
+        """Shut-out address or network -> the last time at which it was not quiet."""
         self._opening = {
             is_network: Allowance[Network](
                 CONNECTIONS_OPENED_MAX * (_ADDRESSES if is_network else 1),
@@ -81,7 +81,7 @@ class ConnectionLimit:
         return frozenset(self._shut_out)
 
     def shut_out_now(self, address: Network, now_s: float) -> None:
-        """Shut `address` out until it has been quiet for a while, regardless of the number of its connections."""
+        """Shut `address` out until it has been quiet for a while, however few connections it has."""
         if address not in self._shut_out and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
             self._shut_out[address] = now_s
             logger.warning("%s sends too many requests: its new connections wait", _shown(address))
@@ -100,7 +100,7 @@ class ConnectionLimit:
         self._looking = asyncio.create_task(self._look_on(ports, seen), name="count connections")
 
     async def close(self) -> None:
-        """Stop before the daemon's port must be free. Safe to call twice."""
+        """Stop listening. Call it before the daemon's port must be free again. Safe to call twice."""
         await end_tasks(self._looking)
         self._looking = None
         self._close_sockets()
@@ -113,11 +113,11 @@ class ConnectionLimit:
     async def _look_on(self, ports: Collection[int], seen: Mapping[Network, Set[bytes]]) -> None:
         loop, took_s = asyncio.get_running_loop(), 0.0
         while True:
-            # In 0.1 s a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have.
-            # A list of some hundred takes 0.3 ms; with 10,000 the lists are to take a twentieth of a core.
+            # In 0.1 s a flood of 1,000 a second opens 100 connections, in addition to the 128 that an address may have.
+            # Reading a list of some hundred takes 0.3 ms; longer lists are read less often, for 5 % of a core at most.
             await asyncio.sleep(max(0.1, took_s / 0.05))
             begun_s, former = loop.time(), seen
-            with contextlib.suppress(OSError):  # nothing is readmitted for lack of news
+            with contextlib.suppress(OSError):  # if there is no new list, the last one counts: no address is readmitted
                 seen = await asyncio.to_thread(read_connections, ports)
             took_s = loop.time() - begun_s
             opened = {address: len(ends - former.get(address, set())) for address, ends in seen.items()}
@@ -126,11 +126,12 @@ class ConnectionLimit:
     def look(
         self, connections: Mapping[Network, int], now_s: float, opened: Mapping[Network, int] | None = None
     ) -> None:
-        """Shut out networks that have or open too many connections; readmit those that were quiet for long enough.
+        """Shut out addresses and networks that have or open too many connections; readmit those that were quiet for
+        `SHUT_OUT_S`.
 
         Args:
-            connections: existing connections by address.
-            opened: those that did not exist at the last look. A connection that was closed meanwhile is in neither.
+            connections: address -> number of its existing connections.
+            opened: address -> number of these that did not exist at the last look.
         """
         before = self.shut_out
         for address, number in (opened or {}).items():
@@ -138,7 +139,7 @@ class ConnectionLimit:
                 if network in self._shut_out or len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
                     self._shut_out[network] = now_s
         found = count_networks(connections) + Counter(connections)
-        for network in sorted(found, key=len):  # networks before addresses: there may not be room for all
+        for network in sorted(found, key=len):  # networks before addresses, since there may not be room for all
             if found[network] > _most(network) and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
                 self._shut_out.setdefault(network, now_s)
         for network, since_s in tuple(self._shut_out.items()):
@@ -176,7 +177,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the connections of each public network, counting at most what each of its addresses may have."""
+    """Return the number of connections of each public network; of each address at most the address's limit counts."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))
@@ -209,7 +210,7 @@ def _shown(network: Network) -> str:
 
 
 def _second_listener(version: int, host: str, port: int) -> socket.socket:
-    """Raises: OSError: the port is not this user's, or the kernel lacks the feature."""
+    """Open the socket that never accepts. Raises: OSError: another user has the port, or the kernel cannot help."""
     listener = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -226,8 +227,8 @@ def _second_listener(version: int, host: str, port: int) -> socket.socket:
 
 
 def _send_away_whoever_came(listener: socket.socket) -> None:
-    """Reset connections that arrived between `listen` and the BPF program, when the kernel gave us every other one. The
-    peers dial again; in our queue they would hang."""
+    """Reset the connections in our socket's queue: before the BPF program ran, the kernel gave us every other new one.
+    Their peers dial again; in the queue they would hang."""
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -245,14 +246,14 @@ def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) 
 
 
 _Line = tuple[int, int, int, int]
-"""Operation, lines to skip if true, lines to skip if false, operand."""
+"""One BPF instruction: operation, lines to skip if true, lines to skip if false, operand."""
 
 
 def _of_ipv4(networks: Sequence[Network]) -> list[_Line]:
     lines: list[_Line] = [(_LOAD, 0, 0, _NET + _SOURCE4)]
     for network in sorted(networks, key=len, reverse=True):
         if len(network) == 3:
-            lines.append((_AND, 0, 0, 0xFFFFFF00))  # the AND stays in effect: addresses come before networks
+            lines.append((_AND, 0, 0, 0xFFFFFF00))  # changes the loaded address for good, so addresses come first
         lines += [(_JUMP_IF, 0, 1, int.from_bytes(network.ljust(4, b"\0"))), (_RETURN, 0, 0, _US)]
     return [*lines, (_RETURN, 0, 0, _DAEMON)]
 

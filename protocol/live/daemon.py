@@ -1,8 +1,8 @@
-"""Start one p2pd child process, watch it, restart it when it dies, and clean up after it.
+"""Starts the network daemon p2pd as a child process, watches it, restarts it when it dies, and cleans up after it.
 
-The daemon owns the network: its death closes every stream and forgets every handler. So handlers are registered in a
-setup hook, which runs at the first start and after every restart. A setup may call the daemon only: `p2p()` waits until
-all setups have run, so a setup that waited for another peer could wait for itself.
+The daemon has all connections: when it dies, all streams close and all handlers are forgotten. So handlers are
+registered in a *setup*, a function that runs at the first start and after every restart. A setup may call the daemon
+only: `p2p()` waits until all setups have run, so a setup that waited for another peer could wait for itself.
 """
 
 import asyncio
@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 Setup = Callable[[P2P], Awaitable[None]]
 
 _PULSE_S = 15.0
-"""Interval of liveness checks: the daemon answers in a millisecond. Its visible addresses change over time."""
+"""Seconds between checks that the daemon answers, which takes a millisecond, and for its changing visible addresses."""
 _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 15.0
 _SETUP_TIMEOUT_S = 10.0
-"""The daemon answers each setup in milliseconds. If all of them together take longer than this, it is replaced."""
+"""The daemon answers a setup in milliseconds. If all setups together take longer than this, the daemon is replaced."""
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
-"""libp2p's own defaults for each connection. p2pd would relay 4 GiB for anybody, outside a volunteer's limits."""
+"""Limits of each relayed connection, the defaults of libp2p. p2pd's defaults would relay 4 GiB for anybody, outside a
+volunteer's limits."""
 _RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 
 _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
@@ -56,50 +57,50 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Return the command that runs the daemon. Each part execs the next, so that the process id stays the daemon's.
+    """Return the command with which the daemon is started. Each part execs the next: the process id is the daemon's.
 
-    setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, and a drain still needs
-    the daemon. setpriv lets the kernel kill it when we die. Alone it notices our death after 1.6 s; once in some two
-    hundred times it did not within ten.
+    setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, and we still need the
+    daemon while we leave the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
+    notices our death after 1.6 s, and once in some two hundred times it did not within ten.
     """
     setsid, setpriv = shutil.which("setsid"), shutil.which("setpriv")
     words = [setsid] if setsid else []
-    if setpriv:  # busybox's setpriv lacks the option
+    if setpriv:  # the setpriv of busybox lacks the option
         knows = subprocess.run([setpriv, *_WITH_US, "true"], capture_output=True, check=False)
         words += [setpriv, *_WITH_US] if knows.returncode == 0 else []
     return tuple(words)
 
 
 def daemon_path() -> Path:
-    """Return the program that hivemind starts."""
+    """Return the path of the daemon's program in hivemind's package."""
     return Path(hivemind_cli.__file__).with_name(P2PD_FILENAME)
 
 
 class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     def __init__(self) -> None:
         super().__init__()
-        _started.get().append(self)  # `create` drops the instance when it fails, and with it the names of its sockets
+        _started.get().append(self)  # if `create` fails, it drops the instance, which has the names of its sockets
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        # libp2p's own DHT tells anybody's addresses to any peer; we know our peers' addresses without it. With
-        # autoRelay p2pd insists on a DHT: as a client it may ask others and answers nobody.
+        # libp2p's own DHT tells every peer's addresses to any peer; we know our peers' addresses without it. With
+        # autoRelay p2pd insists on a DHT: as a client it may ask others and answers no requests.
         kwargs.pop("dhtServer", None)
         if kwargs.get("autoRelay"):
             kwargs["dhtClient"] = 1
-        # Two daemons hole-punch over another's relay. Our own traffic goes over `carrier.py`.
+        # Relays serve only for hole punching between two daemons. Our own traffic uses carriers (`carrier.py`).
         kwargs |= _RELAY_LIMITS
         return [*_wrapper(), *P2P._make_process_args(*args, **kwargs)]
 
 
 class Daemon:
-    """One running p2pd.
+    """One p2pd process and its restarts.
 
     Args:
-        state_dir: holds the key file, the lock that keeps two peers from sharing one identity, and the names of what
-            must be removed if this process is killed.
-        listen: multiaddrs over TCP; port 0 lets the system choose, and a restart keeps its choice.
-        relays: multiaddrs of peers that may relay for us behind a NAT.
+        state_dir: the folder with the key file, with the lock that keeps two peers from sharing one identity, and with
+            the names of the files that must be removed if this process is killed.
+        listen: multiaddrs over TCP. With port 0 the system chooses the port, and a restart keeps it.
+        relays: multiaddrs of peers that may relay for us if we are behind a NAT.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Daemon:
         self._state_dir = state_dir
         self._asked = tuple(listen)
         self.listening = tuple(listen)
-        """The addresses on which the daemon listens. Port 0 is replaced by the chosen port where that is known."""
+        """The addresses on which the daemon listens, with the chosen port in place of 0 if it is known."""
         self._announce = tuple(announce)
         self._relays = tuple(relays)
         self._use_relay = use_relay
@@ -125,17 +126,17 @@ class Daemon:
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._held = ExitStack()
-        """The lock of the state folder, and this peer's name on the machine."""
+        """Holds the lock of the state folder, and this peer's name on the machine (`_take_name`)."""
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
-        """Multiaddrs at which others may reach us, without `/p2p/…`."""
+        """Multiaddrs at which other peers may reach us, without `/p2p/…`."""
         self.restarts = 0
         self.on_restart: list[Callable[[], Awaitable[None]]] = []
-        """Called one after the other after each restart, once the daemon is up again."""
+        """Functions that are called after each restart, one after the other, once the daemon is up again."""
         self._reunion: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises: TransportError."""
+        """Start the daemon. Raises: TransportError."""
         hivemind_guard.install()
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -165,7 +166,7 @@ class Daemon:
 
     @property
     def local_addresses(self) -> tuple[str, ...]:
-        """Multiaddrs for processes on this machine, without `/p2p/…`; `visible` ones may not work from here."""
+        """Return multiaddrs for processes on this machine, without `/p2p/…`: those in `visible` may not work here."""
         return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
@@ -217,17 +218,17 @@ class Daemon:
             ) from None
 
     async def _take_name(self) -> None:
-        """Keep a copy of this peer's state folder from running on this machine: the copy has another lock file.
+        """Take a name on this machine that belongs to this peer's key. So a process on a copy of the state folder, with
+        another lock file, cannot run beside us.
 
-        The name is in Linux's abstract namespace, which all users share and which drops the names of a process that
-        ends.
+        The name is an abstract Unix socket: all users share such names, and Linux frees them when their process ends.
         Raises: TransportError: the name is taken.
         """
         if sys.platform != "linux":
             return
         name = f"\0shoal/{self._identity.peer_id}"
         held = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        # The kernel closes a killed peer's files after its end, and its name is taken until then.
+        # The kernel closes a killed process's files a moment after its end; until then its name is taken.
         deadline_s = time.monotonic() + 2.0
         while True:
             try:
@@ -256,7 +257,7 @@ class Daemon:
         creating = asyncio.ensure_future(self._create())
         try:
             p2p = await asyncio.shield(creating)
-        except BaseException as error:  # also on cancellation, by a close() in the middle of a restart
+        except BaseException as error:  # also cancellation, by a `close` in the middle of a restart
             for failed in started:
                 _kill(failed)
             await asyncio.gather(creating, return_exceptions=True)  # a half-started daemon cannot be stopped
@@ -269,7 +270,7 @@ class Daemon:
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
-        if not self._announce:  # with announced addresses, `visible` shows those and not our port
+        if not self._announce:  # with announced addresses `visible` has only these, which do not show our port
             self.listening = keep_ports(self.listening, [str(address) for address in self.visible])
         self._connection_limit = ConnectionLimit(self.listening)
         self._connection_limit.open()
@@ -286,14 +287,14 @@ class Daemon:
             host_maddrs=self.listening,
             announce_maddrs=self._announce or None,
             identity_path=str(self._identity_path()),
-            check_if_identity_free=False,  # it starts a second daemon, and reads RSA keys only
+            check_if_identity_free=False,  # that check starts a second daemon, and can only read RSA keys
             tls=True,
             use_relay=self._use_relay,
             use_auto_relay=nat and bool(self._relays),
-            trusted_relays=self._relays if nat else None,  # p2pd panics over relays that it may not use
+            trusted_relays=self._relays if nat else None,  # p2pd panics if it has relays and may not use them
             auto_nat=nat,
             nat_port_map=nat,
-            startup_timeout=2 * _START_TIMEOUT_S,  # our timeout ends first: hivemind's would wait for the daemon's end
+            startup_timeout=2 * _START_TIMEOUT_S,  # so that our timeout is first: hivemind's waits for the daemon's end
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -330,13 +331,13 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon is useless. Return what happened to it."""
+        """Wait until the daemon has ended or no longer answers. Return in words what happened."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
             while True:
                 await asyncio.wait({exited, silent}, timeout=_PULSE_S, return_when=asyncio.FIRST_COMPLETED)
-                if silent.done():  # usually because the daemon died; its exit status comes a moment later
+                if silent.done():  # usually the daemon has died, and its exit status comes a moment later
                     await asyncio.wait({exited}, timeout=1.0)
                 if exited.done():
                     return f"ended with status {exited.result()}"
@@ -354,7 +355,7 @@ class Daemon:
                 _, visible = await self._p2p._client.identify()
         except TimeoutError:
             return False
-        except Exception as error:  # it just died, or could not answer: the next look at the process will tell
+        except Exception as error:  # the daemon has died or cannot answer: the next check shows which
             logger.debug("the daemon's answer could not be read: %r", error)
             return True
         self.visible = tuple(visible) or self.visible
@@ -366,15 +367,15 @@ class Daemon:
             try:
                 await self._launch()
                 break
-            except Exception as error:  # whatever the error, a peer without a daemon is useless
+            except Exception as error:  # try again after any error: a peer without a daemon is useless
                 logger.error("%s; trying again", _last_words(error))
                 if attempt >= len(_RESTART_WAITS_S):
-                    self.listening = self._asked  # another process may have taken the port that the system chose for us
+                    self.listening = self._asked  # another process may have taken the port that the system had chosen
         self._up.set()
 
 
 async def _set_up(p2p: Any, setups: Sequence[Setup]) -> None:
-    """Raises: TransportError."""
+    """Run the setups on a daemon. Raises: TransportError."""
     try:
         async with asyncio.timeout(_SETUP_TIMEOUT_S):
             for setup in tuple(setups):
@@ -411,14 +412,15 @@ def _last_words(error: BaseException) -> str:
 
 
 def _kill(p2p: Any) -> None:
-    """Kill the daemon: a suspended one takes no other signal."""
+    """Kill the daemon. A suspended daemon would react to no other signal."""
     if p2p._child is not None and p2p._child.returncode is None:
         with suppress(ProcessLookupError):
             p2p._child.kill()
 
 
 async def _stop(p2p: Any) -> None:
-    """Shut down completely: hivemind cancels its tasks without waiting, and leaves a dead daemon's socket."""
+    """Stop the daemon and hivemind's tasks, and remove its sockets: hivemind itself neither waits for its tasks nor
+    removes a dead daemon's socket."""
     control = getattr(p2p._client, "control", None)
     tasks = [p2p._listen_task, p2p._reader_task]
     if control is not None:

@@ -1,7 +1,7 @@
-"""Check that the network daemon on disk is the one that hivemind ships: it holds a peer's key and connections.
+"""Checks that the network daemon's program on disk is the one in hivemind's wheel, as it gets the peer's key.
 
-`p2pd.sha256` beside this file has the known digests in `sha256sum`'s format, with the machine in place of the file.
-`pip` checks a wheel at installation; this check notices later changes of the file.
+`p2pd.sha256` beside this file has the known digests in the format of `sha256sum`, with the machine type in place of the
+file name. `pip` checks a wheel at installation; this check notices later changes of the file.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _KNOWN: Final = Path(__file__).with_name("p2pd.sha256")
 
 
 def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
-    """Check the daemon's digest, in 10 ms. Without a hivemind wheel for this machine the digest is unknown and passes.
+    """Check the program's digest, in 10 ms. If hivemind has no wheel for this type of machine, any digest is accepted.
 
     Raises: TransportError: `binary` is missing or differs from hivemind's.
     """
@@ -36,7 +36,7 @@ def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
 
 
 def _digests(known: Path) -> dict[str, set[str]]:
-    """Machine -> known digests: several while two versions of hivemind are in use."""
+    """Return machine type -> known digests; there are several while two versions of hivemind are in use."""
     digests: dict[str, set[str]] = {}
     for line in known.read_text().splitlines():
         digest, _, machine = line.partition("  ")

@@ -1,7 +1,7 @@
-"""The Directory port on hivemind's DHT node, in our event loop and on the transport's daemon.
+"""The port `Directory` on hivemind's DHT node, in our event loop and on the transport's network daemon.
 
-Each new daemon gets a new node with the id and records of the one before. It finds its neighbours again through the
-peers that the transport knows.
+After each restart of the daemon there is a new DHT node, with the id and the records of the node before. It finds its
+neighbours again through the peers that the transport knows.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from shoal.protocol.live.transport import LiveTransport
 logger = logging.getLogger(__name__)
 
 _GET_TIMEOUT_S = 10.0
-"""hivemind never ends a search that met a record it cannot merge."""
+"""Time limit of a search: hivemind never ends a search that has met a record that it cannot merge."""
 _JOIN_AGAIN_S = 20.0
 
 
 class LiveDirectory:
-    """Made by `start`, after the transport and its initial peers."""
+    """Our DHT node. `start` makes it, after the transport has started and dialled its initial peers."""
 
     def __init__(self, transport: LiveTransport, accept: Mapping[str, KeyRule] | None) -> None:
         self._transport = transport
@@ -45,16 +45,15 @@ class LiveDirectory:
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
         self._has_met = asyncio.Event()
-        """Set once the node has looked for neighbours; before that it knows nothing."""
+        """Set once the node has looked for neighbours; before that it finds no records."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
-        """Join the directory through the peers to which `transport` is connected; without any, begin a new one.
+        """Join the directory through the peers to which `transport` is connected; if there are none, begin a new one.
 
         Args:
-            accept: key -> rule for the records that this node stores, forwards and reads; no others. None: anything.
-                Must
-                be the same on all peers.
+            accept: key -> rule for the records that this node stores, forwards and reads; records of other keys are
+                refused. None: any record is accepted. Must be the same on all peers.
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
@@ -69,18 +68,21 @@ class LiveDirectory:
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: it is closed."""
+        """Store a record; return True if a node accepted it.
+
+        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: it is closed.
+        """
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:
             raise ValueError(f"a record cannot expire in {expires_in_s} s")
         node = await self._ready()
-        # hivemind keeps the copy that expires later: a newer record must not expire before the one it replaces
+        # hivemind keeps the copy that expires later, so a newer record must not expire before the one it replaces
         stored: bool = await node.store(self._key(key), value, time.time() + expires_in_s, subkey=subkey)
         return stored
 
     async def get(self, key: str) -> Mapping[str, bytes]:
-        """Raises: TransportError: it is closed."""
+        """Return subkey -> value of all unexpired records of `key`. Raises: TransportError: the directory is closed."""
         node = await self._ready()
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S):
@@ -104,8 +106,8 @@ class LiveDirectory:
         return self.num_neighbours
 
     async def _keep_joined(self) -> None:
-        """Look for neighbours regularly. Peers that started apart have separate directories until one of them looks for
-        the other.
+        """Look for neighbours at intervals. Peers that started without each other have separate directories until one
+        of them finds the other.
 
         hivemind waits for replies with `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes
         together with the reply. So this loop also checks `_is_open`.
@@ -114,11 +116,11 @@ class LiveDirectory:
             await asyncio.sleep(_JOIN_AGAIN_S)
             try:
                 await self.join()
-            except Exception as error:  # the daemon died in between: the next node joins by itself
+            except Exception as error:  # the daemon has died: the next node joins by itself
                 logger.debug("could not look for neighbours: %r", error)
 
     async def close(self) -> None:
-        """Leave; the transport stays open. Safe to call twice."""
+        """Leave the directory; the transport stays open. Safe to call twice."""
         self._is_open = False
         self._transport.daemon.remove_setup(self._set_up)
         with suppress(ValueError):
@@ -130,7 +132,7 @@ class LiveDirectory:
             node.is_alive = False
             await end_tasks(node.cache_refresh_task)
             if not self._transport.daemon.is_open:
-                return  # its handlers are gone with it
+                return  # the handlers are gone with the daemon
             try:
                 async with asyncio.timeout(5.0):
                     await node.shutdown()
@@ -154,8 +156,8 @@ class LiveDirectory:
             node_id=former.node_id if former is not None else None,
             record_validator=hivemind_guard.RecordGate(self._rules),
             authorizer=hivemind_guard.MemberPass(self._transport.members),
-            cache_locally=False,  # every get asks for the latest anyway
-            cache_nearest=0,  # it would store whole dictionaries under another expiry
+            cache_locally=False,  # every `get` asks other nodes for the latest records anyway
+            cache_nearest=0,  # hivemind would store whole dictionaries with another expiry
         )
         node.protocol.storage = RecordStore(self._rules, keys_max=20_000)
         node.protocol.cache = NothingCached()
@@ -183,7 +185,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock is wrong: records then expire too early or too late."""
+        """Log an error if our clock differs from all of three peers': our records expire too early or too late then."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)

@@ -1,4 +1,4 @@
-"""The Disk port on a folder of this machine."""
+"""The port `Disk` on a folder of this machine."""
 
 import errno
 import fcntl
@@ -12,8 +12,8 @@ from shoal.protocol.ports import Payload
 
 
 class LiveDisk:
-    """Safe to use from several threads and processes at once, as long as their paths differ or a lock is held. The
-    caller makes the folders above `root` durable."""
+    """Several threads and processes may use it at once if their paths differ or they hold a lock. The caller makes the
+    folders above `root` durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -54,7 +54,7 @@ class LiveDisk:
         self._at(path).mkdir(parents=True, exist_ok=True)
         with suppress(PermissionError):  # the parent folder may be unreadable to us
             _sync(self.root.absolute().parent)
-        # Sync also above existing folders: their creator may have been killed before it synced them.
+        # Sync the parents of existing folders, too: the process that made these may have been killed before it synced.
         for folder in reversed(path.parents):
             _sync(self._at(folder))
 

@@ -1,8 +1,9 @@
-"""Bound the streams and lanes whose other end has not proved its identity: streams by peer, lanes by address, and both
-in total.
+"""Limits the streams and lanes with an other end that has not proved its identity: streams per peer, lanes per address,
+and both in total.
 
-Each costs us a file and a task, and a peer can open thousands over one connection. One too many closes the oldest, of
-the same source or of all. An honest HELLO comes within a round trip, so a flood mostly drives out its own streams.
+Each costs us a file and a task, and a peer can open thousands over one connection. Beyond a limit the oldest waiting
+stream is closed, of the same source or of all. An honest HELLO arrives within a round trip, so a flood mostly closes
+its own streams.
 """
 
 import contextlib
@@ -14,11 +15,11 @@ from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MA
 
 @dataclass(slots=True)
 class Doorway:
-    """The waiting streams of one transport."""
+    """The streams of one transport with an other end that has not proved its identity yet."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
-    """(source, what closes the stream), oldest first."""
+    """(source, function that closes the stream), oldest first."""
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
@@ -33,7 +34,7 @@ class Doorway:
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # it was closed
+            with contextlib.suppress(ValueError):  # it was closed, and removed, as the oldest
                 self._waiting.remove(own)
 
     def _end(self, one: tuple[str, Callable[[], None]]) -> None:

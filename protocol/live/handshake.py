@@ -1,4 +1,4 @@
-"""The first frame on a stream from each side: identity, run, version and addresses."""
+"""HELLO, the first frame of each side on a stream: its identity, run, version and addresses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A HELLO. `to` keeps a receiver from replaying it to a third peer."""
+    """The content of a HELLO. It names its receiver (`to`), so that the receiver cannot replay it to a third peer."""
 
     version: int
     to: PeerID
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    """Random for this stream. Both ends' nonces together name the stream to its lanes."""
+    """Random bytes for this stream. The nonces of both ends together are the stream's name for its lanes."""
     lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """The TCP port on which the sender accepts lanes; 0: none."""
 
@@ -36,18 +36,19 @@ _DECODER = msgspec.msgpack.Decoder(StreamHello)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeter:
-    """Send and check HELLOs for one peer.
+    """Makes and checks HELLOs for one peer.
 
-    The called side checks the caller's HELLO before it sends its own: a stranger learns neither run nor addresses.
+    The side that did not open the stream checks the other HELLO before it sends its own, so that a stranger learns
+    neither run nor addresses.
     """
 
     identity: Identity
     members: Members
     addresses: Callable[[], tuple[str, ...]]
-    """Returns our addresses: a peer whose daemon restarts forgets ours, and learns them again from a HELLO."""
+    """Returns our addresses. A peer forgets them when its daemon restarts, and learns them again from a HELLO."""
 
     def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
-        """Return a whole HELLO frame."""
+        """Return a complete HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
         body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX], nonce, lane_port))
         run, certificate = self.members.run, self.members.certificate
@@ -55,7 +56,10 @@ class Greeter:
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     def check(self, frame: Frame, source: PeerID) -> StreamHello:
-        """Raises: RemoteError: `source` is no member of this run, has another version, or is another peer."""
+        """Return the HELLO in the first frame of `source`.
+
+        Raises: RemoteError: `source` is no member of this run, has another version, or sent a HELLO for another peer.
+        """
         envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
         hello = decoded(_DECODER, envelope.body, source, "an unreadable hello")
         if hello.version != PROTOCOL_VERSION:

@@ -1,6 +1,7 @@
-"""Close the holes of hivemind 1.1.12 before the first node or daemon starts.
+"""Patches hivemind 1.1.12 against its known holes, before the first DHT node or daemon starts.
 
-Any stranger on the DHT can reach them, or a badly timed timeout; each function names its hole.
+Without the patches any stranger on the DHT, or a badly timed timeout, can do the damage that each function here names
+after "Hole:".
 """
 
 import asyncio
@@ -36,14 +37,17 @@ from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
 _NESTED_LOADS_MAX = 2
-"""A record list decodes its extension with a second `loads`; nothing honest needs a third."""
+"""Nested calls of `loads`: an honest list of records needs a second one for its extension type, and none needs more."""
 _SUBKEY_BYTES_MAX = 256
 
 _nesting = threading.local()
 
 
 def install() -> None:
-    """Guard every decoder and store of this process. Call it before a node or daemon starts. Safe to call twice."""
+    """Patch hivemind in this process: its message decoders and DHT stores then refuse harmful input.
+
+    Call it before a node or daemon starts. Safe to call twice.
+    """
     if getattr(MSGPackSerializer.loads, "__func__", None) is not _guarded_loads:
         MSGPackSerializer.loads = classmethod(_guarded_loads)
         MSGPackSerializer._decode_ext_types = classmethod(_guarded_ext(MSGPackSerializer._decode_ext_types.__func__))
@@ -57,8 +61,8 @@ def install() -> None:
 
 
 async def write_message(stream: asyncio.StreamWriter, message: Message) -> None:
-    """Write `message` after its length, a varint, in one write. hivemind writes the length byte by byte and then the
-    message: three system calls, and the daemon wakes up for each (`MEASURED.md`)."""
+    """Write the length of `message`, as a varint, and `message` itself in one write. hivemind writes the length byte by
+    byte and then the message: three system calls, and the daemon wakes up for each (`MEASURED.md`)."""
     buffer = io.BytesIO()
     serialize_length_prefixed(message, buffer)
     stream.write(buffer.getvalue())
@@ -66,14 +70,14 @@ async def write_message(stream: asyncio.StreamWriter, message: Message) -> None:
 
 
 def _keep_quiet() -> None:
-    """Hole: hivemind prints tracebacks by itself. We log what users need; HIVEMIND_LOGLEVEL turns its log on."""
+    """Hole: hivemind prints tracebacks by itself. We log what users need; HIVEMIND_LOGLEVEL turns hivemind's log on."""
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types recurse in C; 937 bytes end the process. 0x50 recurses through `loads` itself."""
+    """Hole: nested extension types recurse in C: 937 bytes end the process. Type 0x50 recurses through `loads`."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -86,10 +90,8 @@ def _guarded_loads(cls: Any, buf: bytes) -> object:
 
 
 def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, int, bytes], object]:
-    """Hole: any type that was ever registered is built from a stranger's bytes.
-
-    0x50 is a dictionary. 0x51 looks names up in torch.
-    """
+    """Hole: a stranger's bytes can make an object of any registered type. Records need only tuples and type 0x50, a
+    dictionary; 0x51 would look names up in torch."""
 
     def decode_known(cls: Any, type_code: int, data: bytes) -> object:
         if type_code not in (TUPLE_EXT, 0x50):
@@ -100,7 +102,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Hole: an older copy of a record is refused, but the record then expires with the older copy."""
+    """Hole: the store refuses an older copy of a record, but then lets the record expire with the older copy."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -112,11 +114,11 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Hole: one invalid record makes all of a reply invalid. A peer that gets one past a node (its expiry a second too
-    far ahead for a slower clock) hides all other records from everyone that asks that node."""
+    """Hole: one invalid record makes a whole reply invalid. A record that a node accepts and requesters reject (by
+    their slower clocks its expiry is a second too far ahead) hides all others from every peer that asks the node."""
     if self.record_validator is None:
         return True
-    dictionary.maxsize = math.inf  # the sender's value, of any type: a search that compares two of them may never end
+    dictionary.maxsize = math.inf  # the sender may send a value of any type, and a search that compares it may not end
     with dictionary.freeze():
         for subkey, (value, expiration_time) in tuple(dictionary.items()):
             record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expiration_time)
@@ -126,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a reply's own expiry is trusted. One that never expires ends the search, and no other node is asked."""
+    """Hole: hivemind trusts a reply's own expiry. One that never expires ends the search: no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -136,7 +138,7 @@ def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callabl
 
 
 def _lapsing(held: Any) -> Any:
-    """Return the reply with the expiry of its last record; None: it has no record."""
+    """Return the reply, to expire with the record in it that expires last; None: it has no record."""
     if held is None or not isinstance(held.value, DictionaryDHTValue):
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]
@@ -144,11 +146,11 @@ def _lapsing(held: Any) -> Any:
 
 
 class NotAMemberError(Exception):
-    """Tells the caller that it was refused, and nothing else: hivemind sends an exception's text."""
+    """Tells the caller that it was refused, and nothing else: hivemind sends an exception's text to the caller."""
 
 
 def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a node answers anybody, and names the run's members and all their records."""
+    """Hole: a node answers any peer, and so tells a stranger the run's members and all their records."""
 
     @functools.wraps(answer)
     async def answer_members(self: Any, request: Any, context: Any) -> Any:
@@ -161,9 +163,9 @@ def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
 
 
 class MemberPass(AuthorizerBase):  # type: ignore[misc]
-    """Send our certificate with each request of the directory, and check the requester's.
+    """Sends our certificate with each DHT request, and checks the requester's certificate.
 
-    hivemind's own tokens are different; we use one bytes field of their message.
+    hivemind has tokens of its own for this; we only use one bytes field of their message.
     """
 
     def __init__(self, members: Members) -> None:
@@ -186,16 +188,16 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
         pass
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        return True  # every record in it proves itself
+        return True  # each record in the reply proves its own origin
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
-    """Accept only our kind of record: subkey a string, value opaque bytes, both small, expiring soon.
+    """Accepts only our kind of record: the subkey is a string and the value is bytes, both small, and it expires soon.
 
-    Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no bound.
+    Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no limit.
 
     Args:
-        rules: key -> what may be stored there; None: anything, anywhere.
+        rules: key -> rule for its records; records of other keys are refused. None: any record under any key.
     """
 
     def __init__(self, rules: KeyRules | None = None) -> None:
@@ -216,7 +218,7 @@ class RecordGate(RecordValidatorBase):  # type: ignore[misc]
 
 
 def _subkey(packed: bytes) -> str | None:
-    # fixstr, str 8, str 16 (msgpack specification, "formats"); nothing else reaches a decoder
+    # fixstr, str 8, str 16 (msgpack specification, "formats"); other bytes must not reach a decoder
     if not 0 < len(packed) <= _SUBKEY_BYTES_MAX or not (0xA0 <= packed[0] <= 0xBF or packed[0] in (0xD9, 0xDA)):
         return None
     try:
@@ -235,8 +237,8 @@ def _value(packed: bytes) -> bytes | None:
 
 
 class _Unanswered(dict[Any, asyncio.Future[Any]]):
-    """Hole: an answer to a call that was cancelled in the same turn of the loop raises in the only reader task, after
-    which no call of this process is ever answered again."""
+    """Hole: if an answer arrives in the same turn of the loop in which its call is cancelled, the only task that reads
+    answers raises and ends, and no call of this process is ever answered again."""
 
     def __contains__(self, call_id: object) -> bool:
         future = self.get(call_id)
@@ -244,7 +246,7 @@ class _Unanswered(dict[Any, asyncio.Future[Any]]):
 
 
 class _Running(dict[Any, asyncio.Task[Any]]):
-    """Hole: the task of a call that its caller cancelled stays in the table for ever."""
+    """Hole: if a caller cancels its call, the task that answers the call stays in the table for ever."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
         super().__setitem__(call_id, task)
@@ -252,14 +254,14 @@ class _Running(dict[Any, asyncio.Task[Any]]):
 
 
 def mend_control(control: Any) -> None:
-    """Mend a fresh `ControlClient` in place."""
+    """Patch a new `ControlClient`, hivemind's connection to its daemon, in place (`_Unanswered`, `_Running`)."""
     control._pending_calls = _Unanswered(control._pending_calls)
     control._handler_tasks = _Running()
     control._handler = functools.partial(_take_stream, control._handler)
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler. Now one of a peer that `admits` rejects is never answered."""
+    """Hole: every request reaches its handler. After this call, requests of peers that `admits` rejects are dropped."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:
@@ -270,7 +272,7 @@ def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
-    """Hole: a stream that ends with its daemon before the first message, or that no handler takes, raises in a task
+    """Hole: a stream that no handler takes, or that ends with its daemon before the first message, raises in a task
     that nobody awaits, and asyncio prints a traceback."""
     try:
         await take(reader, writer)

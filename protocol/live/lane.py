@@ -6,13 +6,13 @@
     signature of the dialler  ->                                      64 B
     records of pieces, from the stream's sender to its receiver, whichever end dialled
 
-Keys, signatures and records are those of `secure_channel.py`. The signed statement also names the stream, so that a
-lane serves no other one. `stream` derives from both HELLOs of the stream, which only its ends have read: a caller that
-does not know one is rejected before a key is computed. The plaintext of a record is one piece: its offset in the lanes'
-bytes (8 B), and those bytes.
+Keys (X and Y), signatures and records are those of `secure_channel.py`. The signed statement also names the stream, so
+that no other stream can use the lane. `stream` is derived from both HELLOs of the stream, which only its ends have
+read: a caller with an unknown `stream` is rejected before a key is computed. The plaintext of a record is one piece:
+its offset in the byte stream that the lanes share (8 B), and its bytes.
 
-A lane that stalls on a loss should hold few bytes that others could carry, so the kernel's send buffer is kept little
-larger than the bytes in flight.
+When a lane stalls because of packet loss, it should hold few bytes that other lanes could carry. So the kernel's send
+buffer is kept little larger than the bytes in flight.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ STREAM_BYTES: Final = 16
 _START: Final = struct.Struct(">Q")
 PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
 _UNKNOWN_BYTES_MAX: Final = 1024
-"""Number of bytes that are read from an end before it has proved its identity."""
+"""Most bytes that are read from the other end before it has proved its identity."""
 
 
 class Lane(asyncio.BufferedProtocol):
-    """Read raw bytes while the ends agree on keys, and records after `start`. Args: own: the connected socket."""
+    """Reads raw bytes while the ends agree on keys, and records after `start`. Args: own: the connected socket."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False
         self.is_free = True
-        """The kernel has everything that was written."""
+        """True if the kernel has taken everything that was written."""
         (there, port, *_), (_, own_port, *_) = own.getpeername(), own.getsockname()
         self.name = lane_name(there, port, own_port)
-        """The connection's name, as in `tcp_queues.py`."""
+        """The connection's name (`tcp_queues.lane_name`)."""
         self._socket = own
         self._throttle = throttle
         self._room = memoryview(bytearray(64 * 1024))
@@ -59,19 +59,19 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Turn a connected socket into a lane, which then owns and closes it.
+        """Turn a connected socket into a lane, which then owns and closes the socket.
 
         Args:
-            accepted: the other end has dialled.
-        Raises: OSError: the connection broke; the socket is closed then.
+            accepted: True if the other end has dialled.
+        Raises: OSError: the connection broke; the socket is then closed.
         """
         loop = asyncio.get_running_loop()
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # Bytes in the send buffer that are not in flight yet, and milliseconds without an acknowledgement: the
-            # daemon's own connection reports a dead path after three seconds, so these are for a single dead lane, and
-            # longer than a receiver within its limits makes a sender wait.
+            # TCP_NOTSENT_LOWAT: bytes in the send buffer that are not in flight yet. TCP_USER_TIMEOUT: milliseconds
+            # without an acknowledgement, longer than a receiver within its rate limits makes a sender wait. It ends a
+            # single dead lane; a dead path shows after three seconds on the daemon's own connection.
             for option, value in (("TCP_NOTSENT_LOWAT", 16 * 1024), ("TCP_USER_TIMEOUT", 20_000)):
                 if hasattr(socket, option):  # Linux has both
                     connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -94,16 +94,16 @@ class Lane(asyncio.BufferedProtocol):
     # Key agreement
 
     async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
-        """Raises: RemoteError; EOFError: the other end refuses the lane."""
+        """Agree on keys as the dialler. Raises: RemoteError; EOFError: the other end refuses the lane."""
         self._transport.write(stream)
         return await agree(handshake, self._read, self._transport.write, opens=True)
 
     async def read_stream(self) -> bytes:
-        """Return the stream for which the dialler wants a lane. Raises: EOFError."""
+        """Return the name of the stream for which the dialler opens this lane. Raises: EOFError."""
         return await self._read(STREAM_BYTES)
 
     async def accept(self, handshake: Handshake) -> Channel:
-        """Continue after `read_stream`. Raises: RemoteError; EOFError."""
+        """Agree on keys as the other end, after `read_stream`. Raises: RemoteError; EOFError."""
         return await agree(handshake, self._read, self._transport.write, opens=False)
 
     async def _read(self, nbytes: int) -> bytes:
@@ -129,8 +129,9 @@ class Lane(asyncio.BufferedProtocol):
         """Carry pieces from now on.
 
         Args:
-            on_piece: takes (offset, piece); raises RemoteError.
-            on_lost: called once, from the loop, with the reason; not after `close`.
+            on_piece: takes (offset, piece); may raise RemoteError.
+            on_lost: called once, from the loop, with the reason, when the lane breaks; not after `close`.
+            on_free: called when the kernel has taken everything that was written.
         """
         self._channel, self._on_piece, self._on_lost, self._on_free = channel, on_piece, on_lost, on_free
         if self.is_lost:
@@ -143,7 +144,7 @@ class Lane(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def send(self, start: int, piece: memoryview) -> None:
-        """Write a piece. The caller may change its buffer afterwards."""
+        """Write a piece. The caller may change the piece's buffer afterwards. Args: start: the piece's offset."""
         assert self._channel is not None
         for record in self._channel.seal(b"".join((_START.pack(start), piece))):
             self._transport.write(record)

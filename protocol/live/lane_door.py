@@ -1,7 +1,7 @@
-"""Open lanes: accept them on a port, and dial them.
+"""Opens lanes, the further TCP connections of a frame stream: accepts them on a port, and dials them.
 
-A lane belongs to an existing stream, so a caller that names none is sent away before a key is computed. Connections
-that have not proved their identity are few per address, few in total, and last some seconds.
+A lane belongs to an existing stream, so a caller that does not name a known stream is sent away before a key is
+computed. Connections that have not proved their identity are limited per address, in total, and to some seconds.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _HANDSHAKE_S: Final = 5.0
 
 
 class LaneDoor:
-    """The lanes' port and dials of one transport. Before `listen` it can dial but not be dialled."""
+    """The port for lanes, and the dials of lanes, of one transport. Before `listen` it can dial but not be dialled."""
 
     def __init__(self, identity: Identity, *, run: str, throttle: Throttle) -> None:
         self.port = 0
@@ -44,7 +44,7 @@ class LaneDoor:
         self._is_closed = False
 
     def listen(self, listen: Sequence[str]) -> None:
-        """Listen at the daemon's addresses, on a port that the system chooses. Args: listen: multiaddrs over TCP."""
+        """Listen at the IP addresses of `listen`, multiaddrs over TCP, on a port that the system chooses."""
         places = dict.fromkeys((match[1], match[2]) for match in map(TCP.match, listen) if match is not None)
         try:
             for version, host in places:
@@ -57,18 +57,18 @@ class LaneDoor:
             self.spawn(self._accept(listener), "accept lanes")
 
     def expect(self, link: Link) -> None:
-        """Accept lanes of this stream, until `forget`."""
+        """Accept lanes of this stream from now on, until `forget`."""
         self._streams[link.stream] = link
 
     def forget(self, link: Link) -> None:
         self._streams.pop(link.stream, None)
 
     def counted(self, is_more: bool) -> None:
-        """Count one lane more, or one less."""
+        """Record that there is one lane more, or (`is_more` False) one less."""
         self._num_lanes += 1 if is_more else -1
 
     async def dial(self, link: Link, hosts: Collection[str], count: int) -> int:
-        """Open up to `count` lanes of a stream, at one of `hosts`, to the port that its other end has announced.
+        """Open up to `count` lanes of a stream, to the announced port of its other end at one of the addresses `hosts`.
 
         Returns: the number of new lanes. Never raises.
         """
@@ -81,7 +81,7 @@ class LaneDoor:
         return 0
 
     def dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
-        """Open lanes that a stream's sender has asked for. Further requests are ignored meanwhile."""
+        """Open the lanes that a stream's sender has asked us to dial. Further requests are ignored meanwhile."""
         if link not in self._dialling_back and not self._is_closed:
             self._dialling_back.add(link)
             self.spawn(self._dial_back(link, hosts, min(count, LANES_MAX)), "dial back")
@@ -89,7 +89,7 @@ class LaneDoor:
     async def _dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
         try:
             await self.dial(link, await hosts(), count)
-            await asyncio.sleep(1.0)  # until then the sender is not dialled back again
+            await asyncio.sleep(1.0)  # further requests of this sender are ignored for another second
         finally:
             self._dialling_back.discard(link)
 
@@ -117,9 +117,9 @@ class LaneDoor:
         while True:
             try:
                 connected, (host, *_) = await loop.sock_accept(listener)
-            except OSError as error:  # out of files, or the caller has gone again
+            except OSError as error:  # the process has no file left, or the caller is gone
                 logger.debug("no lane was accepted: %r", error)
-                await asyncio.sleep(0.1)  # the process ran out of files
+                await asyncio.sleep(0.1)  # maybe the process has no file left
                 continue
             self.spawn(self._welcome(connected, host), "welcome a lane")
 
@@ -152,14 +152,14 @@ class LaneDoor:
 
     @contextlib.contextmanager
     def _about_to_be(self, link: Link) -> Iterator[None]:
-        """Reserve room for a lane of this stream while this context lasts."""
+        """Count a lane of this stream against the limits while its ends agree on keys (while this context lasts)."""
         link.expect_lane()
         self._agreeing[link] += 1
         try:
             yield
         finally:
             self._agreeing[link] -= 1
-            self._agreeing += Counter()  # drops those that are 0
+            self._agreeing += Counter()  # drops entries that are 0
 
     async def _dialled(self, lane: Lane, link: Link) -> None:
         link.add_lane(lane, await lane.dial(self._handshake(link, opens=True), link.stream))
@@ -181,7 +181,7 @@ class LaneDoor:
         return False
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
-        """Run this until it is done, or until `close`."""
+        """Run `work` in a task until it is done, or until `close`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,12 +1,12 @@
-"""Keep the lanes open that one stream of frames needs, while frames use it, and decide how many these are.
+"""Decides how many lanes (further TCP connections) a stream of frames needs, and keeps them open while frames use it.
 
-Without losses a few connections fill the path, start faster than one, and let calls pass beside frames. With losses
+Without packet loss a few connections fill the path, start faster than one, and let calls pass beside frames. With loss
 each connection has a fixed rate whatever the line's capacity, so the number of lanes is doubled up to `LANES_MAX`.
 
-It checks when a frame is about to be written, at most once a second. Only a stream's first frame waits, for some round
-trips; until there are lanes the daemon's stream takes everything. If the other end cannot be dialled it is asked, over
-the stream, to dial back; if neither works, both try again at growing intervals. Idle lanes are closed before a router
-on the path forgets them.
+The lanes are checked when a frame is about to be written, at most once a second. Only a stream's first frame waits for
+lanes, for some round trips; while there are none the daemon's stream takes all frames. If the other end cannot be
+dialled, it is asked over the stream to dial us; if neither works, we try again at growing intervals. Idle lanes are
+closed before a router on the path forgets them.
 """
 
 import asyncio
@@ -21,21 +21,22 @@ from shoal.protocol.live.link import Link
 _LOOK_S: Final = 1.0
 _IDLE_S: Final = 30.0
 _PATIENCE_S: Final = 10.0
-"""Delay after the first dial that failed on both sides; it doubles after each further failure."""
+"""Seconds until lanes are tried again after neither end could dial; doubled after each further failure."""
 
 
 LANES_FIRST: Final = 4
 _LOSS_MIN: Final = 0.003
-"""Share of retransmitted packets from which lanes are added: at 0.3 % and 60 ms one connection carries 4 Mbit/s."""
+"""Share of retransmitted packets from which lanes are added: with 0.3 % and a round trip of 60 ms, one connection
+carries only 4 Mbit/s."""
 _PACKETS_MIN: Final = 300
-"""Fewer packets say nothing: at 0.3 % one of them is lost."""
+"""Least number of packets by which the share is judged: at 0.3 % one of them is lost."""
 _FIELDS: Final = struct.Struct("=100xI52xI")
-"""Retransmitted packets, and all packets with data, in `tcp_info`. The kernel guarantees its layout."""
+"""Fields of the kernel's `tcp_info`, whose layout is guaranteed: retransmitted packets, and all packets with data."""
 
 
 def sent_of(infos: Iterable[bytes]) -> tuple[int, int]:
-    """Return (packets with data, those of them that were sent again) from `tcp_info` of some connections; empty ones
-    are skipped."""
+    """Return (packets with data, retransmitted packets) of some connections, summed. Args: infos: the `tcp_info` of
+    each; empty ones are skipped."""
     figures = [_FIELDS.unpack_from(info) for info in infos if len(info) >= _FIELDS.size]
     return sum(packets for _, packets in figures), sum(again for again, _ in figures)
 
@@ -48,9 +49,9 @@ class LaneCount:
         self._judged = 0, 0
 
     def look(self, packets: int, again: int) -> None:
-        """Judge `sent_of` the existing lanes, since they were opened."""
+        """Judge the loss. Args: packets, again: `sent_of` the existing lanes, counted since they were opened."""
         new_packets, new_again = packets - self._judged[0], again - self._judged[1]
-        if new_packets < 0 or new_again < 0:  # some lanes have ended
+        if new_packets < 0 or new_again < 0:  # some lanes have ended, and their packets are gone from the sums
             self._judged = packets, again
         elif new_packets >= _PACKETS_MIN:
             self._judged = packets, again
@@ -59,7 +60,7 @@ class LaneCount:
 
 
 class LaneSupply:
-    """The lanes of one stream. Args: hosts: returns the IP addresses at which the other end of `link` may be."""
+    """The lanes of one stream. Args: hosts: returns IP addresses at which the other end of `link` may be reached."""
 
     def __init__(self, link: Link, door: LaneDoor, hosts: Callable[[], Awaitable[Collection[str]]]) -> None:
         self._link, self._door, self._hosts = link, door, hosts
@@ -68,12 +69,12 @@ class LaneSupply:
         self._used_s = self._looks_s = self._loop.time()
         self._patience_s = _PATIENCE_S
         self._had: int | None = None
-        """Number of lanes when the other end was asked to dial; None: it was not asked."""
+        """Number of lanes when the other end was last asked to dial; None: it was not asked."""
         self._dialling: asyncio.Task[None] | None = None
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait up to `patience_s`: a peer's first frames often probe the path."""
+        """Dial the first lanes, and wait for them up to `patience_s`: a peer's first frames often measure the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)
@@ -105,7 +106,7 @@ class LaneSupply:
                 self._link.ask_for_lanes(count)
             if dials_back:
                 self._patience_s = _PATIENCE_S
-                self._looks_s = self._loop.time() + 3.0  # less than `_PATIENCE_S`: the other end has dialled before
+                self._looks_s = self._loop.time() + 3.0  # less than `_PATIENCE_S`, since the other end can dial us
             else:
                 self._looks_s = self._loop.time() + self._patience_s
                 self._patience_s = min(320.0, 2 * self._patience_s)

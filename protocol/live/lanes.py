@@ -1,8 +1,8 @@
-"""The lanes of one stream at each end: cut frames into pieces, and assemble pieces into frames.
+"""The lanes (TCP connections) of one stream: the sending end cuts frames into pieces, the receiving end joins them.
 
-The frames that use lanes form one byte stream, beside that of the daemon's stream; a frame uses one or the other. The
-next piece goes to any lane whose last piece the kernel has taken, so a lane that waits for a lost packet does not delay
-what follows on the others.
+Each frame uses either the lanes or the daemon's stream. The frames that use lanes form one byte stream. Its next piece
+goes to any lane whose last piece the kernel has taken, so a lane that waits for a lost packet does not delay the pieces
+on other lanes.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""Minimum number of pieces of a slice (25 ms of the line): each piece waits for one lane only."""
+"""Least number of pieces of a slice (25 ms of the line), so that a stalled lane holds up only a part of it."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
-"""About what TCP sends in a connection's first round trip. Each piece costs a turn of both loops."""
+"""Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
+both ends' event loops."""
 
 
 class SendingLanes:
-    """The lanes of the sending end. Args: on_lost: called with the reason when a lane has ended by itself."""
+    """The lanes at the sending end. Args: on_lost: called with the reason when a lane breaks."""
 
     def __init__(
         self, peer: PeerID, *, on_lost: Callable[[str], None], on_change: Callable[[Lane, bool], None]
@@ -51,7 +52,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Return when the lanes have taken all pieces; `data` may change then. Raises: EOFError: there is no lane."""
+        """Write `data`; return when the lanes have taken it, and it may change. Raises: EOFError: there is no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):
@@ -67,7 +68,7 @@ class SendingLanes:
         self.close_all()
 
     def close_all(self) -> None:
-        """Close all lanes. Everything that they have carried must have been handled, or the stream ends, too."""
+        """Close all lanes. If the receiver has not handled everything that they carried, the stream must end, too."""
         lanes, self.lanes = self.lanes, []
         for lane in lanes:
             self._on_change(lane, False)
@@ -96,13 +97,13 @@ class SendingLanes:
 
 
 class ReceivingLanes:
-    """The lanes of the receiving end.
+    """The lanes at the receiving end.
 
     Args:
-        window: of the whole stream.
-        on_frame: takes complete frames; raises RemoteError.
-        on_breach: called with a protocol violation of the peer, after all lanes are closed.
-        on_change: called when there is one lane more or less.
+        window: the credit of the whole stream.
+        on_frame: takes complete frames; may raise RemoteError.
+        on_breach: called with a description when the peer has broken the protocol, after all lanes are closed.
+        on_change: called when there is one lane more (True) or less.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ReceivingLanes:
             self._on_breach(str(error))
 
     def _put(self, start: int, piece: memoryview) -> None:
-        # Bytes ahead of the current frame must fit in the credit that is left.
+        # Bytes beyond the present frame must fit into the credit that is left.
         free_bytes = max(0, self._window.limit_bytes - self._window.outstanding_bytes)
         for ready in self._reassembly.put(start, piece, reach_bytes=self._assembler.left_bytes + free_bytes):
             self._assemble(ready)
@@ -164,13 +165,13 @@ class ReceivingLanes:
                 self._on_frame(frame)
 
     def _lost(self, lane: Lane, why: str) -> None:
-        """Forget the lane. Its sender knows whether something on it is missing, and ends the stream then."""
+        """Forget a broken lane. If it has lost bytes, its sender knows and ends the stream."""
         self._lanes.remove(lane)
         self._on_change(lane, False)
 
 
 class Reassembly:
-    """Reorder pieces of a byte stream that arrive over several connections.
+    """Restores the order of the pieces of a byte stream that arrive over several connections.
 
     Each piece has its offset in the stream. An honest sender sends each byte once, and no further ahead of the first
     missing byte than its credit allows; anything else is an error.
@@ -190,8 +191,9 @@ class Reassembly:
         """Take one piece.
 
         Args:
+            start: the piece's offset in the stream.
             reach_bytes: how far beyond the first missing byte a piece may end.
-        Returns: the pieces that are next in the stream now, in order.
+        Returns: all pieces that now follow the bytes returned before, in order.
         Raises: RemoteError: no honest sender sends this piece.
         """
         end = start + len(piece)
@@ -213,7 +215,7 @@ class Reassembly:
         return [piece, *self._advance(end)]
 
     def _advance(self, end: int) -> list[memoryview]:
-        """Everything before `end` is here: return the held pieces that follow."""
+        """Record that all bytes before `end` are here, and return the held pieces that follow them."""
         ready: list[memoryview] = []
         for start in self._starts:
             if start != end:

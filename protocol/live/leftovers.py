@@ -1,8 +1,8 @@
-"""Remove what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
+"""Removes what a killed peer leaves: a network daemon in its last second, and socket files in the temporary folder.
 
-The names are stored while a daemon runs; the next start in the same state folder waits for that daemon and removes its
-files. The folder may be a copy of a running peer's: a daemon with a living parent is never killed. Nothing else in the
-temporary folder is touched.
+While a daemon runs, its process id and the names of its socket files are stored in the state folder. The next process
+in this folder waits for that daemon and removes its files. If the folder is a copy of a running peer's, the daemon has
+a living parent and is not killed. No other file in the temporary folder is touched.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
 _GRACE_S = 4.0
-"""The kernel ends a daemon with its parent, or the daemon notices after 1.6 s."""
+"""Seconds until a daemon is killed. Normally the kernel ends it with its parent, or it notices after 1.6 s."""
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store the names for the next process in this folder, if that is possible: a full disk stops no daemon."""
+    """Store a daemon's process id and socket files for the next process. A full disk is ignored: it stops no daemon."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )
@@ -42,7 +42,8 @@ def forget(state_dir: Path) -> None:
 
 
 async def clear(state_dir: Path) -> None:
-    """Wait for the former daemon, kill it in the end, and remove its socket files if nobody listens on them.
+    """Wait until the daemon of an earlier process has ended; kill it if it does not end in time. Then remove those of
+    its socket files on which nobody listens.
 
     Raises: TransportError: the daemon belongs to a running peer.
     """
@@ -55,10 +56,10 @@ async def clear(state_dir: Path) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + _GRACE_S
     while _is_daemon(process_id, sockets) and loop.time() < deadline_s:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)  # not our child, so we cannot wait for its end
+        await asyncio.sleep(0.1)  # the daemon is no child of ours, so we cannot wait for its end
     if _is_daemon(process_id, sockets):
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if psutil.Process(process_id).ppid() == parent:  # the kernel gives an orphaned daemon another parent
+            if psutil.Process(process_id).ppid() == parent:  # an orphaned daemon would have another parent
                 raise TransportError(
                     f"the peer of which {state_dir} is a copy runs on this machine, as process {parent}: stop that "
                     "one first, or give this one another --state-dir"
@@ -66,14 +67,14 @@ async def clear(state_dir: Path) -> None:
             os.kill(process_id, signal.SIGKILL)
     for path in (path for path in sockets if path.name.startswith("hivemind-p2p")):
         while _connect(path) is None and loop.time() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # a dying process loses its name before its sockets
+            await asyncio.sleep(0.02)  # a dying process loses its name earlier than its sockets
         if isinstance(_connect(path), ConnectionRefusedError):
             path.unlink(missing_ok=True)
     forget(state_dir)
 
 
 def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
-    """True if that process is still the daemon of these sockets: process ids are reused."""
+    """True if the process is still the daemon with these sockets: another process may have its id by now."""
     try:
         command = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:
@@ -82,7 +83,7 @@ def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
 
 
 def _connect(path: Path) -> OSError | None:
-    """Return why nobody can be reached at the socket; None: somebody listens."""
+    """Return the error of a connection to the socket; None: a process listens on it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

@@ -1,10 +1,10 @@
-"""One end of one raw stream after its handshake: frames in, pieces out, without a copy of the payload.
+"""One end of a frame stream: writes frames in pieces and assembles received ones, without copying the payload.
 
-hivemind provides a `StreamReader` and a `StreamWriter`. They serve for each side's HELLO frame; then this protocol
-takes the socket over, so that the kernel writes a payload to its final place. Nothing is lost between the two: the
-sender is silent until it has read the receiver's HELLO.
+hivemind gives us a `StreamReader` and a `StreamWriter`, which we use for each side's HELLO frame. Then this protocol
+takes over the socket, so that the kernel writes a payload directly to its final buffer. No bytes are left in the
+reader: the sender sends nothing until it has read the receiver's HELLO.
 
-A frame uses the stream's lanes (`lanes.py`) if there are some, else the stream. Everything else uses the stream.
+Frames use the stream's lanes (`lanes.py`) if there are any; credit and all else use the stream itself.
 """
 
 import asyncio
@@ -39,23 +39,23 @@ from shoal.protocol.ports import Payload, Priority
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _JOINED_BYTES = PIECE_BYTES // 4
-"""A payload up to this size leaves in one write with its header and trailer. Each write is a turn of the loop, a
-wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
+"""A payload up to this size is copied and leaves in one write with its header and trailer. Each write costs a turn of
+the loop, a wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
 _CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
-"""Credit of small frames is returned together: each credit message passes two daemons and costs a fifth of a frame. The
-sender has fifteen sixteenths of its credit left meanwhile."""
+"""Credit is returned once it adds up to this, since each CREDIT frame passes two daemons and costs a fifth of a frame.
+The sender has fifteen sixteenths of its credit left meanwhile."""
 
 
 class Link(asyncio.BufferedProtocol):
-    """One stream.
+    """One end of a stream.
 
     Args:
-        on_frame, on_lost: called from the loop; `on_lost` once, with the reason.
-        throttle: limits of the traffic; None: there are none.
-        via: the carrier of the stream, to which the bytes leave us; None: the stream is direct.
+        on_frame: called from the loop with each complete frame.
+        on_lost: called from the loop, once, with the reason why the stream ended.
+        throttle: rate limits of the traffic; None: there are none.
+        via: the peer that carries the stream; None: the stream is direct.
         on_lane: called when the stream has one lane more (True) or less.
-        on_lanes_asked: called at the receiving end with the number of lanes that the sender wants to be dialled.
-
+        on_lanes_asked: called at the receiving end with the number of lanes that the sender asks it to dial.
     Attributes:
         stream: the stream's name for its lanes.
         lane_port: the port on which the other end accepts lanes; 0: none.
@@ -96,7 +96,7 @@ class Link(asyncio.BufferedProtocol):
         self._owed_bytes = 0
         self._credit_timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Future[None] | None = None
-        """Done when the waiting slice may go."""
+        """Future that is done when the waiting slice may be written."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -116,12 +116,12 @@ class Link(asyncio.BufferedProtocol):
         """Exchange HELLOs and take the socket over.
 
         Args:
-            calls: this side opened the stream and will send DATA; the other side sends CREDIT.
+            calls: True if this side opened the stream and will send DATA; the other side sends CREDIT.
             on_open: called before the first frame can arrive.
             lane_port: the port on which this end accepts lanes; 0: none.
         Raises: RemoteError; OSError, EOFError, TimeoutError: the connection broke or the peer stays silent.
         """
-        self._writer = writer  # its finalizer would close the connection
+        self._writer = writer  # kept, since its finalizer would close the connection
         self._assembler = FrameAssembler(self.peer, window=None if calls else self.window)
         nonce = os.urandom(NONCE_BYTES)
         own_hello = greeter.hello(self.peer, nonce=nonce, lane_port=lane_port)
@@ -159,7 +159,7 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError("the stream ended")
         transport.pause_reading()
         transport.set_protocol(self)
-        # drained() then means that the kernel has everything, and a caller may reuse its buffer
+        # `drained` then means that the kernel has taken every byte, so that a caller may reuse its buffer.
         transport.set_write_buffer_limits(high=0)
         self._transport = transport
         if self._throttle.download is not None:
@@ -188,23 +188,23 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def sends(self) -> bool:
-        """This end sends frames, and not credit."""
+        """True if this end sends frames; the other end then sends credit."""
         return isinstance(self._lanes, SendingLanes)
 
     def expect_lane(self) -> None:
-        """Expect a lane of this stream: its frames and the stream's own may overtake each other."""
+        """Expect lanes from now on: frames on lanes and frames on the stream may overtake each other."""
         if not self.sends:
             self._assembler.may_skip = True
 
     def add_lane(self, lane: Lane, channel: Channel) -> None:
-        """Use a lane from now on, or close it if the stream has ended."""
+        """Use a lane of this stream from now on; close the lane if the stream has ended."""
         if self._lanes is None or self.lost.is_set():
             lane.close()
         else:
             self._lanes.add(lane, channel)
 
     def ask_for_lanes(self, count: int) -> None:
-        """Ask the other end, before the next frame, to dial this many lanes."""
+        """Ask the other end to dial `count` lanes; the request leaves before the next frame."""
         self._asks_for = count
 
     def tcp_infos(self) -> list[bytes]:
@@ -212,18 +212,18 @@ class Link(asyncio.BufferedProtocol):
         return [lane.tcp_info() for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def lane_names(self) -> list[str]:
-        """Return the names of the sending end's lanes, as in `tcp_queues.py`."""
+        """Return the names of the sending end's lanes (`tcp_queues.lane_name`)."""
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:
-        """Close all lanes if everything that they carried was handled. Return whether it was."""
+        """Close all lanes if the receiver has handled everything that they carried. Return True if it has."""
         if self.window.outstanding_bytes or not isinstance(self._lanes, SendingLanes):
             return False
         self._lanes.close_all()
         return True
 
     def _lane_lost(self, why: str) -> None:
-        if self.window.outstanding_bytes:  # its bytes in flight are unknown
+        if self.window.outstanding_bytes:  # some of them may have been on this lane
             self.abort(f"a lane of the stream was lost: {why}")
 
     # Frames
@@ -233,7 +233,7 @@ class Link(asyncio.BufferedProtocol):
         return self._sequence - 1
 
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
-        """Write a frame; return when the kernel has every byte. Raises: EOFError: the stream broke."""
+        """Write a frame; return when the kernel has taken every byte. Raises: EOFError: the stream broke."""
         self._priority = priority
         self.before_frame()
         if self._asks_for:
@@ -259,19 +259,19 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError(self.why_lost)
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
-        """Return the lanes for a frame; None: it uses the stream, as a frame larger than the whole credit does, since
-        the receiver holds no more than that ahead of a missing piece."""
+        """Return the lanes for a frame of this size; None: it uses the stream. So does a frame larger than the whole
+        credit: behind a missing piece the receiver holds no more bytes than the credit."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `priority`, since such a frame waits behind it."""
+        """Raise the present frame's priority to `priority`, since a frame of that priority waits behind it."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
             self._line.hurry(self._next_hop, priority)
 
     def give_back(self, frame_bytes: int) -> None:
-        """Return, soon, the credit of a frame that has been handled."""
+        """Return the credit of a frame that has been handled, at once or together with other credit."""
         self._owed_bytes += frame_bytes
         if self._owed_bytes >= _CREDIT_GATHERED_BYTES:
             self._send_credit()
@@ -290,7 +290,7 @@ class Link(asyncio.BufferedProtocol):
             self._throttle.sent(len(credit))
 
     def abort(self, why: str) -> None:
-        """Close now; `on_lost` follows."""
+        """Close the stream now; `on_lost` is called with `why`."""
         if not self.lost.is_set():
             self.why_lost = why
             self._transport.abort()
@@ -313,7 +313,7 @@ class Link(asyncio.BufferedProtocol):
             self.abort(str(error))
 
     def _came(self, frame: Frame) -> None:
-        """Take a complete frame of the stream or its lanes. Raises: RemoteError."""
+        """Handle a complete frame of the stream or of its lanes. Raises: RemoteError."""
         for following in self._order.put(frame):
             if following.type is FrameType.LANES and not self.sends:
                 self._on_lanes_asked(self, decode_lanes(following, self.peer))
@@ -333,7 +333,7 @@ class Link(asyncio.BufferedProtocol):
             self._lanes.close()
         self._writable.set()
         if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)  # a carrier that accepts nothing more would keep it waiting
+            self._turn.set_result(None)  # the waiting slice must not wait on for a stream that has ended
         if self._credit_timer is not None:
             self._credit_timer.cancel()
         if self._intake is not None:

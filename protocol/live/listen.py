@@ -1,4 +1,4 @@
-"""Prepare the addresses to listen on: refuse a port in use, keep a port that the system chose."""
+"""Prepares the addresses on which the daemon listens: refuses ports in use, and keeps a port that the system chose."""
 
 import ipaddress
 import re
@@ -14,9 +14,9 @@ _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def refuse_ports_in_use(listen: Sequence[str]) -> None:
-    """Try every fixed port: two p2pd share a port silently (SO_REUSEPORT), and each gets half the calls.
+    """Check every fixed port: two p2pd would silently share a port (SO_REUSEPORT), and each would get half the calls.
 
-    Raises: TransportError: a port is taken, or an address is not one to listen on.
+    Raises: TransportError: a port is in use, or this machine cannot listen on an address.
     """
     for address in listen:
         match = TCP.match(address)
@@ -28,7 +28,7 @@ def refuse_ports_in_use(listen: Sequence[str]) -> None:
         if port == 0:
             continue
         with socket.socket(socket.AF_INET if version == "4" else socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else our own closed connections count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore our own closed connections
             try:
                 probe.bind((host, port))
             except OSError as error:
@@ -37,9 +37,9 @@ def refuse_ports_in_use(listen: Sequence[str]) -> None:
 
 
 def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
-    """Replace every port 0 in `listen` by the one in `visible`, so that a restart keeps its address.
+    """Replace every port 0 in `listen` by the port in `visible`, so that a restart keeps its address.
 
-    No change where `visible` shows announced addresses only.
+    Port 0 stays if `visible` has only announced addresses.
     """
     kept = []
     for address in listen:
@@ -53,7 +53,7 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses at which this machine reaches a peer that listens on `listen`; none for an unknown port."""
+    """Return addresses at which processes on this machine reach a peer that listens on `listen`; none for port 0."""
     found = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 

@@ -1,7 +1,7 @@
-"""Frames that arrived from one peer, handled one at a time in order of arrival; credit returns afterwards.
+"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival, then credit returns.
 
-Reading runs ahead of handling by at most the credit, which bounds this queue. A peer has one stream to us: a new one
-replaces the old, and unhandled frames of the old one are dropped (its sender only knows that it broke).
+A peer can send ahead at most its credit, which bounds its queue. A peer has one stream to us: a new stream replaces the
+old one, and unhandled frames of the old stream are dropped (the sender only knows that the stream broke).
 """
 
 import asyncio
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveQueues:
-    """The queues of all peers with a stream to us or unhandled frames, and of no others.
+    """The queues of all peers that have a stream to us or unhandled frames.
 
-    Sequences and credit belong to a stream, so a peer without one needs no state; and strangers may take a new identity
-    for each stream.
+    Other peers have no queue: sequence numbers and credit belong to a stream, and a stranger may use a new identity for
+    each stream.
     """
 
     def __init__(self) -> None:
         self._queues: dict[PeerID, ReceiveQueue] = {}
 
     def attach(self, link: Link, handler: FrameHandler) -> None:
-        """Use `link` as its peer's stream from now on."""
+        """Use `link` as the stream of its peer from now on."""
         queue = self._queues.get(link.peer)
         if queue is None:
             queue = self._queues[link.peer] = ReceiveQueue(link.peer, handler, on_idle=self._forget)
@@ -49,7 +49,7 @@ class ReceiveQueues:
             queue.on_lost(link)
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End the streams of those peers and drop their unhandled frames."""
+        """End the streams of the peers for which `is_cut` returns True, and drop their unhandled frames."""
         for peer, queue in tuple(self._queues.items()):
             if is_cut(peer):
                 queue.cut()
@@ -63,7 +63,7 @@ class ReceiveQueues:
 
 
 class ReceiveQueue:
-    """Frames of one peer. Args: on_idle: called when the stream is gone and no frame is left."""
+    """The frames of one peer. Args: on_idle: called when the peer has no stream and no unhandled frame left."""
 
     def __init__(self, peer: PeerID, handler: FrameHandler, *, on_idle: "Callable[[ReceiveQueue], None]") -> None:
         self.peer = peer
@@ -91,9 +91,9 @@ class ReceiveQueue:
             self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
     def on_lost(self, link: Link) -> None:
-        """Forget the stream. Complete frames are still handled."""
+        """Forget the stream that has ended. Its complete frames are still handled."""
         if link is self._link:
-            self._link = None  # with its partial frame
+            self._link = None  # its incomplete frame is lost
             self._check_idle()
 
     def cut(self) -> None:
@@ -130,6 +130,6 @@ class ReceiveQueue:
                 logger.warning("closed the stream from %s: %s", self.peer[-8:], error)
             else:
                 logger.exception("closed the stream from %s: its frame could not be handled", self.peer[-8:])
-            # By link: the stream may be gone by now or replaced by another.
+            # Compare links, since the stream may be gone by now, or replaced by another.
             self._queue = deque(item for item in self._queue if item[0] is not link)
             link.abort(str(error))

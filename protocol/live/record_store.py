@@ -1,7 +1,7 @@
-"""Bound the records that one directory node holds, so that it can always answer.
+"""Limits the records that one DHT node of the directory stores, so that the node can always answer.
 
-hivemind sends no reply of more than 4 MiB: the requester waits in vain, and then forgets the node. So the records of a
-key are bounded, and existing records stay until they expire, however much a stranger stores.
+hivemind sends no reply of more than 4 MiB: the requester would wait in vain, and then forget the node. So the bytes of
+a key's records are limited, and existing records stay until they expire, however much a stranger tries to store.
 """
 
 import heapq
@@ -20,20 +20,20 @@ class KeyRule:
     """Rule for the records under one key."""
 
     accept: Callable[[str, bytes], bool]
-    """(subkey, value) -> whether a record may be stored, forwarded and read. Called for every record: be quick."""
+    """(subkey, value) -> True if the record may be stored, forwarded and read. It is called for every record."""
     bytes_max: int = KEY_BYTES_MAX
     """Total bytes of the records under the key."""
 
 
 KeyRules = Mapping[bytes, KeyRule]
-"""Key id -> rule; other keys may have no records."""
+"""Key id -> rule; records of other keys are refused."""
 
 
 class RecordStore(DHTLocalStorage):  # type: ignore[misc]
-    """The records of one node.
+    """The records of one DHT node, in place of hivemind's own store, which has three holes.
 
-    Holes in hivemind's store: a key has no bound; a search adds the answers of others to the records of this node; and
-    each renewal leaves the former expiry in memory until it has passed.
+    The records of a key have no limit; a search adds other nodes' answers to this node's records; and each renewal of a
+    record leaves its former expiry in memory until that has passed.
     """
 
     def __init__(self, rules: KeyRules | None = None, *, keys_max: int | None = None) -> None:
@@ -41,7 +41,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         self._rules = rules
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Store a record. Return False if the existing one expires later or there is no room."""
+        """Store a record. Return False if the existing record expires later, or if there is no room."""
         held = super().get(key)
         if held is not None and isinstance(held.value, DictionaryDHTValue):
             records = held.value
@@ -60,7 +60,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         return True
 
     def get(self, key: Any) -> Any:
-        """Return a copy, since the caller adds other nodes' answers to it."""
+        """Return a copy of the records of `key`, since the caller adds other nodes' answers to it."""
         held = super().get(key)
         if held is None or not isinstance(held.value, DictionaryDHTValue):
             return held
@@ -77,7 +77,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
 
 
 class NothingCached(DHTLocalStorage):  # type: ignore[misc]
-    """Hole: what a stranger stores as `in_cache` hides the real records if it expires later. We cache nothing."""
+    """Hole: a record that a stranger stores as `in_cache` hides real records that expire earlier. We cache nothing."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         return False
@@ -87,7 +87,7 @@ class NothingCached(DHTLocalStorage):  # type: ignore[misc]
 
 
 class _Measured(dict[Any, Any]):
-    """Subkey -> record under one key, with the size that they have in a reply."""
+    """Subkey -> record, for one key; it counts the bytes that these records have in a reply."""
 
     num_bytes = 0
 
@@ -105,7 +105,7 @@ class _Measured(dict[Any, Any]):
 
 
 def _wire_bytes(subkey: str, value: bytes) -> int:
-    # A reply has 24 bytes around them: a list of three, two lengths of up to five bytes, the expiry.
+    # In a reply a record takes 24 more bytes: a list of three, two lengths of up to five bytes, and the expiry.
     return 24 + len(subkey.encode()) + len(value)
 
 

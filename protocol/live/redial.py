@@ -1,13 +1,13 @@
-"""Watch the daemon's connections, close the dead ones, and dial the peers of the run until they answer.
+"""Watches the daemon's connections, closes the dead ones, and dials the peers of the run until they answer.
 
 `../reconnection.py` decides; this file observes (the daemon's list, the kernel's sockets, this machine's addresses and
 clocks), closes and dials. Calls that would make the daemon dial an absent peer wait here instead: the daemon's own
 dials last for five seconds, and after a failure libp2p does not dial that address again for five seconds, then six,
 nine, fourteen.
 
-A peer that was away tells each peer that it has dialled again. That peer may still have an older connection, which
-looks alive and which its daemon would go on using. If it has several, and has not lost us itself, it closes them all,
-and the returning peer dials once more.
+A peer that was away dials the other peers and tells each that it is back. The other peer may still have an older
+connection to it, which looks alive and which its daemon would go on using. If that peer has several connections to the
+returning one and has not noticed any loss, it closes them all, and the returning peer dials once more.
 """
 
 import asyncio
@@ -48,23 +48,24 @@ _CLOSES: Final = b"closes"
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
-"""The daemon's words about a dial, for each address in turn. Silence at one address outweighs a refusal at another,
-where another machine may be by now, or we. Other errors may be our own fault."""
+"""Words with which the daemon reports that an address refused a dial. Silence at one address outweighs a refusal at
+another, which may belong to another machine by now, or to us. Other errors may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
-"""A connection within this machine: its kernel answers for both ends, so the figures of the two would never change."""
+"""Figures for every connection within this machine: the kernel's own figures of such a connection would never change,
+as it answers for both ends."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Counts while the machine is suspended."""
+"""A clock that also counts while the machine is suspended, if the system has one."""
 
 
 class Redialer:
-    """Keep one daemon connected to the peers that `want` names.
+    """Keeps one daemon connected to the peers that `want` names.
 
     Args:
-        addresses: returns the multiaddrs at which a peer was last known, with or without `/p2p/…`.
+        addresses: returns the last known multiaddrs of a peer, with or without `/p2p/…`.
         known: returns all peers with known addresses.
-        again: name of the handler by which peers report that they had lost each other.
+        again: name of the handler to which a peer that was away reports that it is back.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class Redialer:
     ) -> None:
         self._daemon, self._addresses, self._known, self._again = daemon, addresses, known, again
         self._me = me
-        self._core = Reconnection(self._goes_first, random.Random())  # jitter alone
+        self._core = Reconnection(self._goes_first, random.Random())  # random numbers are used for jitter only
         self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[DialOutcome]]] = {}
-        """Peer -> target addresses and task of the running dial."""
+        """Peer -> (addresses that are dialled, task of the dial)."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Peer -> event that is set and dropped when there is news of the absent peer, so that waiters look again."""
+        """Absent peer -> event that is set and dropped when there is news of the peer, so that waiting calls check."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -101,35 +102,35 @@ class Redialer:
         await end_tasks(*self._tasks)
 
     def want(self, peers: Sequence[PeerID]) -> None:
-        """Stay connected to these peers: a lost one is dialled until it answers."""
+        """Stay connected to these peers from now on: a lost peer is dialled until it answers."""
         self._core.want(peers, _now_s())
 
     def heard(self, peer: PeerID) -> None:
-        """Record that something of the peer has arrived."""
+        """Record that data of the peer has arrived."""
         self._core.heard(peer)
         if self._core.is_absent(peer):
             self._wake.set()
 
     def failed(self, peer: PeerID, why: str) -> None:
-        """Record a failed call. `why`: the daemon's words; empty: there was no answer."""
+        """Record a failed call to the peer. Args: why: the daemon's error; empty: there was no answer."""
         if not why:
             self._core.unanswered(peer)
         elif outcome_of(why) is DialOutcome.REFUSED:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """The peer has had a stream carried to us, so it has no connection to us, whatever our daemon shows."""
+        """Record that the peer reached us over a carrier: it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed its connections: errors meanwhile say nothing about the peer."""
+        """Return how often we have closed the peer's connections: if this grew, an error may be due to that."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
-        """Let a fresh daemon answer `again`, and keep it from dialling absent peers by itself."""
+        """Let a new daemon answer `again`, and keep it from dialling absent peers by itself."""
         await p2p._client.add_unary_handler(self._again, self._answer)
         call = p2p._client.call_unary_handler
 
@@ -143,10 +144,10 @@ class Redialer:
     async def reach(self, peer: PeerID) -> None:
         """Wait some seconds for an absent peer to be connected again; return at once for other peers.
 
-        Raises: P2PDaemonError: it does not come. The message must not be one after which the caller would dial again.
+        Raises: P2PDaemonError: the peer does not come back, with a text after which the caller does not dial again.
         """
         try:
-            # A caller that fetches state asks another peer after this time; heartbeats have shorter limits.
+            # A caller that fetches state asks another peer after five seconds; heartbeats have shorter limits.
             async with asyncio.timeout(5.0):
                 while self._core.is_absent(peer) and self._addresses(peer):
                     if self._is_closed:
@@ -161,13 +162,13 @@ class Redialer:
             raise P2PDaemonError("nothing comes back from it") from error
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial the peer. Return whether it is connected; waits while the daemon restarts."""
+        """Dial the peer. Return True if it is connected; waits while the daemon restarts."""
         if not self._addresses(peer):
             return False
         return await asyncio.shield(self._dial(peer)) is DialOutcome.REACHED
 
     def drop(self, peer: PeerID) -> "asyncio.Task[None]":
-        """Close all connections to the peer, dead or alive. From now on nothing relies on them."""
+        """Close all connections to the peer, dead or alive."""
         if len(self._drops) >= PEERS_MAX:
             self._drops.clear()
         self._drops[peer] = self.drops(peer) + 1
@@ -199,7 +200,7 @@ class Redialer:
                 return  # closed
             began_s = _now_s()
             with suppress(TimeoutError):
-                # In a swarm of hundreds, looking may take a fiftieth of a core.
+                # With hundreds of connections looking takes long: look less often, for a fiftieth of a core at most.
                 async with asyncio.timeout(max(_LOOK_S, took_s / 0.02)):
                     await self._wake.wait()
             self._wake.clear()
@@ -218,7 +219,7 @@ class Redialer:
         infos, local = await p2p.list_peers(), local_addresses()
         if local != self._local:
             self._gone = (self._gone | self._local) - local
-            # The daemon looks for new addresses every five seconds, and is asked for them until then.
+            # The daemon itself looks for new addresses every five seconds, so ask it for them until it has.
             self._local, self._moved_until_s = local, _now_s() + 12.0
         direct = (address for info in infos for address in only_direct(map(str, info.addrs)))
         names = {address: name for address in direct if (name := name_of(address)) is not None}
@@ -254,7 +255,7 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return the daemon's connections; none if the kernel does not show them."""
+        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: it shows none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -264,7 +265,7 @@ class Redialer:
     # --- dialling ---
 
     def _dial(self, peer: PeerID) -> "asyncio.Task[DialOutcome]":
-        """Return the running dial of this peer if it targets its present addresses; else start another."""
+        """Return the running dial of this peer if it uses the peer's present addresses; else start another dial."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
@@ -279,7 +280,7 @@ class Redialer:
             del self._dials[peer]
 
     async def _try(self, peer: PeerID, where: Sequence[str]) -> DialOutcome:
-        while peer in self._closing:  # until then the daemon would reuse the old connection
+        while peer in self._closing:  # the daemon would reuse the old connection instead of dialling
             await asyncio.shield(self._closing[peer])
         began_s, was_absent = _now_s(), self._core.is_absent(peer)
         patience_s, outcome = self._core.dials(peer), None
@@ -306,14 +307,14 @@ class Redialer:
             return DialOutcome.REACHED
         except TimeoutError:
             return DialOutcome.NO_ANSWER
-        except Exception as error:  # strangers send addresses, and hivemind's parser raises anything
+        except Exception as error:  # addresses may come from strangers, and hivemind's parser may raise any error
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
             return outcome_of(str(error))
 
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """The caller had lost us: if we have an older connection, close all of its connections and say so."""
+        """Answer a caller that had lost us: if we have an older connection to it, close all and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
@@ -325,7 +326,7 @@ class Redialer:
 
     async def _close_all(self, peer: PeerID) -> None:
         await asyncio.sleep(_AFTER_THE_REPLY_S / 2)
-        self._core.lost(peer, _now_s(), pause_s=1.0)  # it has said that it will dial us
+        self._core.lost(peer, _now_s(), pause_s=1.0)  # the caller will dial us
         await self.drop(peer)
 
     async def _say_again(self, peer: PeerID) -> None:
@@ -370,7 +371,7 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
 
 
 def outcome_of(words: str) -> DialOutcome | None:
-    """Return the outcome of a dial from the daemon's words. None: libp2p did not dial all addresses."""
+    """Return the outcome of a dial that the daemon's error describes. None: libp2p did not dial all addresses."""
     if any(word in words for word in _NOT_DIALLED):
         return None
     is_refused = any(word in words for word in _REFUSED) and not any(word in words for word in _SILENT)
@@ -378,7 +379,7 @@ def outcome_of(words: str) -> DialOutcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route there. A dial that fails at once for lack of one would delay libp2p's next."""
+    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays libp2p's next."""
     match = _WHERE.match(place)
     if match is None:
         return True
@@ -393,7 +394,7 @@ def _has_route(place: str) -> bool:
 
 @lru_cache(maxsize=PEERS_MAX)
 def hivemind_id(peer: PeerID) -> HivemindPeerID:
-    """Return the peer's ID as hivemind writes it."""
+    """Return the peer's ID as hivemind's type."""
     return HivemindPeerID.from_base58(peer)
 
 

@@ -1,13 +1,14 @@
-"""Decide for each peer whether to reach it directly or over a carrier, and ask carriers.
+"""Decides for each peer if we reach it directly or over a carrier (a third peer), and asks carriers.
 
-A connection of the daemon is used if there is one. If there is none and dialling does not bring one within two seconds,
-any peer that is connected to us may carry. Carriers are not announced: a peer that does not carry has no such handler,
-which costs a round trip to find out, and one that carries may refuse with a reason. Different pairs of peers begin with
-different carriers, by a hash of the three; both ends begin with the same one.
+If the daemon has a connection to the peer, we use it. If it has none, and dialling does not bring one within two
+seconds, we ask peers that are connected to us to carry. Carriers are not announced: a peer that does not carry has no
+handler for the request, as we find out within a round trip; a carrier may refuse with a reason. The order in which
+possible carriers are asked follows from a hash of both ends and the carrier: it is the same at both ends, and different
+for different pairs.
 
-While a peer is reached over a carrier its addresses are dialled now and then, also those at which carriers see it
-(`carriage.py`: this punches holes into most NATs), and the peer may dial us. Once there is a connection, calls use it
-at once, and frames when earlier frames are handled.
+While a peer is reached over a carrier we dial its addresses now and then, also those from which it is connected to
+carriers (`carriage.py`: this punches holes into most NATs), and the peer may dial us. Once there is a connection, calls
+use it at once, and frames as soon as earlier frames are handled.
 
 A connection over libp2p's own relay does not count: it ends after 128 KiB.
 """
@@ -31,25 +32,25 @@ from shoal.protocol.live.secure_channel import Purpose
 logger = logging.getLogger(__name__)
 
 DIRECT_S: Final = 2.0
-"""How long a peer is dialled before a carrier is asked, if there is one."""
+"""Seconds for which a peer is dialled before a carrier is asked, if there is a possible carrier."""
 _LOOK_S: Final = 1.0
-"""How often the daemon's connections are checked while a peer is reached over a carrier."""
+"""Seconds between checks of the daemon's connections while a peer is reached over a carrier."""
 _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 _DIALS_SECOND_S: Final = 6.0
-"""One of two ends behind NATs dials this much later, when the other has given up and has opened its NAT. If both
-dialled at once TCP would connect, but both would begin the handshake as clients."""
+"""If both ends are behind NATs, one dials this many seconds later, when the other end's dial has failed and has opened
+its NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""How long no carrier is asked for a peer to which none would carry. Most such peers are gone."""
+"""Pauses in seconds after all carriers have refused to carry to a peer. Most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
-"""How long a carrier may take before the next one is asked as well."""
+"""Seconds for a carrier to answer before the next one is asked as well."""
 
 
 class NotCarried(Exception):
-    """A carrier's reason for not carrying a stream."""
+    """A stream is not carried; the error's text is the carrier's reason."""
 
 
 Ask = Callable[[PeerID, PeerID, Purpose], Coroutine[Any, Any, Streams]]
-"""(carrier, target, purpose) -> the secured stream. Raises: NotCarried."""
+"""(carrier, target, purpose) -> the encrypted stream to the target. Raises: NotCarried."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,13 +61,13 @@ class _Detour:
 
 
 class Routes:
-    """Routes from this peer to all others.
+    """Finds the routes from this peer to all others.
 
     Args:
         connections: returns the remote multiaddrs of the daemon's connections, by peer.
-        dial: connects to a peer at its remembered addresses; returns whether it is connected, within five seconds.
-        ask: asks a carrier.
-        on_direct: called when a peer that was reached over carriers can be reached directly.
+        dial: connects to a peer at its remembered addresses; returns True if that succeeds within five seconds.
+        ask: gets a stream to a peer over a carrier.
+        on_direct: called with a peer that was reached over carriers and can now be reached directly.
     """
 
     def __init__(
@@ -80,19 +81,19 @@ class Routes:
     ) -> None:
         self._me, self._connections, self._dial, self._ask, self._on_direct = me, connections, dial, ask, on_direct
         self._direct: set[PeerID] = set()
-        """Peers that had a connection when we looked, and nothing has failed since."""
+        """Peers that had a connection at the last check, with no failure since."""
         self._detours: dict[PeerID, _Detour] = {}
         self._finding: dict[PeerID, asyncio.Task[bool]] = {}
         self._dials: dict[PeerID, asyncio.Task[bool]] = {}
         self._shunned: dict[PeerID, float] = {}
         self._refused: dict[PeerID, tuple[int, float]] = {}
-        """Peer to which no carrier would carry -> (number of failures in a row, until when none is asked)."""
+        """Peer to which all carriers refused to carry -> (times in a row, time until which no carrier is asked)."""
         self._looking: asyncio.Task[None] | None = None
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     async def is_direct(self, peer: PeerID) -> bool:
-        """True if `peer` should be reached directly: there is a connection, or no possible carrier."""
+        """True if `peer` is to be reached directly: there is a connection to it, or there is no possible carrier."""
         if peer in self._direct:
             return True
         detour = self._detours.get(peer)
@@ -103,44 +104,44 @@ class Routes:
         if finding is None:
             finding = self._finding[peer] = asyncio.create_task(self._find(peer), name=f"way to {peer[-8:]}")
             finding.add_done_callback(lambda _: self._finding.pop(peer, None))
-        return await asyncio.shield(finding)  # other callers may wait for it
+        return await asyncio.shield(finding)  # other callers may wait for the same task
 
     def failed(self, peer: PeerID) -> None:
-        """Check anew whether there is a connection, since something sent directly to `peer` has failed."""
+        """Record that a direct call or frame to `peer` has failed, so that its connection is checked again."""
         self._direct.discard(peer)
 
     async def introduced(self, peer: PeerID) -> None:
-        """Dial a peer with new addresses, so that the next caller need not wait for that."""
+        """Dial a peer that has new addresses, so that the next caller need not wait for the dial."""
         self._refused.pop(peer, None)
         is_reached = await self.dial(peer) or peer in self._detours or peer in self._direct
         if not is_reached and self._in_order(peer, await self._connections()):
             self._take_detour(peer)
 
     def shun(self, carrier: PeerID) -> None:
-        """Ask other carriers first, for half a minute: a stream over this one broke."""
+        """Ask this carrier last for half a minute, since a stream over it broke."""
         self._shunned[carrier] = self._loop.time() + 30.0
 
     def comes_over(self, peer: PeerID) -> None:
-        """`peer` had a stream carried to us: it cannot dial us, but perhaps we can dial it."""
+        """Record that `peer` reached us over a carrier: it cannot dial us, but perhaps we can dial it."""
         self._refused.pop(peer, None)
         if peer not in self._direct and peer not in self._detours and peer not in self._finding:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """A carrier reports the address of `peer`, and reports ours to `peer` at this moment."""
+        """Dial `peer` at the address that a carrier has just reported; the carrier reports ours to `peer` as well."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0
             detour.dial_at_s = self._loop.time() + (0.0 if self._me > peer else _DIALS_SECOND_S)
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial `peer`, once for all simultaneous callers. Return whether it is connected."""
+        """Dial `peer`, once for all callers at the time. Return True if it is connected."""
         return await asyncio.shield(self._dials.get(peer) or self._dial_beside(peer))
 
     async def carry(self, peer: PeerID, purpose: Purpose) -> tuple[PeerID, Streams]:
-        """Have a stream put through to `peer`. Return the carrier and the stream.
+        """Get a stream to `peer` over a carrier. Return the carrier and the stream.
 
-        Raises: Unreachable: no carrier accepted; the text has the last one's reason.
+        Raises: Unreachable: no carrier accepted; the text has the last carrier's reason.
         """
         carriers = self._in_order(peer, await self._connections())[:CARRIERS_ASKED_MAX]
         asking: dict[asyncio.Task[Streams], PeerID] = {}
@@ -234,7 +235,7 @@ class Routes:
         return task
 
     def _in_order(self, peer: PeerID, connections: Mapping[PeerID, Sequence[str]]) -> list[PeerID]:
-        """Return the possible carriers to `peer`, the first to ask first."""
+        """Return the possible carriers to `peer`, in the order in which they are asked."""
         now_s = self._loop.time()
         for carrier in [each for each, until_s in self._shunned.items() if until_s <= now_s]:
             del self._shunned[carrier]

@@ -1,5 +1,5 @@
-"""Secure a stream that a third peer carries, or that runs beside the network daemon's own (`lane.py`): a peer in
-between can cut it, but neither read nor change it. Pure.
+"""Encrypts a stream that a third peer carries, or a lane beside the network daemon's connection (`lane.py`): a peer in
+between can cut the stream, but neither read nor change it. Pure.
 
     opener                                       other end
     X   32 B                      ->
@@ -8,12 +8,12 @@ between can cut it, but neither read nor change it. Pure.
     records                       <->  records
 
 X and Y are X25519 keys made for this stream. Each end signs with the Ed25519 key of its PeerID. The signed statement
-about the run names both peers, the opener, the stream's purpose and both keys, under a topic for each end. So a carrier
-cannot insert its own key, replay an older message or reflect the other end's.
+contains the run, both peers, the opener, the stream's purpose and both keys, and has a different topic for each end. So
+a carrier cannot insert its own key, replay an older message, or send an end its own message back.
 
-A record is a length (4 B, authenticated) and the ChaCha20-Poly1305 ciphertext of up to 64 KiB, under one key for each
-direction and a counter that both ends know: a changed, missing, repeated or moved record does not open. An empty record
-shows that its sender is alive. A stream that ends between two records may have been cut by the carrier.
+A record is a length (4 B, authenticated) and the ChaCha20-Poly1305 ciphertext of up to 64 KiB. Each direction has its
+own key, and both ends count the records: a changed, missing, repeated or moved record cannot be decrypted. An empty
+record shows that its sender is alive. If a stream ends between two records, the carrier may have cut it.
 
 Source: Canetti and Krawczyk, "Analysis of Key-Exchange Protocols and Their Use for Building Secure Channels", 2001
     (ePrint 2001/040), section 5.1, protocol SIG-DH (ISO/IEC 9798-3); HKDF, RFC 5869; ChaCha20-Poly1305, RFC 8439.
@@ -37,7 +37,7 @@ from shoal.protocol.statement import Topic, sign_statement, statement_holds
 
 KEY_BYTES: Final = 32
 RECORD_BYTES_MAX: Final = 64 * 1024
-"""The plaintext of one record."""
+"""Most plaintext bytes of one record."""
 _TAG_BYTES: Final = 16
 _LENGTH: Final = struct.Struct(">I")
 _NONCE: Final = struct.Struct(">4xQ")
@@ -46,7 +46,7 @@ Purpose = Literal["frames", "calls", "lane"]
 
 
 class Channel:
-    """Seal what one end sends, and open what it receives."""
+    """Encrypts the bytes that one end sends, and decrypts those that it receives."""
 
     def __init__(self, peer: PeerID, *, sends: bytes, receives: bytes) -> None:
         self.peer = peer
@@ -54,7 +54,7 @@ class Channel:
         self._num_sent = self._num_opened = 0
 
     def seal(self, data: Payload) -> Iterator[bytes]:
-        """Yield the records of `data`, in order; one empty record for empty data."""
+        """Encrypt `data`. Yield its records in order; for empty data, one empty record."""
         view = memoryview(data).cast("B")
         for start in range(0, max(1, len(view)), RECORD_BYTES_MAX):
             plain = view[start : start + RECORD_BYTES_MAX]
@@ -63,9 +63,9 @@ class Channel:
             self._num_sent += 1
 
     def open(self, received: bytearray) -> Iterator[bytes]:
-        """Open the complete records at the front of `received`, and leave the rest.
+        """Remove the complete records from the front of `received`, and yield their plaintext.
 
-        Raises: RemoteError: they are not what the other end sent, in its order.
+        Raises: RemoteError: these records are not the ones that the other end sent, in its order.
         """
         while len(received) >= _LENGTH.size:
             head = bytes(received[: _LENGTH.size])
@@ -86,12 +86,12 @@ class Channel:
 
 
 class Handshake:
-    """One end's part of the exchange, for one stream.
+    """One end's part of the key exchange of one stream.
 
     Args:
-        peer: the expected other end.
-        opens: this end has opened the stream.
-        part_of: the stream to which this one belongs, so that it serves no other; empty: it stands alone.
+        peer: the expected peer at the other end.
+        opens: True if this end has opened the stream.
+        part_of: the name of the frame stream to which a lane belongs, which both ends sign; empty: this is no lane.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Handshake:
         self._part_of = part_of
         self._private = X25519PrivateKey.generate()
         self.key: bytes = self._private.public_key().public_bytes_raw()
-        """This end's ephemeral public key, to be sent to the other end."""
+        """This end's ephemeral public key, which the other end needs."""
 
     def sign(self, other_key: bytes) -> bytes:
         topic: Topic = "carried-from" if self._opens else "carried-to"
         return sign_statement(self._identity, topic, run=self._run, body=self._said(other_key))
 
     def finish(self, other_key: bytes, signature: bytes) -> Channel:
-        """Raises: RemoteError: the peer did not sign this exchange."""
+        """Return the encrypted channel. Raises: RemoteError: the peer did not sign this exchange."""
         topic: Topic = "carried-to" if self._opens else "carried-from"
         said = self._said(other_key)
         if not statement_holds(self._peer, signature, topic, run=self._run, body=said):

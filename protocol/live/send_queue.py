@@ -1,7 +1,7 @@
-"""Frames to one peer: a queue by priority, one writer, one stream that opens on demand.
+"""The frames to one peer: a priority queue, with one task that writes them to one stream, which opens on demand.
 
-A frame that has left may be lost. If a stream breaks, the frames that were on their way and may come twice are sent
-again on the next one: their sender was told that they left, and would wait for their effect.
+A frame that has left may be lost. If a stream breaks, the frames that were on their way and may arrive twice are sent
+again on the next stream: their sender was told that they have left, and waits for their effect.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.reconnection import DialOutcome
 
 _MOVES_S = 3.0
-"""A stream that has a better route is left after this time in any case: its frames arrive slowly or never."""
+"""Seconds after which a stream is left for a better route even with unhandled frames: these arrive slowly or never."""
 
 
 @dataclass(order=True, slots=True)
@@ -35,9 +35,9 @@ class _Waiting:
     payload: Payload = field(compare=False)
     left: asyncio.Future[None] = field(compare=False)
     again: bytes | None = field(compare=False)
-    """The meta of a repetition; None: the frame is not repeated."""
+    """The frame's header if it is sent a second time; None: the frame is not repeated."""
     until_s: float = field(compare=False, default=0.0)
-    """Time until which a repetition, which no sender waits for, is useful; 0: it is no repetition."""
+    """Time until which a repetition is useful (no sender waits for it); 0: this is no repetition."""
 
     @property
     def wire_bytes(self) -> int:
@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class SendQueue:
-    """Frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
+    """The frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
 
     def __init__(self, peer: PeerID, open_link: Callable[["SendQueue"], Awaitable[Link]]) -> None:
         self._peer = peer
@@ -60,18 +60,19 @@ class SendQueue:
         """Frames that left over this link and may not be handled yet, in order: (bytes of credit, frame to repeat if
         the link breaks)."""
         self._credit_bytes = 0
-        """Returned credit that is less than the first of them takes."""
+        """Returned credit that does not yet cover the first frame in `_left`."""
         self._moves_s = math.inf
-        """When a move to another link was requested; inf: none. It waits until this link's frames are handled."""
+        """Time at which a move to another link was requested; inf: none was. The move waits until this link's frames
+        are handled."""
 
     @property
     def via(self) -> PeerID | None:
-        """The carrier of the stream; None: it is direct, or there is none."""
+        """The carrier of the stream; None: the stream is direct, or there is no stream."""
         return None if self._link is None else self._link.via
 
     def move(self) -> None:
-        """Move to a new stream on a better route, once all frames that have left are handled (so that nothing is lost
-        or overtaken), or after `_MOVES_S`."""
+        """Move to a new stream on a better route once all frames that have left are handled, so that no frame is lost
+        or overtaken; after `_MOVES_S` in any case."""
         if self._writer is not None:
             self._moves_s = min(self._moves_s, asyncio.get_running_loop().time())
             self._changed.set()
@@ -83,12 +84,13 @@ class SendQueue:
             await self._credited.wait()
 
     async def send(self, meta: bytes, payload: Payload, priority: Priority, *, again: bytes | None = None) -> None:
-        """Send a frame; return when the kernel has all of it.
+        """Send a frame; return when the kernel has taken all of it.
 
-        A caller that is cancelled while its frame is being written must not touch the payload: it is still read.
+        A caller that is cancelled while its frame is written must not change the payload: it is still being read.
 
-        Args: again: as in the port; the payload must not change then.
-        Raises: Unreachable; ValueError: larger than any receiver accepts.
+        Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; the
+            payload must then not change. None: the frame is sent once.
+        Raises: Unreachable; ValueError: the frame is larger than any receiver accepts.
         """
         if len(meta) > FRAME_META_BYTES_MAX or memoryview(payload).nbytes > FRAME_PAYLOAD_BYTES_MAX:
             raise ValueError(
@@ -104,7 +106,7 @@ class SendQueue:
         await left
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """Take returned credit. Raises: RemoteError."""
+        """Take the returned credit in a frame of the receiver. Raises: RemoteError: the frame is no valid CREDIT."""
         credit_bytes = decode_credit(frame, self._peer)
         link.window.give_back(credit_bytes, self._peer)
         if link is self._link:
@@ -116,7 +118,7 @@ class SendQueue:
         self._changed.set()
 
     def cut(self, why: str) -> None:
-        """End the stream without repetitions; every waiting sender gets Unreachable."""
+        """Abort the stream, and send none of its frames a second time. Every waiting sender gets Unreachable."""
         self._left.clear()
         self._queue = [waiting for waiting in self._queue if not waiting.until_s]
         heapq.heapify(self._queue)
@@ -124,9 +126,9 @@ class SendQueue:
             self._link.abort(why)
 
     async def close(self) -> None:
-        """End the stream; every waiting sender gets Unreachable."""
+        """End the stream and the writing task. Every waiting sender gets Unreachable."""
         await end_tasks(self._writer)
-        self._break("this peer is closing")  # a task cancelled before its first step runs no finally
+        self._break("this peer is closing")  # if the task was cancelled before its first step, it has run no `finally`
 
     def _handled(self, credit_bytes: int) -> None:
         self._credit_bytes += credit_bytes
@@ -138,7 +140,7 @@ class SendQueue:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(in_s):
-                    await self._changed.wait()  # `send` sets it, so a new frame ends the delay
+                    await self._changed.wait()  # `send` sets the event, so a new frame ends the delay
             while True:
                 self._moves_s = math.inf
                 self._link = await self._open_link(self)
@@ -148,7 +150,7 @@ class SendQueue:
                     return
         except Unreachable as error:
             why = error.why
-            may_repeat = outcome_of(why) is not DialOutcome.REFUSED  # else its next process does not know these frames
+            may_repeat = outcome_of(why) is not DialOutcome.REFUSED  # refused: the peer's process has ended
         except (RemoteError, OSError, EOFError) as error:
             why, may_repeat = str(error), True
         finally:
@@ -163,17 +165,16 @@ class SendQueue:
             try:
                 await link.write_frame(waiting.meta, waiting.payload, waiting.priority)
             except BaseException:
-                heapq.heappush(self._queue, waiting)  # its sender is told with the others
+                heapq.heappush(self._queue, waiting)  # its sender gets Unreachable with the other waiting senders
                 raise
             self._left.append((waiting.wire_bytes, waiting if waiting.again is not None else None))
-            self._handled(0)  # its credit may have returned before its last bytes left
+            self._handled(0)  # the frame's credit may have returned before its last bytes left
             if not waiting.left.done():
                 waiting.left.set_result(None)
-            del waiting  # else the last payload would live until the next one comes
+            del waiting  # otherwise this payload would stay in memory until the next frame
 
     async def _next(self, link: Link) -> _Waiting | None:
-        """Wait for a frame that may go and for its credit; first by priority, then by arrival. None: the next one needs
-        another link.
+        """Wait for the next frame (by priority, then by arrival) and for its credit. None: it needs another link.
 
         Raises: EOFError: the stream broke.
         """
@@ -212,7 +213,7 @@ class SendQueue:
             elif not waiting.left.done():
                 waiting.left.set_exception(Unreachable(self._peer, why))
         if may_repeat:
-            # A sender that hears that one activation failed redirects all activations of this peer.
+            # A sender that learns that one activation failed sends all activations of this peer elsewhere.
             self._repeat_all(except_of=told.intersection({Priority.ACTIVATION}))
         self._left.clear()
         self._credit_bytes = 0
@@ -222,8 +223,8 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue the frames again that were on their way, except those of these priorities. The peer gets them if it is
-        reachable again within ten seconds."""
+        """Queue again the frames that were on their way, except those of the priorities `except_of`. They are sent if
+        the peer is reachable again within ten seconds."""
         until_s = asyncio.get_running_loop().time() + 10.0
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:

@@ -1,5 +1,5 @@
-"""Ask the kernel about the TCP connections of this network namespace (NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the
-same).
+"""Reads the kernel's figures of the TCP connections in this network namespace (NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti`
+reads the same).
 
 The kernel shows the sockets of other processes, too. A list of some hundred connections takes 0.3 ms; the same list in
 `/proc/net/tcp` takes ten times as long.
@@ -34,7 +34,7 @@ class TcpSocket(NamedTuple):
     id: bytes
     """`inet_diag_sockid`: ports, addresses, interface and a cookie that is unique to this socket."""
     queued_bytes: int
-    """Bytes that were written and are not acknowledged."""
+    """Bytes that were written to the socket and are not acknowledged yet."""
     inode: int
     info: bytes
     """`tcp_info`; empty if the kernel does not give it."""
@@ -70,7 +70,7 @@ class TcpSocket(NamedTuple):
 
 
 def ask_kernel() -> socket.socket:
-    """Open a conversation with the kernel. After an error it is useless. Raises: OSError: the kernel shows nothing."""
+    """Open a netlink socket; after an error it is useless. Raises: OSError: the kernel does not offer this."""
     if not hasattr(socket, "AF_NETLINK"):
         raise OSError("only Linux shows the sockets")
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
@@ -79,7 +79,7 @@ def ask_kernel() -> socket.socket:
 
 
 def list_sockets(*states: int) -> Iterator[TcpSocket]:
-    """Yield all connections in these states, without states the established ones. Raises: OSError."""
+    """Yield all connections in these TCP states; if no state is given, the established ones. Raises: OSError."""
     wanted = sum(1 << state for state in states or (_ESTABLISHED,))
     with ask_kernel() as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -94,7 +94,7 @@ def list_sockets(*states: int) -> Iterator[TcpSocket]:
 
 
 def look_at(kernel: socket.socket, sockets: Collection[TcpSocket]) -> Iterator[TcpSocket]:
-    """Yield the present figures of those connections that are still established. Raises: OSError."""
+    """Yield the present figures of those `sockets` that are still established. Raises: OSError."""
     kernel.send(b"".join(_request(each.family, each.id, _REQUEST, 0) for each in sockets))
     answers = 0
     while answers < len(sockets):

@@ -1,10 +1,11 @@
-"""Bound the work that strangers cause.
+"""Limits the work that strangers, peers without a valid certificate, can cause.
 
-Anybody who can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
-until it is refused for lack of a certificate, and one connection carries a thousand a second. So the strangers of one
-network share an allowance, wide enough for newcomers, which stop being strangers with their first certificate. From a
-stranger beyond it nothing is read: we hang up, and its address cannot dial us for a while (`connection_limit.py`). In a
-private network or on this machine each stranger has its own allowance, and none is kept from dialling.
+Any peer that can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
+until it is refused for lack of a certificate, and one connection carries a thousand a second. So all strangers of one
+network share an allowance of requests. It is wide enough for newcomers, which are no strangers once they have shown a
+certificate. If a stranger exceeds it, we close its connections, and its address cannot dial us for a while
+(`connection_limit.py`). In a private network or on this machine each stranger has an allowance of its own, and none is
+kept from dialling.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 class _Place(NamedTuple):
     whose: Network | PeerID
-    """Owner of the allowance: the network of the stranger or, in a private network, the stranger itself."""
+    """Source that has the allowance: the stranger's network or, in a private network, the stranger itself."""
     address: Network | None
-    """The address that may be kept from dialling us; None: there is none."""
+    """The stranger's address, which may be kept from dialling us; None: it is never kept from it."""
 
 
 class Strangers:
-    """Admit or reject requests of strangers.
+    """Admits or rejects requests of strangers.
 
     Args:
         connections: returns the remote multiaddrs of each connected peer.
@@ -58,7 +59,7 @@ class Strangers:
         self._leaving: dict[PeerID, asyncio.Task[None]] = {}
 
     async def admits(self, peer: PeerID) -> bool:
-        """True if data of `peer` may be read. If not, its connections are about to be closed."""
+        """Return True if we may read a request or stream of `peer`. If not, its connections are about to be closed."""
         if self._members.access_level(peer) is not AccessLevel.STRANGER:
             return True
         place = await self._place(peer)
@@ -98,7 +99,7 @@ class Strangers:
 
 
 def _place_of(peer: PeerID, multiaddrs: Sequence[str]) -> _Place:
-    for host in hosts_of(multiaddrs):  # over a relay the address is a member's
+    for host in hosts_of(multiaddrs):  # without relays, whose address is not the stranger's
         address, network = address_and_network(ipaddress.ip_address(host))
         if network is not None:
             return _Place(network, address)

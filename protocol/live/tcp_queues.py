@@ -1,11 +1,11 @@
-"""Read from the kernel what each connection of the network daemon, and each lane of this process (`lane.py`), has yet
-to deliver, and how long it was silent.
+"""Reads from the kernel, for each connection of the network daemon and each lane of this process (`lane.py`), how many
+bytes it has not delivered yet, and how long it was silent.
 
-All connections are listed when a stream opens; then only those of interest are queried, which does not walk the
-kernel's whole table.
+All connections are listed when a stream opens; later only the connections in use are queried, for which the kernel need
+not walk its whole table.
 
-Lost: the credit of our own frames as the signal. It comes when a frame was handled, in lumps of up to 4 MiB, and a busy
-processor at the receiver looks like a narrow line of ours.
+Rejected: measuring by the credit of our own frames. Credit returns when a frame was handled, in lumps of up to 4 MiB,
+and a busy processor at the receiver would look like a narrow line of ours.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from shoal.protocol.reconnection import Way
 from shoal.protocol.uplink import UplinkConnection
 
 _INFO: Final = struct.Struct("=16xI4xII20xII60xQ20xI")
-"""Fields of `tcp_info`, up to one of Linux 4.6; the kernel guarantees their places. Segment size, unacknowledged and
-selectively acknowledged segments, milliseconds since data and since an acknowledgement arrived, acknowledged bytes, and
-the least round trip in microseconds."""
+"""Fields of `tcp_info` (the last is of Linux 4.6), at places that the kernel guarantees: segment size; unacknowledged
+and selectively acknowledged segments; milliseconds since data and since an acknowledgement arrived; acknowledged bytes;
+least round trip in microseconds."""
 _BATCH: Final = 32
-"""Number of sockets per query: the answers wait in a kernel buffer that has room for some 150."""
+"""Number of sockets per query: the answers wait in a kernel buffer that has room for some 150 of them."""
 _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
 def name_of(multiaddr: str) -> str | None:
-    """Return the name of the connection with that remote end; None: it is not over TCP, or unknown."""
+    """Return the name of the daemon's connection with this remote multiaddr; None: it is not over TCP, or unknown."""
     match = _MULTIADDR.match(multiaddr)
     if match is None:
         return None
@@ -49,12 +49,12 @@ def hosts_of(multiaddrs: Iterable[str]) -> tuple[str, ...]:
 
 
 def lane_name(there: str, port: int, own_port: int) -> str:
-    """Return the name of a connection of this process: several may lead to one port."""
+    """Return the name of a lane; it contains our own port too, since several lanes may lead to one remote port."""
     return f"{there.removeprefix('::ffff:')} {port} {own_port}"
 
 
 class TcpQueues:
-    """The sockets of one daemon and of this process. Raises: OSError: the kernel shows none."""
+    """The sockets of one network daemon and of this process. Raises: OSError: the kernel does not show them."""
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
@@ -66,14 +66,14 @@ class TcpQueues:
         self._kernel.close()
 
     def list(self) -> None:
-        """List anew the connections to other machines: the daemon's, and the lanes of this process. Raises: OSError."""
+        """List the connections to other machines again: the daemon's, and this process's lanes. Raises: OSError."""
         of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
         there = [each for each in _sockets_of(of_daemon | of_us) if not each.is_local]
         self._sockets = {_name(each): each for each in there if each.inode in of_daemon}
         self._sockets |= {_name_as_lane(each): each for each in there if each.inode in of_us}
 
     def look(self, names: Collection[str]) -> Mapping[str, UplinkConnection]:
-        """Return the kernel's present data of those connections that still exist. Raises: OSError."""
+        """Return the kernel's present figures of the named connections that still exist. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
         wanted, found = set(names), {}
         for start in range(0, len(asked), _BATCH):
@@ -84,8 +84,8 @@ class TcpQueues:
 
 
 def ways_of(process_id: int) -> Mapping[str, Mapping[str, Way]]:
-    """Return all connections of a network daemon, also within this machine, by name. Two may have one name, when each
-    end has dialled from the port on which it listens. Raises: OSError."""
+    """Return all connections of a network daemon, also those within this machine, by name. Two connections may have one
+    name, if each end has dialled from the port on which it listens. Raises: OSError."""
     ways: dict[str, dict[str, Way]] = {}
     for each in _sockets_of(_inodes(process_id)):
         ways.setdefault(_name(each), {})[each.id.hex()] = _way(each)
@@ -99,7 +99,7 @@ def _sockets_of(inodes: Collection[int]) -> Iterator[TcpSocket]:
 def _inodes(process_id: int) -> set[int]:
     found = set()
     for entry in os.scandir(f"/proc/{process_id}/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the file was closed meanwhile
             target = os.readlink(entry.path)
             if target.startswith("socket:["):
                 found.add(int(target[8:-1]))

@@ -1,7 +1,7 @@
-"""Keep a peer's bytes within its limits: sending waits in line, reading is paused.
+"""Keeps a peer's bytes within its rate limits: frames to send wait in one priority queue, and reading is paused.
 
-Two limits apply to sending: the volunteer's, if there is one, and the uplink itself (`uplink.py`). Calls never wait:
-they are small, and others wait for them.
+Two limits apply to sending: the volunteer's, if there is one, and that of the uplink itself (`uplink.py`). Calls never
+wait: they are small, and their callers wait for the answers.
 
 We count our own frames and calls, times the network's overhead (`WIRE_FACTOR`). The daemon's own traffic (directory,
 pings, keepalive) is small and not counted.
@@ -22,28 +22,29 @@ from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.token_bucket import RateLimits, TokenBucket
 
 WIRE_FACTOR: Final = 1.045
-"""Bytes of IP packets per byte of a frame, on Ethernet: TCP and IP headers are 52 of each 1,500 bytes, TLS adds 22 to
-each 16 KiB, yamux 12 to each piece."""
+"""Bytes of IP packets per byte of a frame, on Ethernet: TCP and IP headers take 52 of each 1,500 bytes, TLS adds 22
+bytes to each 16 KiB, and libp2p's yamux adds 12 bytes to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes sent back per byte received: an acknowledgement of 52 bytes for two packets."""
 CARRIED: Final = 2.5
-"""Priority of traffic that is carried for others (`carrier.py`): after this peer's own gradients, activations and
+"""Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
 reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""Length of a slice in seconds of the rate: a gradient need not wait for a megabyte."""
+"""Length of a slice of a frame, in seconds of the rate: with long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
-"""Longest wait behind urgent frames: a copy of state gets its 4 MiB in 40 s at 5 Mbit/s; its receiver waits for 60."""
+"""Longest wait of a slice behind urgent frames. So a copy of state sends 4 MiB in 40 s at 5 Mbit/s, and its receiver
+waits for 60 s."""
 
 
 class RateLimiter(TokenBucket):
-    """One direction within the volunteer's limit."""
+    """Keeps one direction within the volunteer's rate limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__(bytes_per_s, asyncio.get_running_loop().time)
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """Count bytes that pass whether or not there is room."""
+        """Count bytes that pass at once, whether there is room or not."""
         self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
@@ -61,13 +62,13 @@ class _Waiting:
 
 
 class SendLine:
-    """All outgoing frames of this peer, over any link. They pass by priority, then in order of arrival; a frame that
-    its own connection holds up lets others pass. Each sixth slice belongs to the frame that has waited longest, so
-    copies of state have a sixth of the line at least.
+    """The queue of all outgoing frames of this peer, over any link. Frames pass by priority, then in order of arrival;
+    a frame lets others pass while its own connection takes no more bytes. Each sixth slice is of the frame that has
+    waited longest, so that copies of state have at least a sixth of the line.
 
     Args:
-        limiter: the volunteer's limit; None: there is none.
-        uplink: what the line itself can take; None: unknown.
+        limiter: the volunteer's rate limit; None: there is none.
+        uplink: the window of the line itself; None: unknown.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, uplink: Uplink | None = None) -> None:
@@ -88,7 +89,8 @@ class SendLine:
             await turn
 
     def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
-        """Let `nbytes` pass to `peer`, now (None) or when the future is done. To give up, end the future."""
+        """Ask to send `nbytes` to `peer`. Return None if they may pass now, else a future that is done when they may. A
+        caller that gives up must end the future itself."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
             return None
@@ -100,14 +102,14 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`, since one of `priority` waits behind it."""
+        """Raise the priority of the frame that is being sent to `peer`: a frame of `priority` waits behind it."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Cut a frame into slices, which are admitted one by one."""
+        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; `admit` lets out each slice alone."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:
@@ -116,7 +118,7 @@ class SendLine:
                 start = end
 
     def slice_bytes(self, peer: PeerID) -> int:
-        """Return how much to write at a time towards `peer`."""
+        """Return the size of a slice to `peer`, in bytes."""
         sizes = [PIECE_BYTES]
         if self.limiter is not None:
             sizes.append(self.limiter.slice_bytes)
@@ -137,8 +139,8 @@ class SendLine:
             self.uplink.wrote(peer, nbytes)
 
     def _serve(self) -> None:
-        """Let one pass, and check again when it has had time to queue its next slice; else others would overtake it.
-        The uplink calls when it has room again."""
+        """Let one slice pass, and serve again once its frame has had time to queue its next slice, so that other frames
+        do not overtake it. If the uplink has no room, it calls this when it has room again."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()
@@ -173,7 +175,7 @@ def _slice_bytes(bytes_per_s: float) -> int:
 
 
 class Throttle:
-    """Both directions of one transport. Args: uplink: bounds the queue before the line; None: no bound."""
+    """Both directions of one transport. Args: uplink: limits the queue before the line; None: there is no limit."""
 
     def __init__(self, limits: RateLimits | None = None, uplink: Uplink | None = None) -> None:
         limits = limits or RateLimits()
@@ -181,9 +183,9 @@ class Throttle:
         upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self._upload = upload
         self.line = None if upload is None and uplink is None else SendLine(upload, uplink)
-        """None: sending never waits here."""
+        """The queue of outgoing frames; None: sending never waits here."""
         self.relay_bytes_per_s = limits.relay_bytes_per_s
-        """Limit of traffic carried for others; 0: none is carried."""
+        """Rate limit of the traffic that we carry for other peers; 0: none is carried."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
     def limit_upload(self, bytes_per_s: float) -> None:
@@ -192,7 +194,7 @@ class Throttle:
         self._upload = self.line.limiter = RateLimiter(bytes_per_s) if bytes_per_s < math.inf else None
 
     def sent(self, nbytes: int) -> None:
-        """Count something that has gone out without waiting."""
+        """Count bytes that have been sent without waiting."""
         if self._upload is not None:
             self._upload.charge(nbytes)
 
@@ -208,7 +210,7 @@ class Throttle:
 
 
 class Intake:
-    """Pause a stream that brings more than the limit; the sender's own flow control does the rest."""
+    """Pauses the reading of a stream that exceeds the download limit; flow control then slows its sender down."""
 
     def __init__(self, limiter: RateLimiter, transport: asyncio.ReadTransport, is_lost: Callable[[], bool]) -> None:
         self._limiter, self._transport, self._is_lost = limiter, transport, is_lost
@@ -216,7 +218,7 @@ class Intake:
         self.slice_bytes = limiter.slice_bytes
 
     def came(self) -> None:
-        """Pause the stream if needed; the caller has charged the bytes that arrived."""
+        """Pause the stream if the limit is exceeded. The caller has charged the bytes that have arrived."""
         wait_s = self._limiter.wait_s()
         if wait_s > 0.0 and self._timer is None and not self._is_lost():
             self._transport.pause_reading()
@@ -231,7 +233,7 @@ class Intake:
         wait_s = self._limiter.wait_s()
         if self._is_lost():
             return
-        if wait_s > 0.0:  # another stream was first
+        if wait_s > 0.0:  # another stream has used the room
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._go_on)
         else:
             self._transport.resume_reading()

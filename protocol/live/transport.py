@@ -1,4 +1,4 @@
-"""The Transport port on libp2p: calls as unary requests, frames on long-lived raw streams.
+"""The port `Transport` on libp2p: calls are unary requests, frames travel on long-lived raw streams.
 
 Handler names contain the protocol version and the run, so libp2p itself refuses peers of another run or version.
 """
@@ -56,13 +56,13 @@ _DIAL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 10.0
 _LONELY_S = 10.0
 _LANES_ROUND_TRIP_S_MIN = 0.002
-"""Streams with a shorter round trip (within a house) have no lanes: one connection fills such a path."""
+"""Streams with a shorter round trip (within a house) get no lanes: one connection fills such a path."""
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
-"""Daemon errors that prove that the request never left, so that it may be sent again."""
+"""Errors of the daemon that show that a request never left, so that it may be sent again."""
 
 
 class LiveTransport:
-    """Made by `start`. `serve` must follow; what arrives before waits for it."""
+    """Calls and frames between this peer and others. Call `start`, then `serve`, for which early messages wait."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
@@ -71,7 +71,7 @@ class LiveTransport:
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._places: dict[PeerID, tuple[str, ...]] = {}
-        """Peer -> addresses at which carriers see it, beside those that it announces."""
+        """Peer -> addresses from which it is connected to carriers, beside those that it announces."""
         self._send_queues: dict[PeerID, SendQueue] = {}
         self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
@@ -133,10 +133,11 @@ class LiveTransport:
         """Start the network daemon and connect to the initial peers that answer.
 
         Args:
-            members: of the run; also identifies us.
-            listen, announce: multiaddrs without `/p2p/…`; `announce` replaces the addresses that others are told.
-            initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up, since a bootstrap peer may be down.
-            throttle: limits of the traffic; None: only the uplink's own.
+            members: the members of the run; has the run's id and our certificate.
+            listen: multiaddrs without `/p2p/…` on which the daemon listens.
+            announce: multiaddrs without `/p2p/…` that we tell other peers; empty: those that libp2p finds.
+            initial_peers: multiaddrs with `/p2p/…`. None of these peers needs to be up.
+            throttle: rate limits of the traffic; None: only the uplink's own limit.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
         relays = only_direct(initial_peers)
@@ -145,7 +146,7 @@ class LiveTransport:
         self = cls(identity, members, daemon, throttle or Throttle(uplink=Uplink()))
         try:
             for peer, places in _by_peer(initial_peers).items():
-                if peer != self.peer_id:  # a restart may be given its own address
+                if peer != self.peer_id:  # after a restart, our own address may be among them
                     self._remember(peer, places)
             daemon.on_restart.append(self._find_everyone)
             await daemon.add_setup(self._set_up)
@@ -188,7 +189,7 @@ class LiveTransport:
         await self._routes.introduced(peer)
 
     def want(self, peers: Sequence[PeerID]) -> None:
-        """Stay connected to these peers, the others of the plan: a lost one is dialled until it answers."""
+        """Stay connected to these peers (the other members of the plan): a lost peer is dialled until it answers."""
         self._redialer.want([peer for peer in peers if peer != self.peer_id])
 
     def limit_upload(self, bytes_per_s: float) -> None:
@@ -196,14 +197,14 @@ class LiveTransport:
         self._throttle.limit_upload(bytes_per_s)
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
-        """All peers with known addresses, dead or alive -> multiaddrs with `/p2p/…`."""
+        """Return the multiaddrs, with `/p2p/…`, of all peers with known addresses, dead or alive."""
         return {
             peer: tuple(f"{split_address(place)[0]}/p2p/{peer}" for place in places)
             for peer, places in self._addresses.items()
         }
 
     async def connected(self) -> frozenset[PeerID]:
-        """Return the peers to which the daemon is connected, from either side; none while it restarts."""
+        """Return the peers to which the daemon is connected, whichever end dialled; none while it restarts."""
         return frozenset(await self._connections())
 
     async def _connections(self) -> dict[PeerID, list[str]]:
@@ -214,7 +215,7 @@ class LiveTransport:
         return {PeerID(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
+        """Return the reply to `request`. Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         self._refuse_if_pointless(peer)
@@ -238,7 +239,7 @@ class LiveTransport:
     async def send(
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
-        """Args: again: as in the port. Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
+        """Send one frame (`Transport.send`). Raises: Unreachable. ValueError: it is larger than any peer accepts."""
         self._refuse_if_pointless(peer)
         queue = self._send_queues.get(peer)
         if queue is None:
@@ -246,7 +247,7 @@ class LiveTransport:
         await queue.send(meta, payload, priority, again=again)
 
     async def close(self) -> None:
-        """Give frames that have left two seconds to be handled, then stop everything. Safe to call twice."""
+        """Wait up to two seconds until the frames that have left are handled, then stop all. Safe to call twice."""
         if not self._closing:
             self._closing = True
             await self._flush()
@@ -306,7 +307,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Use the present route to `peer`. If it fails before anything has left, find another one."""
+        """Use the present route to `peer`. If it fails before any byte has left, find another route and try again."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:
@@ -346,7 +347,7 @@ class LiveTransport:
             logger.warning("refused a call: %s", error)
         except Exception:
             logger.exception("a call of %s could not be answered", source[-8:])
-        raise _CallFailedError  # hivemind sends the exception's repr to the caller: it must reveal nothing about us
+        raise _CallFailedError  # hivemind sends an exception's repr to the caller, so this one reveals nothing
 
     # Frames
 
@@ -443,10 +444,10 @@ class LiveTransport:
             supply = LaneSupply(link, self._lane_door, partial(self._hosts_of, link.peer))
             self._lane_supplies[link] = supply
             link.before_frame = supply.used
-            await supply.begin(0.05 + 4.0 * round_trip_s)  # lanes need two round trips
+            await supply.begin(0.05 + 4.0 * round_trip_s)  # lanes open within two round trips
 
     def _round_trip_s(self, peer: PeerID) -> float:
-        """Return the round trip to `peer`; 0: it stays on this machine, or is unknown."""
+        """Return the round trip to `peer`; 0: the peer is on this machine, or the round trip is unknown."""
         uplink = self._throttle.uplink
         return 0.0 if uplink is None else uplink.round_trip_s(peer)
 
@@ -535,7 +536,7 @@ class LiveTransport:
             await self._take_frames(source, carrier, streams)
 
     def _move_frames(self, peer: PeerID) -> None:
-        """Move frames to `peer` to the direct route that there is now."""
+        """Send the frames to `peer` over the direct route from now on."""
         queue = self._send_queues.get(peer)
         if queue is not None and queue.via is not None:
             queue.move()
@@ -562,7 +563,7 @@ class LiveTransport:
             self._addresses.pop(peer, None)
             self._addresses[peer] = tuple(addresses[:ADDRESSES_MAX])
             if len(self._addresses) > PEERS_MAX:
-                del self._addresses[next(iter(self._addresses))]  # the one with the oldest news
+                del self._addresses[next(iter(self._addresses))]  # the peer with the oldest addresses
 
     async def _dial(self, peer: PeerID) -> bool:
         try:
@@ -572,13 +573,14 @@ class LiveTransport:
             return False
 
     async def _find_everyone(self) -> None:
-        """Introduce a fresh daemon to all known peers that answer soon."""
+        """Connect a new daemon to all known peers that answer within `_DIAL_TIMEOUT_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Dial all known peers; dials go on in the background. Return, soon, whether a peer has answered."""
+        """Dial all known peers. Return half a second after the first answer, while the other dials go on in the
+        background: True if a peer has answered, False if none has."""
         gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:
@@ -591,7 +593,7 @@ class LiveTransport:
             task.add_done_callback(self._dials.discard)
         reached = 0
         while waiting:
-            patience_s = 0.5 if reached else None  # for the other addresses
+            patience_s = 0.5 if reached else None  # after the first answer, wait half a second for the next
             done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
@@ -599,7 +601,7 @@ class LiveTransport:
         return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Dial all known peers again once all are lost. Warn once for each loss, but not if we never met a peer."""
+        """Dial all known peers again whenever all are lost. Warn once for each such loss of peers that we had."""
         was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
@@ -612,11 +614,11 @@ class LiveTransport:
 
 
 class _CallFailedError(Exception):
-    """Tells the caller that we failed, and not how."""
+    """Tells the caller that we could not answer, and not why."""
 
 
 def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the valid peer addresses: strangers name addresses, and our own disk may hold them by now."""
+    """Return the valid peer addresses. Even addresses on our own disk may come from strangers, and be invalid."""
     kept = []
     for address in addresses:
         with suppress(TransportError):
@@ -626,7 +628,7 @@ def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
-    """Peer -> its addresses without `/p2p/…`. Raises: TransportError: an address is invalid or names no peer."""
+    """Return peer -> addresses without `/p2p/…`. Raises: TransportError: an address is invalid or names no peer."""
     found: dict[PeerID, list[str]] = {}
     for address in addresses:
         where, peer = split_address(address)

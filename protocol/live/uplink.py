@@ -1,7 +1,7 @@
-"""Watch the queue before the uplink while peers send, and report when there is room again.
+"""Measures the queue before this peer's uplink while it sends, and reports when there is room again.
 
-`../uplink.py` decides how much may be queued; `tcp_queues.py` reads the queue from the kernel. If the kernel does not
-show it (not Linux, or not allowed), nothing is held back here; a volunteer's own limit still holds.
+`../uplink.py` decides how many bytes may be queued; `tcp_queues.py` reads the queue from the kernel. If the kernel does
+not show it (not Linux, or not allowed), no bytes are held back here; the volunteer's own limit still applies.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Uplink:
-    """One peer's uplink. Before `follow` it holds nothing back.
+    """One peer's uplink. Before `follow` it holds no bytes back.
 
     Attributes:
-        on_room: called after each look; waiting senders may pass by now.
-        is_awaited: a sender waits for room.
+        on_room: called after each look at the queue, since there may be room for waiting senders.
+        is_awaited: True if a sender waits for room.
     """
 
     def __init__(self) -> None:
@@ -30,17 +30,17 @@ class Uplink:
         self._window = UplinkWindow()
         self._queues: TcpQueues | None = None
         self._owners: dict[str, PeerID] = {}
-        """Connection -> peer, for connections that carry our streams; traffic on others is small."""
+        """Connection -> peer, for connections that our streams use; traffic on other connections is small."""
         self._timer: asyncio.TimerHandle | None = None
         self._took_s = 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """The highest recent rate of the line."""
+        """The line's highest recent delivery rate."""
         return self._window.bytes_per_s
 
     def follow(self, queues: TcpQueues) -> None:
-        """Watch these queues from now on: the network daemon has been started or restarted."""
+        """Watch these queues from now on. Called when the network daemon was started or restarted."""
         self.close()
         self._queues = queues
         self._window = UplinkWindow()
@@ -48,7 +48,7 @@ class Uplink:
         self._look()
 
     def close(self) -> None:
-        """Hold nothing back from now on."""
+        """Hold no bytes back from now on."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -58,7 +58,7 @@ class Uplink:
         self.on_room()
 
     def opened(self, peer: PeerID, connections: Collection[str]) -> None:
-        """Record that a stream to `peer` is open over one of these connections; none: it stays on this machine."""
+        """Record that a stream to `peer` is open over one of `connections`; if empty, it stays on this machine."""
         if self._queues is None:
             return
         self._forget(peer)
@@ -86,11 +86,11 @@ class Uplink:
         self._owners.pop(connection, None)
 
     def round_trip_s(self, peer: PeerID) -> float:
-        """Return the shortest round trip seen; 0: the traffic stays on this machine, or it is unknown."""
+        """Return the shortest round trip seen to `peer`; 0: the peer is on this machine, or the time is unknown."""
         return self._window.round_trip_s(peer) if self.holds(peer) else 0.0
 
     def holds(self, peer: PeerID) -> bool:
-        """True if traffic to `peer` uses the uplink. Traffic within this machine does not."""
+        """True if traffic to `peer` uses the uplink, which traffic within this machine does not."""
         return self._queues is not None and self._window.knows(peer)
 
     def admits(self, peer: PeerID) -> bool:
@@ -101,17 +101,17 @@ class Uplink:
 
     def wrote(self, peer: PeerID, nbytes: int) -> None:
         if self.holds(peer) and not self._window.is_busy(peer):
-            self._look(peer)  # what the kernel holds now is not part of these bytes
+            self._look(peer)  # so that bytes that the kernel holds already are not taken for these
         if self.holds(peer):
             self._arm()
             self._window.wrote(peer, nbytes)
 
     def _look(self, *peers: PeerID) -> None:
-        """Look at the connections with bytes on their way, and at those to `peers`."""
+        """Read the kernel's figures of the connections with bytes in flight, and of those to `peers`."""
         if self._queues is None:
             return
         asked, now_s = {*peers, *map(PeerID, self._window.busy)}, asyncio.get_running_loop().time()
-        # Processor time: a busy machine may pause us for a second, which costs others nothing.
+        # Measure processor time: a busy machine may pause this process, which is no cost of the look.
         begun_s = time.thread_time()
         try:
             found = self._queues.look([name for name, owner in self._owners.items() if owner in asked])
@@ -133,8 +133,8 @@ class Uplink:
 
     def _arm(self) -> None:
         if self._timer is None and self._queues is not None:
-            # Within 0.02 s a fifth of the queue has left, so that it never runs empty, and within 0.1 s all of it.
-            # A look takes 0.1 ms for five peers; with a hundred the looks are to take a twentieth of a core.
+            # In 0.02 s a fifth of the queue leaves, so it does not run empty between two looks; in 0.1 s all of it.
+            # A look takes 0.1 ms for five peers; with a hundred, look less often, for 5 % of a core at most.
             wait_s = min(max(0.02, self._took_s / 0.05), 0.1)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
