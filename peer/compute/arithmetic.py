@@ -27,10 +27,10 @@ from shoal.protocol.spec import RunSpec
 
 
 class Arithmetic:
-    """The computations of one peer on a torch device, and the free memory there. A simulated peer has a twin of it.
+    """The computations of one peer on a torch device, and its free memory. A simulated peer has a twin of this class.
 
     Args:
-        corpus: the run's text, if this peer has it; without it the peer cannot hold stage 0.
+        corpus: the run's text; None: this peer does not have the text, and cannot hold stage 0.
         steps_on: the device that makes the optimizer's steps (`known_answers.py`); None: `device`.
     """
 
@@ -57,11 +57,11 @@ class Arithmetic:
         return cls(spec, corpus, use.device, dtype=use.dtype, steps_on=use.steps_on)
 
     def free_bytes(self) -> int:
-        """Free memory of the device."""
+        """Return the free memory of the device."""
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
-        """Free memory of the host; if the device is the CPU or an Apple GPU, it is the device's memory, too."""
+        """Return the free memory of the host, which a CPU or an Apple GPU shares as device memory."""
         return free_memory_bytes()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Arithmetic:
         return StageRuntime(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def trunk(self, first_layer: int, last_layer: int) -> StageShard:
-        """Make the runtime of a replica of these layers without their experts, which other peers hold."""
+        """Make the runtime of a replica of decoder layers [first_layer, last_layer); other peers hold the experts."""
         return StageTrunk(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:

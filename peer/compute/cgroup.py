@@ -18,17 +18,17 @@ _ROOT = Path("/")
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Bytes of memory that our process can still take. Args: root: the folder that has /proc and /sys."""
+    """Return the bytes that our process can still take. Args: root: the folder that has /proc and /sys."""
     return int(min([psutil.virtual_memory().available, *(group.free_bytes for group in _memory_groups(root))]))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Bytes that our process could have if no other process needed any. Args: root: the folder of /proc and /sys."""
+    """Return the bytes that our process could have if no other needed any. Args: root: folder of /proc and /sys."""
     return int(min([psutil.virtual_memory().total, *(group.limit_bytes for group in _memory_groups(root))]))
 
 
 def processors(root: Path = _ROOT) -> float:
-    """Processors that our process may keep busy, above 0, maybe a fraction. Args: root: folder of /proc and /sys."""
+    """Return the number of processors that we may keep busy, maybe a fraction. Args: root: folder of /proc and /sys."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(affinity), *(quota for folder in _groups(root) if (quota := _quota(folder)) is not None)])
 
@@ -54,7 +54,7 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Number of processors that the group may keep busy; None: no limit."""
+    """Return the number of processors that the group may keep busy; None: no limit."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")

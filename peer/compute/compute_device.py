@@ -13,14 +13,14 @@ _CPU = torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device, in bytes."""
+    """Return the free memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     return free_memory_bytes()  # an Apple GPU shares the host's memory
 
 
 def total_bytes(device: torch.device) -> int:
-    """Total memory of a device, in bytes."""
+    """Return the total memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return total_memory_bytes()
@@ -43,5 +43,5 @@ class ComputeDevice:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
-        """Test the device briefly for a run, and choose. Raises: ShoalError: this machine cannot take part."""
+        """Test the device, then choose its dtype and step device. Raises: ShoalError: this machine cannot take part."""
         return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

@@ -24,7 +24,7 @@ QUICKER: Final = 1.3
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
-    """Return the dtype of this run's matrix products on this device; if the run leaves it open, time both."""
+    """Return the dtype of this run's matrix products on this device; if the run leaves the dtype open, time both."""
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":
@@ -54,7 +54,7 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
 
 
 def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the shortest times in float32 and in bfloat16. The two take turns, so that other load slows both."""
+    """Return the shortest times of a job in float32 and bfloat16. The dtypes take turns, so other load slows both."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(3):

@@ -222,8 +222,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the card's rate: the highest of (bytes arrived up to a time) / (that time). At the end this can be too
-    low, since transfers on slow lines may end long after the card is idle."""
+    """Return the card's rate: the highest quotient (bytes arrived up to a time) / (that time). The quotient at the end
+    can be too low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

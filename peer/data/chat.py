@@ -108,8 +108,8 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
         """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: a message has a field that we do not read; an answer is empty, or the template does not write
-            it after its prompt for an answer.
+        Raises: Unusable: a message has a field that we do not read, an answer is empty, or the template does not write
+            the answer after its prompt for one.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -163,14 +163,14 @@ class ChatTemplate:
         return self._render(said)[0].partition(_ANSWER)[2].strip()
 
     def _mark(self, answer: str) -> str:
-        """Note the place of an answer that the template marks, just before the template writes the answer."""
+        """Record the place of an answer that the template marks, just before the template writes that answer."""
         start = sum(map(len, self._written))
         self._answers.append((start, start + len(answer)))
         return answer
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; ChatML if `tokenizer` is None. Raises: DataError: no template."""
+    """Load the chat template beside a tokenizer.json; None: ChatML. Raises: DataError: there is no template."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent
@@ -194,7 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (the text, the places of its answers, True if a template wrote it with the tokens around a document).
+    Returns: (text, places of its answers, True if a template wrote the text, with the tokens around a document).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion
@@ -233,7 +233,8 @@ def _check_is_read(message: Message, *, is_learnt: bool) -> None:
 
 
 def _environment(mark: Any) -> Any:
-    """Build the Jinja environment that transformers builds, without its clock: templates then write the same text."""
+    """Build the same Jinja environment as transformers, but without a clock, so that every machine gets the same
+    text."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols

@@ -86,7 +86,7 @@ class Corpus:
         return self.text_N[self.num_training :]
 
     def check_fits(self, model: ModelSpec) -> None:
-        """Check the size of the vocabulary. Raises: DataError: the model's is too small for this text."""
+        """Check the model's vocabulary. Raises: DataError: it is too small for the tokens of this text."""
         if self.vocab_size > model.vocab_size:
             raise DataError(
                 f"the text has tokens up to {self.vocab_size - 1}: model.vocab_size must be at least "
@@ -104,8 +104,8 @@ def load_corpus(
 ) -> Corpus:
     """Read and split the text of `spec`, or of each of its sources.
 
-    The validation text consists of whole files or documents, chosen by a hash of their names or texts. If whole ones
-    cannot come near the wanted share of the text, it is the tail of the text instead.
+    The validation text consists of whole files or documents, chosen by a hash of their names or texts. If no choice of
+    them comes near the wanted share of the text, the validation text is the tail of the text instead.
 
     Args:
         context: tokens of a sample; training and validation must each have at least one sample.

@@ -80,8 +80,8 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Return a key for a source and its present content, without reading it: names, sizes and times of its files. A
-    data set of the hub is taken to be unchanged; the digest of its text shows a change. Raises: DataError."""
+    """Return a key for a source and its present content: the names, sizes and times of its files, which are not read. A
+    data set of the hub is assumed not to change. Raises: DataError: there is no such file or folder."""
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)
@@ -249,8 +249,8 @@ def _documents(
 ) -> Iterator[Document]:
     """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first is usable. But a file of a folder that contains
-        just one JSON value, and an unusable one, is only skipped: often such a file has settings instead of data.
+    Raises: DataError: the rows cannot be read, or none of the first rows is usable. But in a folder, a file that
+        contains just one JSON value, an unusable one, is only skipped: often such a file has settings instead of data.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0

@@ -107,7 +107,8 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (the source of sample `position`, the number of its samples before, a suffix for the key of its order)."""
+    """Return (source of sample `position`, number of that source's earlier samples, key suffix for that source's
+    order)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -117,7 +118,7 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return for each sample of a round (the index of its source, the number of that source's samples before it)."""
+    """Return (index of its source, number of that source's earlier samples in the round) for each sample of a round."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []

@@ -96,7 +96,8 @@ def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
     """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    ones. If all documents are for validation, yield the first of them: a run would then train on a part of the text.
+    documents. If all are for validation, yield the first of these documents: a run would then train on a part of the
+    text.
 
     Raises: DataError: the source does not exist, or has no text.
     """
@@ -167,7 +168,7 @@ def _known(folder: Path) -> Packed | None:
 
 
 def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
-    """Pack the source into `folder`. If several processes do so at once, the first to finish wins; all are equal."""
+    """Pack the source into `folder`. If several processes do so at once, the result of the first to finish stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
         _write(Path(unfinished), source, on_progress)

@@ -60,7 +60,7 @@ def read_text(path: Path) -> tuple[bytes, list[int]]:
 
 
 def check_is_prose(text: bytes) -> None:
-    """Check that a text has no rows of JSON. Raises: Unusable: it has, though the file's name does not say so."""
+    """Check that a text is not JSON. Raises: Unusable: it has rows of JSON, though the file's name does not say so."""
     line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
     try:
         has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))
@@ -82,7 +82,7 @@ def _check_kind(start: bytes) -> None:
 
 
 def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
-    """Return the numbers of the lines that are not UTF-8. Raises: Unusable: there are too many."""
+    """Return the numbers of the lines that are not UTF-8. Raises: Unusable: too many lines are not UTF-8."""
     if _is_text(text, is_whole=is_whole):
         return []
     lines = text.split(b"\n")

@@ -72,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Opened:
-    """An open file, from which the content after the byte order mark is read, decompressed."""
+    """An open file, read after its byte order mark and decompressed."""
 
     def __init__(self, raw: IO[bytes], data: Any, size: int) -> None:
         self._raw, self._data, self._size = raw, data, max(1, size)
@@ -125,7 +125,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json_values(path: Path) -> Iterator[Row]:
-    """Yield the elements of an array, or the single value of the file."""
+    """Yield the elements of a file's JSON array, or the file's single JSON value."""
     decoder = json.JSONDecoder()
     with _opened(path) as opened:
         text = opened.text(newline="")

@@ -84,13 +84,14 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: names of special tokens in a text become these tokens; not for text from others."""
+        """Encode texts. `special`: names of special tokens in a text become those tokens; never for text from
+        others."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
 
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
-        """Encode texts. Return for each its tokens and their places in the text."""
+        """Encode texts. Return the tokens of each text, and the place of each token in the text."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -217,7 +218,7 @@ def _letters() -> list[str]:
 
 
 def _byte(token: int) -> bytes:
-    """Return the token's byte; 0xFF, which no UTF-8 text contains, for a token beyond the bytes."""
+    """Return the byte of a token; for a token above 255 return 0xFF, which no UTF-8 text contains."""
     return bytes((min(token, 0xFF),))
 
 

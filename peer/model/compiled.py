@@ -100,8 +100,9 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Return the compiled layers of a run; the first call begins to compile. Return None on other devices, for models
-    with experts (the device alone knows the sizes of expert groups) and for adapters (they decode a quantised base)."""
+    """Return the compiled layers of a run; the first call begins to compile. Return None on a device not in `DEVICES`,
+    for models with experts (the device alone knows the sizes of expert groups) and for adapters (they decode a
+    quantised base)."""
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
     return _started(CompiledShapes(spec.model, spec.training.microbatch_size, device, dtype))

@@ -26,15 +26,15 @@ class Documents:
 
     @classmethod
     def of(cls, begins_BT: Tensor | None, rotary: Rotary) -> "tuple[Documents | None, Rotary]":
-        """Return the documents and the rotary tables at their positions; if `begins_BT` is None, None and `rotary`."""
+        """Return (documents, rotary tables at their positions), or (None, `rotary`) if `begins_BT` is None."""
         if begins_BT is None:
             return None, rotary
         documents = cls(begins_BT)
         return documents, at_positions(rotary, documents.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask [B, 1, T, T] to add to attention scores of this dtype: 0 for the token itself and earlier
-        tokens of its document, at most `window` - 1 back (`window` = 0: no limit), and -inf for others. All layers
+        """Return the mask [B, 1, T, T] to add to attention scores of this dtype: 0 where a token may attend: to itself
+        and the `window` - 1 tokens before (`window` = 0: all tokens before) in its document; else -inf. All layers
         share the mask; torch would convert a boolean mask anew in each layer."""
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T

@@ -1,16 +1,15 @@
 """Detection and removal of numbers that are not finite.
 
-Reading a number from a GPU (`bool`, `float`) waits for all queued work. So the result of a test stays on the GPU until
-the end of the job, which waits for its output anyway. On a CPU reading costs nothing and can save a pass over the
-numbers.
+Reading a number from a GPU (`bool`, `float`) waits for all queued work. So a test's result stays on the GPU until the
+job ends, when its output is awaited anyway. On a CPU reading costs nothing and can save a pass over the numbers.
 """
 
 from torch import Tensor
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time. If the sum is not
-    finite, each element is tested, because a sum of finite numbers may overflow."""
+    """Return whether all elements are finite, bool []. A finite sum shows that they are, in a tenth of the time. If the
+    sum is not finite, each element is tested, because a sum of finite numbers may overflow."""
     of_sum = values.sum().isfinite()
     if values.is_cpu:
         return of_sum if bool(of_sum) else values.isfinite().all()

@@ -18,7 +18,8 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of the jobs of one microbatch at a stage; if the experts are on other peers, of one part of each job."""
+    """FLOP of one microbatch's jobs at a stage; or of one part of each job, if experts on other peers cut it into
+    parts."""
 
     forward: float
     backward: float
@@ -35,8 +36,8 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 
 
 def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of one part of a microbatch's jobs at a stage with its experts on other peers. A call to the
-    experts cuts the jobs at each decoder layer of `keys`."""
+    """Return the FLOP of one part of a microbatch's jobs at a stage if the stage's experts are on other peers. Each
+    decoder layer of `keys` calls its experts, and each call cuts the jobs."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
     return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))
@@ -45,7 +46,7 @@ def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 def job_flop(spec: RunSpec, forward: float, *, again_at_loss: float = 0.0) -> JobFlop:
     """Return the FLOP of the jobs at a stage.
 
-    Args: forward: the stage's forward; again_at_loss: the forwards that the loss job repeats; both in FLOP.
+    Args: forward: FLOP of the stage's forward; again_at_loss: FLOP of the forwards that the loss job repeats.
     """
     backward = (BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD) * forward
     return JobFlop(

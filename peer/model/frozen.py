@@ -109,7 +109,7 @@ class FrozenMatrix:
         return found.view(*index.shape, columns).to(dtype)
 
     def times(self, x: Tensor) -> Tensor:
-        """Return x W^T: [..., columns] -> [..., rows]."""
+        """Return x W^T, where W is this matrix: [..., columns] -> [..., rows]."""
         if self._form in _PLAIN and _PLAIN[self._form] == x.dtype:
             return functional.linear(x, self.dense(x.dtype))
         product: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
@@ -173,8 +173,8 @@ class FrozenLayer:
 def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
     """Return the norms of the rows of W + scale B A, float32 [rows], without making that sum.
 
-    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b. `norm_R` has the |w|;
-    `wa_RK` is W A^T.
+    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b. `norm_R` has |w| of each
+    row; `wa_RK` is W A^T.
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)

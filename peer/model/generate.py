@@ -1,8 +1,8 @@
 """Sampling from the model, token by token.
 
 The keys and values of past tokens are cached, so the next token takes a forward of one token. Once the text is longer
-than the context, each new token shifts all positions, for which the cached keys were rotated: the next token then takes
-a forward of the last `context` tokens.
+than the context, each new token shifts all positions, and the cached keys, rotated for the old positions, are useless:
+the next token takes a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """
@@ -37,7 +37,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def choose(self, logits_V: Tensor) -> int:
-        """Choose a token, given float32 [V] on the CPU."""
+        """Choose the next token from its logits, float32 [V] on the CPU."""
         if self._temperature == 0:
             return int(logits_V.argmax())
         weights_V = torch.softmax(logits_V / self._temperature, dim=-1)
@@ -46,7 +46,8 @@ class Sampler:
         return int(torch.multinomial(weights_V, 1, generator=self._generator))
 
     def _nucleus(self, weights_V: Tensor) -> Tensor:
-        """Set all but the likeliest tokens to zero: as few remain, at least one, as have the probability `top_p`."""
+        """Set to zero the weights of all but the likeliest tokens: the fewest that have the probability `top_p`
+        together."""
         ordered_V, index_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(-1) - ordered_V
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))

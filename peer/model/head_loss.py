@@ -30,7 +30,8 @@ def head_loss(
         x_ND, weight_VD: both of one dtype, in which the products and the gradients are computed.
         target_N: int64 in [0, V); if `counted` is given, a negative number means that the row has no target.
         cap: if not 0, each logit is replaced by cap * tanh(logit / cap).
-        counted: the number of rows that have a target; the mean is over these rows (0: the loss is 0). None: all have.
+        counted: the number of rows that have a target; the mean is over these rows (0: the loss is 0). None: every row
+            has a target.
     """
     wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, counted, wants)  # type: ignore[no-untyped-call]

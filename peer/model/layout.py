@@ -48,15 +48,15 @@ class LayerLayout:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(first element, rows, columns) of each hidden matrix. Embedding and head have none: each of their rows is a
-        vector of its own."""
+        """Return (first element, rows, columns) of each hidden matrix. Embedding and head have no hidden matrix: each
+        of their rows is a vector of its own."""
         if self.key in (EMBED, HEAD):
             return ()
         return tuple((start, shape[0], shape[1]) for _, shape, start, _ in self._ranges if len(shape) == 2)
 
     @cached_property
     def _ranges(self) -> tuple[tuple[str, tuple[int, ...], int, int], ...]:
-        """(name, shape, first element, end) of each tensor."""
+        """Return (name, shape, first element, end) of each tensor."""
         ends = list(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
         return tuple(zip(self.names, self.shapes, ends, ends[1:], strict=False))
 
@@ -68,8 +68,8 @@ class LayerLayout:
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
         """Return name -> autograd leaf that shares memory with `flat_N` [numel]. `backward` adds the gradients into
-        `gradient_N`, if given. (With one flat leaf, `backward` would fill a buffer of the layer's size for each of its
-        tensors.)"""
+        `gradient_N`, if given. (With one flat leaf, `backward` would fill a buffer of the layer's size for each tensor
+        of the layer.)"""
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
             self.collect(leaves, gradient_N)
@@ -117,7 +117,7 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit -> its slice of a layer's trained parameters. A tied matrix is a unit of the head, clipped alone."""
+    """Return unit -> its slice of a layer's trained parameters. The head's tied matrix is a unit of its own."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -126,8 +126,8 @@ def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=64)
 def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
-    """Return the slices of the tied matrix in the joined trained parameters of `keys`, by the layer ("embed", "head")
-    that holds the matrix; empty if the run trains no tied matrix."""
+    """Return layer ("embed" or "head", if in `keys`) -> slice of its tied matrix in the joined trained parameters of
+    all `keys`. The result is empty if the run trains no tied matrix."""
     spans: dict[str, slice] = {}
     if spec.trains_tied:
         starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)
@@ -160,15 +160,15 @@ def num_trained(spec: RunSpec) -> int:
 
 
 def initial_parameters(spec: RunSpec, key: str) -> Tensor:
-    """Return the trained parameters of a layer or unit at version 0 of a run that begins from its seed."""
+    """Return the trained parameters of a layer or unit at version 0, made from the run's seed."""
     if spec.adapter is None:
         return init_layer(spec.model, key, spec.seed)
     return _initial_adapters(spec, key)
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return the initial adapters: A uniform within 1 / sqrt(columns) of zero (as in PEFT), all else zero. So the model
-    equals its base at first."""
+    """Return a layer's initial adapters. A is drawn evenly from +-1 / sqrt(columns), as in PEFT, and all else is zero,
+    so that the model equals its base at first."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)

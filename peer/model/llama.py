@@ -230,8 +230,8 @@ def _attention(
 def _attend(
     model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int, mask_B1TS: Tensor | None
 ) -> Tensor:
-    """Attend from each query to its own key and those before it, `window` keys at most (0: no limit). `mask_B1TS`, with
-    elements 0 or -inf, replaces this rule."""
+    """Let each query attend to the key of its own token and to earlier keys, `window` keys in all (0: no limit). If
+    `mask_B1TS` is given, its elements, 0 (attend) or -inf, replace this rule."""
     T, S = query_BHTK.shape[2], key_BGSK.shape[2]
     decoder = model.decoder
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
@@ -266,7 +266,7 @@ def _attend(
 
 
 def _mask(T: int, S: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [T, S]: True for the keys that each of the last T of S tokens attends to."""
+    """Return bool [T, S]: True where one of the last T of S tokens attends to a key."""
     back_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
     mask_TS = back_TS >= 0
     return mask_TS & (back_TS < window) if window else mask_TS

@@ -34,13 +34,13 @@ class ExpertLoads:
         self._totals: dict[int, Tensor] = {}
 
     def add(self, layer_index: int, counts_E: Tensor) -> None:
-        """Add int64 [E] on any device, without waiting for that device."""
+        """Add one forward's counts at a layer, int64 [E] on any device, without waiting for that device."""
         before = self._totals.get(layer_index)
         # Make a new tensor each time: a concurrent reader then never sees a half-updated one.
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:
-        """Return layer key -> tokens sent to each expert since the start; for an interval, subtract two results."""
+        """Return layer key -> number of tokens sent to each expert since this object was made."""
         return {f"layers.{index}": tuple(totals_E.tolist()) for index, totals_E in sorted(self._totals.items())}
 
 

@@ -36,8 +36,8 @@ def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
 
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
-    """Rotate each pair (k, k + K/2) by its position's angle (`windowed`: that of window layers). The result has the
-    bits of Hugging Face's `rotate_half`; the minus sign of that function is in our table of sines."""
+    """Rotate each pair of elements (k, k + K/2) by its position's angle, or by the angle of window layers if
+    `windowed`. The result equals that of Hugging Face's `rotate_half` bit for bit: our sines include its minus sign."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)
@@ -92,5 +92,6 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Return the fractional index of the pair that turns `turns` times over the original context (2309.00071, 3.2)."""
+    """Return the fractional index of the pair that turns `turns` times over the original context (arXiv 2309.00071,
+    3.2)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

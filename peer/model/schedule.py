@@ -1,8 +1,8 @@
 """The learning rate of each step, in a run that may have been continued.
 
-Theory of operation. A run consists of legs. The first begins at step 0; each continuation of the run begins another. In
-a leg the rate climbs to the leg's highest rate, unless it is there already, and then follows the schedule to the leg's
-last step:
+Theory of operation. A run consists of legs (parts of its rate schedule). The first begins at step 0; each continuation
+of the run begins another. In a leg the rate climbs to the leg's highest rate, unless it is there already, and then
+follows the schedule to the leg's last step:
 
 | schedule   | after the climb                                     | a leg that begins where a run had ended |
 |------------|-----------------------------------------------------|-----------------------------------------|
@@ -67,7 +67,7 @@ class Leg:
 
 
 def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[ContinuedSpec] = ()) -> list[Leg]:
-    """Return the legs, in order, of a run of `total_steps` steps, counted from step 0."""
+    """Return the parts (legs) of a run's rate schedule, in order, up to `total_steps`."""
     said = [(part.steps, part.schedule, part.decay_steps) for part in continued]
     said.append((total_steps, optimizer.schedule, optimizer.decay_steps))
     found: list[Leg] = []
@@ -102,6 +102,5 @@ def learning_rate(
 
 @lru_cache(maxsize=256)
 def rate_of(spec: RunSpec, step: int) -> float:
-    """Return the learning rate of a run's step; cached, because each layer's step and each weight prediction asks for
-    it."""
+    """Return the learning rate of `step`; cached, because each layer's step and each weight prediction asks for it."""
     return learning_rate(spec.optimizer, step, spec.training.steps, spec.continued)

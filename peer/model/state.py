@@ -45,7 +45,7 @@ class LayerState:
         return sum(4 * tensor.numel() for tensor in self.tensors)
 
     def to(self, device: torch.device) -> "LayerState":
-        """Return the layer with all tensors on `device`; the layer itself if its tensors are there already."""
+        """Return the layer with all tensors on `device`; the layer itself if no tensor must be moved."""
         if all(tensor.device == device for tensor in self.tensors):
             return self
         param_N, moment1_N, moment2_N = (tensor.to(device) for tensor in self.tensors)
@@ -53,7 +53,8 @@ class LayerState:
 
     def digest(self) -> str:
         """Return the xxh3-128 of the three tensors' bytes, which is equal on two replicas if and only if their bits are
-        equal. This hash finds accidents; `secure_digest` also holds against attackers and is five times slower."""
+        equal. This hash detects accidental differences; `secure_digest` also resists attackers, but is five times
+        slower."""
         hasher = xxh3_128()
         for tensor in self.tensors:
             if tensor.numel():
@@ -79,7 +80,7 @@ class StageState:
     """The 2-norm, before clipping, of the reduced gradient that made this version; None: this peer did not make it."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
-        """Return (layer key, its `secure_digest`) of each layer."""
+        """Return (layer key, `secure_digest` of that layer) for each layer."""
         return tuple((key, layer.secure_digest()) for key, layer in self.layers.items())
 
     def digest(self) -> str:
@@ -90,7 +91,7 @@ class StageState:
 
 
 class LayerAt(NamedTuple):
-    """One layer, and the version that it is at."""
+    """One layer's state and its version."""
 
     version: int
     layer: LayerState
@@ -174,8 +175,8 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Return the slices of a unit in its layer's parameters, first and second moments. With Muon an expert has no
-    second moment, and its third slice is empty."""
+    """Return a unit's slices in three tensors of its layer: parameters, first moments and second moments. With Muon an
+    expert has no second moment, so its third slice is empty."""
     span = state_slices(spec, key)[unit]
     missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
@@ -189,7 +190,7 @@ def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerSta
 
 
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
-    """Return the settings of the step from `version`: keyword arguments for each of `shoal.kernels.optimizer`."""
+    """Return the settings of the optimizer step from `version`: keyword arguments for `shoal.kernels.optimizer`."""
     return {
         "learning_rate": rate_of(spec, version),
         "beta1": spec.optimizer.beta1,

@@ -105,8 +105,8 @@ def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor) -> Tensor:
-    """Convert a layer to the same layer of the plain model, `spec.model.whole`: its embedding and projections are
-    multiplied by U, as other programs for the model's family expect. Input and output are float32 on the CPU."""
+    """Convert a layer's parameters to those of the model without a subspace, `spec.model.whole`, which other programs
+    can read: embedding and projections are multiplied by U. Parameters and result are float32 on the CPU."""
     plain, tensors = layer_layout(spec.model.whole, key), layer_layout(spec.model, key).views(param_N)
     if not spec.model.subspace or key == HEAD:
         return param_N
