@@ -24,18 +24,18 @@ class Format:
 
     @property
     def levels(self) -> int:
-        """L of the module's docstring: a code stands for a whole number from -L to L."""
+        """The number L: a code stands for a whole number from -L to L."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(bits of the part, bits of the code below the part) of each part."""
+        """Return (bits of the part, bits of the code below it) for each part of a code."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 
     @property
     def tile_bytes(self) -> int:
-        """The bytes of a tile's codes, without its scale."""
+        """The bytes of a tile's codes, without the tile's scale."""
         return TILE * self.bits // 8
 
     def payload_bytes(self, numel: int) -> int:

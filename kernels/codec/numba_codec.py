@@ -157,7 +157,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
 
 @_inner
 def _draw(u_E, start, first, second):
-    """Fill u_E with the numbers in (0, 1) of `reference._chance`. Args: start: the number of the first hash."""
+    """Fill u_E with the random numbers of `reference._chance`. Args: start: the number of the first hash."""
     for e in range(_HALF):
         h = np.uint32(start + np.uint32(e) + first)
         h = np.uint32(np.uint32(h ^ (h >> _S17)) * _M1 + second)
@@ -170,7 +170,7 @@ def _draw(u_E, start, first, second):
 
 @_inner
 def _pack(q_E, code_B, bits):
-    """Write a tile's codes in parts of 4, 2 and 1 bits, as in `formats.py`."""
+    """Write the codes of a tile to `code_B`, in parts of 4, 2 and 1 bits, as in `formats.py`."""
     if bits == 8:
         for e in range(64):
             code_B[e] = q_E[e]

@@ -68,8 +68,8 @@ def spread_kernel(
     x_ND, y_PD, weight_P, choice_P, token_P, out_PD, dot_P, width,
     WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token into one row. If WEIGHTED, multiply it by the weight of its choice, and store its dot product with
-    that row of `y_PD` at the choice's position. NARROW: the output is bf16, viewed as int16."""
+    """Copy one token into one row. If WEIGHTED, multiply the token by the weight of its choice, and store the token's
+    dot product with the same row of `y_PD` at the choice's position. NARROW: the output is bf16, viewed as int16."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_P + row)
     if WEIGHTED:
@@ -96,7 +96,7 @@ def gather_kernel(
     x_PD, weight_NK, row_NK, out_ND, width,
     CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum one token's rows, for BLOCK elements of the width. If WEIGHTED, multiply each by the weight of its choice."""
+    """Sum one token's rows, for BLOCK elements of the width. If WEIGHTED, multiply each row by its choice's weight."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -301,7 +301,8 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (the first matrix, the elements from one to the next). Copy unevenly spaced matrices into one tensor."""
+    """Return (first matrix, elements from one matrix to the next). Unevenly spaced matrices are copied to one
+    tensor."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

@@ -77,7 +77,7 @@ def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) ->
 
     Args:
         payload_B: uint8 [B], `payload_bytes(numel)` of them. Any bytes are valid.
-        numel: N.
+        numel: the number N of elements of the tensor.
         dtype: the dtype to which each float32 number is rounded.
     Returns: [N] of `dtype`.
     """

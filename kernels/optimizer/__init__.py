@@ -35,7 +35,7 @@ class Optimizer:
         return made
 
     def weights(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> Tensor:
-        """Return only the new weights of a step, up to rounding, for this peer. A CPU makes no new moments for them."""
+        """Return only a step's new weights, up to rounding, for use on this peer. A CPU computes no new moments."""
         own = getattr(self.rules, f"{self.name}_weights", None)
         if own is None or not param_N.is_cpu:
             return self.step(param_N, grad_N, moment1_N, moment2_N, **settings)[0]
@@ -45,8 +45,8 @@ class Optimizer:
     def predict(
         self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, *, staleness_steps: int, **settings: Any
     ) -> Tensor:
-        """Predict the weights of version `step + staleness_steps`: float32 [N]. If `staleness_steps` (>= 0) is 0, or
-        before the first step, they are `param_N` itself."""
+        """Predict the weights of version `step + staleness_steps`: float32 [N]. If `staleness_steps` (>= 0) or `step`
+        is 0, the result is `param_N` itself."""
         hyper = Hyperparameters(**settings)
         if staleness_steps == 0 or hyper.step == 0:
             return param_N

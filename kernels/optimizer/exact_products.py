@@ -47,14 +47,14 @@ class Fixed:
 
 
 def operand_bits(terms: int) -> int:
-    """Return the bits that operands may have if `terms` of their products are summed: 2 bits + log2 terms <= 53, and at
-    most what two slices hold."""
+    """Return how many bits operands may have if `terms` of their products are summed: at most (53 - log2 terms) / 2,
+    and at most `MOST_BITS`, which two slices hold."""
     return min(MOST_BITS, (53 - (terms - 1).bit_length()) // 2)
 
 
 def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
-    """Round float64 [R, C] to whole multiples of a unit: the smallest for which the largest element has few enough bits
-    for sums of `terms` terms."""
+    """Round float64 [R, C] to whole multiples of a unit: the smallest unit with which the largest element has at most
+    `operand_bits(terms)` bits."""
     # The infinity norm (the largest magnitude) has no rounding error.
     exponent = torch.frexp(torch.linalg.vector_norm(x_RC, torch.inf)).exponent
     bits = operand_bits(terms)
@@ -136,7 +136,7 @@ def multiplies_int8(device: torch.device) -> bool:
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Return whether int8 products are exact for random numbers and for the largest, which saturate sums first."""
+    """Return whether int8 products are exact for random numbers and for the largest numbers."""
     chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
     largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
     low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128 with products of 2^14
@@ -152,8 +152,8 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> float:
-    """Return the shortest of three times of the product of a matrix and its transpose. The matrix is so large that a
-    GPU's launch time hardly counts."""
+    """Compute the product of a matrix and its transpose three times; return the shortest time. The matrix is so large
+    that a GPU's launch time hardly counts."""
     shape_RK = (256, 1024) if device.type == "cpu" else (2048, 4096)
     x_RK, best_s = torch.full(shape_RK, 77.0, dtype=torch.float64, device=device), math.inf
     for _ in range(4):  # the first one warms up

@@ -233,8 +233,7 @@ def _check_is_read(message: Message, *, is_learnt: bool) -> None:
 
 
 def _environment(mark: Any) -> Any:
-    """Build the same Jinja environment as transformers, but without a clock, so that every machine gets the same
-    text."""
+    """Build the Jinja environment of transformers, but without a clock, so that all machines get the same text."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols

@@ -84,8 +84,7 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: names of special tokens in a text become those tokens; never for text from
-        others."""
+        """Encode texts. `special`: special tokens' names in a text become those tokens; never for text from others."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]

@@ -18,8 +18,7 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of one microbatch's jobs at a stage; or of one part of each job, if experts on other peers cut it into
-    parts."""
+    """FLOP of one microbatch's jobs at a stage; if calls to other peers' experts cut a job, FLOP of one part."""
 
     forward: float
     backward: float

@@ -92,6 +92,5 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Return the fractional index of the pair that turns `turns` times over the original context (arXiv 2309.00071,
-    3.2)."""
+    """Return the fractional index of the pair that turns `turns` times over the original context (arXiv 2309.00071)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

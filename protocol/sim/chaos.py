@@ -129,7 +129,7 @@ def draw_schedule(
         mean_gap_s: the mean time from the beginning of one fault to that of the next; the times are exponential.
         spared: peers that are never taken down.
         down_at_once_max: the most peers that are down at a time; 0: no faults that take a peer down.
-        recovers_s: for this long after such a fault its peer still counts as down.
+        recovers_s: the seconds for which a peer still counts as down after such a fault.
     """
     faults: list[Fault] = []
     wanted = [kind for kind in FaultKind if kind in kinds]
@@ -201,7 +201,7 @@ async def play(
 
     Args:
         on_return: called with the name of a crashed peer when that peer must return. It adds a peer of this name and
-            starts the peer's work, without waiting for the work: that of a peer that crashes again never ends.
+            starts the peer's work, without waiting for the work: if the peer crashes again, its work never ends.
         on_fault: called at the beginning of each fault.
     """
     began_s = world.now_s()

@@ -24,7 +24,7 @@ class Agenda:
 
     @property
     def loop(self) -> VirtualTimeLoop:
-        """The running event loop. Raises: LocalError: it is not that of `run`, or of another `run` than before."""
+        """Return the running event loop. Raises: LocalError: it is no VirtualTimeLoop, or another one than before."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None or not isinstance(loop, VirtualTimeLoop):

@@ -90,7 +90,7 @@ class SimCompute:
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
         """Run `work` now; it takes no virtual time. It runs even if jobs are modelled, since later messages depend on
-        its result."""
+        the result of `work`."""
         return work()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class SimCompute:
             self._agenda.loop.call_at(started_s + takes_s, self._end, job, value, started_s)
 
     def _begin(self, pace: DevicePace, job: _Queued, value: object, takes_s: float) -> None:
-        """Start a job on a device with varying speed. The job joins the timeline when it ends, since its end is not
+        """Start a job on a device with varying speed. The timeline gets the job when the job ends, since its end is not
         known before."""
         context, started_s = contextvars.copy_context(), self._agenda.now_s()
         takes_s *= pace.factor()
@@ -148,7 +148,8 @@ class SimCompute:
         pace.begin(takes_s, started_s)
 
     def halt(self) -> None:
-        """Stop the running job of a device with varying speed, because its process is gone. The device then rests."""
+        """Stop the running job of a device with varying speed when the peer's process is gone. The device then
+        rests."""
         if self._looks is not None and self._machine.pace is not None:
             self._looks.cancel()
             self._looks = None

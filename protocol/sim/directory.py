@@ -45,7 +45,7 @@ class Records:
         self._held: dict[str, dict[str, list[_Record]]] = {}
 
     def add(self, key: str, subkey: str, record: _Record) -> bool:
-        """Add a record. Return False, and do not add it, if a record of this subkey expires later, as a DHT does."""
+        """Add a record and return True. If this subkey has a record that expires later, return False, as a DHT does."""
         versions = self._held.setdefault(key, {}).setdefault(subkey, [])
         shown = self._newest(versions, record.publisher_place, record.stored_at_s)
         if shown is not None and shown.expires_at_s > record.expires_at_s:

@@ -111,7 +111,7 @@ class DevicePace:
         self._at_s = 0.0
 
     def factor(self) -> float:
-        """Draw the factor by which one job takes longer."""
+        """Draw the factor by which a job takes longer than at full speed."""
         return math.exp(self._rng.gauss(-(self._log_sd**2) / 2.0, self._log_sd)) if self._log_sd else 1.0
 
     def begin(self, seconds: float, now_s: float) -> None:

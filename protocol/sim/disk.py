@@ -151,7 +151,7 @@ class SimDisk:
         """Let the next `after` operations succeed, and raise PowerCut from the one that follows. A draw decides whether
         that operation has had its whole effect, a part of it, or none.
 
-        `then` is called just before, to stop other processes of the machine; it may call `crash`.
+        `then` is called just before PowerCut is raised, to stop the machine's other processes; it may call `crash`.
         """
 
         def cut() -> BaseException:
@@ -174,7 +174,7 @@ class SimDisk:
         file.data = file.synced = bytes(data)
 
     def crash(self) -> "SimDisk":
-        """Cut the power now. Returns: the disk of the machine after its restart. Calls of this object then raise
+        """Cut the power now. Returns: the machine's disk after a restart. Later calls of the old disk raise
         PowerCut."""
         self._is_dead = True
         after = SimDisk(self._rng, self.name)

@@ -16,7 +16,7 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame in flight. While it is being sent, no later frame of its stream is, so its arrival may still change."""
+    """A frame in flight. While it is being sent, its arrival may still change: its stream sends no later frame yet."""
 
     frame: SimFrame
     rate_bytes_per_s: float

@@ -124,7 +124,7 @@ class Links:
         return stream
 
     def set_card(self, plug: Plug, card: CardSpec) -> None:
-        """Change the rates of a plug, and so of all streams through it. A frame that is being sent keeps its rate."""
+        """Change the rates of a plug (uplink and downlink), for all its streams. A frame being sent keeps its rate."""
         plug.spec = card
         for stream in self._streams.values():
             if plug in (stream.source.plug, stream.destination.plug):
@@ -169,12 +169,12 @@ class Links:
             plug.grant = self._agenda.at(plug.up_free_s, self._grant_again, plug)
 
     def _has_earned(self, plug: Plug) -> bool:
-        """True if the longest-waiting stream has earned enough bytes to go before more urgent frames."""
+        """True if the longest-waiting stream has earned enough bytes to send its frame before more urgent ones."""
         frame = plug.offers[0].next_frame()
         return frame is not None and plug.earned_bytes >= frame.nbytes
 
     def _start(self, stream: Stream, now_s: float) -> int | None:
-        """Start sending the stream's next frame. Returns: the frame's bytes; None: the stream has no frame any more."""
+        """Start to send the stream's next frame. Returns: the frame's size in bytes; None: there is no frame."""
         frame = stream.take_next()
         if frame is None:
             return None
@@ -287,7 +287,8 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its own senders get Unreachable (`why`); None: they are frozen."""
+        """Handle the end of the card's process. Its senders get Unreachable, because of `why`; None: they are
+        frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

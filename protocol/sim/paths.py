@@ -33,8 +33,8 @@ class Disturbance:
             raise LocalError(f"a disturbed path takes 0 s longer or more, not {self.delay_s}")
 
     def on(self, spec: LinkSpec) -> LinkSpec:
-        """Return `spec` with this disturbance applied, except for its slowness. Raises: LocalError: an invalid
-        probability."""
+        """Return `spec` with this disturbance applied, except for the field `slowness`. Raises: LocalError: a
+        probability is invalid."""
         return replace(
             spec,
             latency_s=spec.latency_s + self.delay_s,
@@ -107,7 +107,7 @@ class Paths:
     def disturb(
         self, sources: Iterable[int], destinations: Iterable[int], disturbance: Disturbance, *, one_way: bool
     ) -> Disturbed:
-        """Begin a disturbance. Returns: it, for `calm`. Raises: LocalError: it has an invalid probability."""
+        """Begin a disturbance. Returns: the handle for `calm`. Raises: LocalError: a probability is invalid."""
         disturbed = Disturbed(frozenset(sources), frozenset(destinations), one_way, disturbance)
         disturbance.on(LinkSpec(latency_s=0.0))  # raises before anything changes
         self._disturbed.append(disturbed)
@@ -115,7 +115,7 @@ class Paths:
         return disturbed
 
     def calm(self, disturbed: Disturbed | None) -> None:
-        """End one disturbance; None: all."""
+        """End the disturbance `disturbed`; None: end all of them."""
         ended = [other for other in self._disturbed if disturbed is None or other is disturbed]
         self._disturbed = [other for other in self._disturbed if other not in ended]
         for other in ended:
@@ -150,7 +150,7 @@ class Cuts:
         return cut
 
     def remove(self, cut: Cut | None) -> None:
-        """Heal one cut; None: all."""
+        """End the cut `cut`; None: end all cuts."""
         self._cuts = [] if cut is None else [other for other in self._cuts if other is not cut]
         self._found.clear()
 
@@ -168,7 +168,7 @@ class Cuts:
         return found
 
     def since_s(self, source: int, destination: int) -> float | None:
-        """Return the time since which the pair is cut in some direction; None: it is not cut."""
+        """Return the time since which the pair is cut in either direction; None: the pair is not cut."""
         return min(
             (cut.since_s for cut in self._cuts if cut.covers(source, destination) or cut.covers(destination, source)),
             default=None,

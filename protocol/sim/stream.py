@@ -134,7 +134,7 @@ class Stream:
         self.down_dirt = None if up is down else down.down_dirt
 
     def queued_s(self, now_s: float) -> float:
-        """Return the delay of a message in the lines' queues, caused by other people's traffic."""
+        """Return the seconds that a message waits in the lines' queues behind other people's traffic."""
         up_s = 0.0 if self.up_dirt is None else self.up_dirt.now(now_s).delay_s
         return up_s if self.down_dirt is None else up_s + self.down_dirt.now(now_s).delay_s
 
@@ -161,7 +161,7 @@ class Stream:
         return self.window.outstanding_bytes == 0 and self.next_frame() is None
 
     def next_frame(self) -> SimFrame | None:
-        """Return the next frame, whether or not there is credit for it. Drop frames that their senders gave up."""
+        """Return the next frame, even if there is no credit for it. Drop frames that their senders gave up."""
         for queue in self.waiting:
             while queue and queue[0].left.done():
                 queue.popleft()

@@ -111,7 +111,7 @@ class SimTransport:
     # The daemon's death -------------------------------------------------------------------------------------------
 
     def daemon_died(self, others: "Iterable[SimTransport]") -> None:
-        """Break every connection of this peer; its process lives on. The `others` notice it one latency later."""
+        """Break every connection of this peer; its process lives on. The `others` notice this one latency later."""
         why = "our own network daemon died"
         self._links.disconnected(self.card, why=why)
         for reply, peer in self._calls.items():
@@ -132,7 +132,7 @@ class SimTransport:
             self._links.opened(self.card)
 
     async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
-        """Wait until our network daemon runs. Returns: the seconds. Raises: Unreachable: they exceed `timeout_s`."""
+        """Wait until our network daemon runs. Returns: the seconds waited. Raises: Unreachable: after `timeout_s`."""
         began_s = self._agenda.now_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -215,8 +215,8 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Handle a call and send the reply. A repeated call (`reply` is None) gets none; the caller of a damaged one
-        gets Unreachable."""
+        """Handle a call and send the reply. A repeated call (`reply` is None) gets no reply; the caller of a damaged
+        call gets Unreachable."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)

@@ -194,7 +194,7 @@ class World:
 
     @property
     def sent_bytes(self) -> Mapping[tuple[int, int], int]:
-        """(place of the sender, place of the receiver) -> bytes of all frames that began to leave, without calls."""
+        """Return (sender's place, receiver's place) -> bytes of all frames that began to leave, without calls."""
         return self._links.sent_bytes
 
     def trace_hash(self) -> str:
@@ -209,7 +209,7 @@ class World:
         return self._agenda.now_s()
 
     def rng(self, name: str) -> random.Random:
-        """Return a new generator, the same for one seed and name."""
+        """Return a new random generator, determined by the world's seed and `name`."""
         return random.Random(f"shoal sim/{self.seed}/{name}")  # strings are hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
@@ -247,21 +247,22 @@ class World:
         self._agenda.loop.thaw(peer.number)
 
     def partition(self, a: Iterable[SimPeer], b: Iterable[SimPeer], *, one_way: bool = False) -> Cut:
-        """Block everything from `a` to `b`, and back unless `one_way`. Returns: the cut, for `heal`."""
+        """Block everything from `a` to `b`, and back unless `one_way`. Returns: the cut, which `heal` ends."""
         places_a, places_b = _sides(a, b)
         cut = self._links.cut(places_a, places_b, one_way=one_way)
         self._trace_cut(Kind.CUT, cut)
         return cut
 
     def heal(self, cut: Cut | None = None) -> None:
-        """End one partition; None: all. Frames that a cut has held arrive now, on streams that have not broken."""
+        """End the partition `cut`; None: end all. Frames that a cut held arrive now, on streams that have not
+        broken."""
         self._trace_cut(Kind.HEALED, cut)
         self._links.heal(cut)
 
     def disturb(
         self, a: Iterable[SimPeer], b: Iterable[SimPeer], disturbance: Disturbance, *, one_way: bool = False
     ) -> Disturbed:
-        """Disturb the paths from `a` to `b`, and back unless `one_way`. Returns: the disturbance, for `calm`.
+        """Disturb the paths from `a` to `b`, and back unless `one_way`. Returns: the disturbance, which `calm` ends.
 
         Raises: LocalError: a peer is on both sides, or a probability is invalid.
         """
@@ -271,7 +272,7 @@ class World:
         return disturbed
 
     def calm(self, disturbed: Disturbed | None = None) -> None:
-        """End one disturbance; None: all."""
+        """End the disturbance `disturbed`; None: end all of them."""
         self._trace_cut(Kind.CALMED, disturbed)
         self._paths.calm(disturbed)
         self._path_changed()
@@ -292,7 +293,7 @@ class World:
         self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
 
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
-        """Kill the peer's network daemon, if it runs. The peer's process lives and restarts it (later if paused).
+        """Kill the peer's network daemon, if it runs. The peer's process restarts the daemon (later if paused).
 
         All connections of the peer break. Until the restart its operations wait, and nothing answers at its address.
         """
@@ -315,12 +316,12 @@ class World:
         self._trace_machine(Kind.DISK_LIMITED, peer, math.inf if free_bytes is None else free_bytes)
 
     def fail_disk(self, peer: SimPeer, *, times: float = math.inf) -> None:
-        """Fail the next `times` disk operations with EIO; each may have had its effect, or a part of it."""
+        """Fail the next `times` disk operations with EIO; each may still have its effect, or a part of that effect."""
         self._machines[peer.name].disk.fail(times=times)
         self._trace_machine(Kind.DISK_FAILING, peer, times)
 
     def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
-        """Let `after` disk operations succeed, and crash the peer in the next one, unless `mend_disk` comes first."""
+        """Let `after` disk operations succeed, then crash the peer in the next one, unless `mend_disk` is called."""
         self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
         self._trace_machine(Kind.POWER_FAILING, peer, after)
 

@@ -27,7 +27,7 @@ PASSES_GOOD: Final = 4.0
 
 def advice(spec: RunSpec, *, training_tokens: int, text_vocab_size: int) -> list[str]:
     """Return a sentence for each setting of `spec` that is likely to make the run diverge or waste time, with the value
-    to set. Args: training_tokens: tokens in the training text; text_vocab_size: tokens of the text are below this."""
+    to set. Args: training_tokens: tokens in the training text; text_vocab_size: all tokens of the text are below it."""
     said = [*_adapter_advice(spec), *_rate_advice(spec), *_warmup_advice(spec), *_batch_advice(spec)]
     if training_tokens:
         said += _text_advice(spec, training_tokens)

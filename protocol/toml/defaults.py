@@ -143,8 +143,8 @@ def learning_rate_of(
 
 
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
-    """Return the number of warm-up steps: twice the memory of Adam's second moment, in a long run 1 % of it if that is
-    more; at most a tenth of the run. With a `beta2` of 0.95, all runs of 400 to 4,000 steps get 40."""
+    """Return the number of warm-up steps: 2 / (1 - beta2) or 1 % of the run, whichever is more; but at most 2,000 steps
+    and a tenth of the run. With a `beta2` of 0.95, all runs of 400 to 4,000 steps get 40."""
     wanted = max(2.0 / (1.0 - beta2), 0.01 * steps)
     return round(min(wanted, 2000, 0.1 * steps))  # DeepSeek LLM, Step Law and Llama use 2,000 steps
 
@@ -155,8 +155,8 @@ def microbatches_of(
     """Cut a step of about `tokens` into microbatches that keep all stages busy.
 
     Args:
-        model: a microbatch's activations must fit into a stream's credit (the bytes that it may send ahead). They are
-            one vector for each token, or with experts one for each expert that a token passes.
+        model: its activations for one microbatch must fit into a stream's credit (the bytes that a stream may send
+            ahead). They are one vector for each token, or with experts one for each expert that a token passes.
         stages: the number of stages of the run; None: not fixed.
         number: the number of microbatches a step, if the run file gives it.
         samples: the number of samples a microbatch, if the run file gives it.
