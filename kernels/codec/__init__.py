@@ -4,8 +4,8 @@
     payload_B = encode(x_N, form, key=(3, 5))     # uint8, form.payload_bytes(x_N.numel()) of them
     x_N = decode(payload_B, x_N.numel(), form)
 
-The device of a tensor decides which twin computes. On a CPU the first large tensor makes a thread load the compiled
-twin; until that is loaded, the reference computes.
+The device of a tensor decides which twin (implementation) computes. On a CPU the first large tensor makes a thread load
+the compiled twin; until that is loaded, the reference computes.
 """
 
 from functools import partial
@@ -23,13 +23,13 @@ __all__ = ["FORMATS", "TILE", "Format", "decode", "decode_tiles", "encode"]
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Encode a float32 tensor (see `reference.encode`) with the twin for the device of `x_N`."""
+    """Encode a float32 tensor (see `reference.encode`) with the implementation for the device of `x_N`."""
     payload_B: Tensor = _twin(x_N).encode(x_N.contiguous(), form, key=key)
     return payload_B
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Decode a payload to float32 [N] (see `reference.decode`) with the twin for the device of `payload_B`."""
+    """Decode a payload to float32 [N] (see `reference.decode`) with the code for the device of `payload_B`."""
     x_N: Tensor = _twin(payload_B).decode(payload_B, numel, form)
     return x_N
 

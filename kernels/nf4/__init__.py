@@ -20,7 +20,7 @@ _triton = partial(triton_twins, "shoal.kernels.nf4.triton_nf4")
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode a payload to [N] of `dtype` (see `reference.decode`) with the twin for the device of `payload_B`."""
+    """Decode a payload to [N] of `dtype` (see `reference.decode`) on the device of `payload_B`."""
     twin: ModuleType = (payload_B.is_cuda and _triton()) or reference
     x_N: Tensor = twin.decode(payload_B, numel, dtype)
     return x_N

@@ -23,7 +23,7 @@ from shoal.protocol.spec import RunSpec
 _QUICK_S = 0.05
 """A shorter transfer says little about a rate: clocks, wake-ups and the way back take as long as the transfer."""
 _ROUND_TRIPS_MIN = 1.5
-"""A transfer of fewer round trips may show TCP's slow start, in which half of the data arrives in the last one."""
+"""A transfer of fewer round trips may show TCP's slow start: half of the data arrives in the last round trip."""
 FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1

@@ -317,7 +317,7 @@ def _lenient(line: bytes) -> Any:
 
 
 def _has_characters(text: str) -> bool:
-    """True if all of the text stands for characters, which lone surrogates do not."""
+    """True if the text has no lone surrogates, which stand for no character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (source of sample `position`, number of that source's earlier samples, its suffix of `_key` words)."""
+    """Return (source of sample `position`, number of that source's earlier samples, suffix for its order's key)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)

@@ -40,7 +40,7 @@ class ByteTokenizer:
     beginning: Sequence[int] = ()
     """The tokens that the vocabulary puts before a document or a prompt; often none."""
     separator: Sequence[int] = b"\n"
-    """The tokens after a document: the vocabulary's end of text, or a newline if it has none."""
+    """The tokens after a document: the vocabulary's end-of-text token, or a newline."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]

@@ -1,4 +1,4 @@
-"""Backward from several tensors with given gradients."""
+"""A backward pass from several tensors, with a given gradient for each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ class _Meeting(torch.autograd.Function):
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Do what `torch.autograd.backward` does, bit for bit, without its import of sympy, which costs each process 0.6 s
-    and 33 MB. Each gradient must have the shape of its output."""
+    """Do what `torch.autograd.backward` does, bit for bit, without importing sympy, which costs each process 0.6 s and
+    33 MB. Each gradient must have the shape of its output."""
     meeting: Tensor = _Meeting.apply(len(outputs), *outputs, *gradients)  # type: ignore[no-untyped-call]
     torch.autograd.backward(meeting)

@@ -80,7 +80,7 @@ class CompiledLayers:
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compile one layer and run it with and without gradients: torch compiles each case at its first call."""
+        """Compile one layer; run it with and without gradients, because torch compiles each case at its first call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         names = (*layout.names, BASIS) if job.model.subspace else layout.names
         layer: Layer = torch.compile(
@@ -123,5 +123,5 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Run a layer. If gradients are off, detach its input, since torch compiles for `requires_grad` separately."""
+    """Run a layer. If gradients are off, detach its input: torch compiles anew for an input that requires grad."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)

@@ -91,7 +91,7 @@ class LayerLayout:
 
 
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
-    """Return the units of a layer in buffer order. For a layer without experts, or a unit, return `key` itself."""
+    """Return a layer's units (experts, then the rest) in buffer order; only `key` for a unit or without experts."""
     if not model.num_experts or key.count(".") != 1:
         return (key,)
     return (*(expert_key(key, expert) for expert in range(model.num_experts)), f"{key}.{TRUNK}")
@@ -112,7 +112,7 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of the trained parameters of a layer or unit: with `[adapter]` its adapters, otherwise all."""
+    """Return the layout of a layer's or unit's trained parameters: its adapters if the run has them, otherwise all."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 

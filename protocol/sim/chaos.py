@@ -39,7 +39,7 @@ class FaultKind(StrEnum):
     SLOW_LINK = "slow link"
     """`amount`: the factor by which the path's rate falls."""
     LOSS = "loss"
-    """`amount`: the probability per message, also for the next two kinds."""
+    """`amount`: the probability per message; for CORRUPTION and DUPLICATION, too."""
     CORRUPTION = "corruption"
     DUPLICATION = "duplication"
     SPIKES = "spikes"
@@ -176,7 +176,8 @@ def _free(
 
 
 def _split(rng: random.Random, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the peers into two sides; in half of the cases one side is a single peer. With one peer both are empty."""
+    """Split the peers into two sides; in half of the cases one side is a single peer. With one peer both sides are
+    empty."""
     if len(names) < 2:
         return (), ()
     shuffled = rng.sample(names, len(names))

@@ -148,8 +148,7 @@ class SimCompute:
         pace.begin(takes_s, started_s)
 
     def halt(self) -> None:
-        """Stop the running job of a device with varying speed when the peer's process is gone. The device then
-        rests."""
+        """Stop the running job of a device with varying speed when its peer's process is gone. The device rests."""
         if self._looks is not None and self._machine.pace is not None:
             self._looks.cancel()
             self._looks = None

@@ -28,12 +28,12 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
     burst_s: _NotNegative = 0.0
     """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
-    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores all of them."""
+    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores them all."""
     probe_waits: bool = True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""
     wander_sd: _NotNegative = 0.0
-    """Standard deviation of the logarithm of the line's rate, which is limited to three of them; the mean stays."""
+    """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean stays."""
     wander_s: _Positive = 60.0
     """Time in which the autocorrelation of that logarithm falls to 1/e."""
     others_share: _Share = 0.0
@@ -130,7 +130,7 @@ class DevicePace:
         return self._left_s <= 1e-9  # less work than this is the clock's rounding
 
     def advance(self, now_s: float) -> None:
-        """Update the job and the bucket for the time since the last call, in which the speed was constant."""
+        """Update the job and the token bucket for the time since the last call, in which the speed was constant."""
         past_s, self._at_s = now_s - self._at_s, now_s
         self._left_s -= self._speed * past_s
         self._bucket_s = min(self._full_s, self._bucket_s + (self._throttled - self._speed) * past_s)
@@ -138,7 +138,8 @@ class DevicePace:
             self._bucket_s = 0.0
 
     def lasts_s(self) -> float:
-        """Set the present speed. Returns: the seconds until the job is done or the bucket is empty at this speed."""
+        """Set the present speed. Returns: the seconds until, at this speed, the job is done or the token bucket
+        empty."""
         share = self._cores.share
         self._speed = share if self._bucket_s else min(share, self._throttled)
         drains = self._speed - self._throttled
@@ -177,7 +178,7 @@ class LineDirt:
         raise AssertionError("pieces never end")
 
     def now(self, now_s: float) -> _Piece:
-        """Return the piece at `now_s`, and forget earlier pieces."""
+        """Return the piece (a period of one rate factor) at `now_s`, and forget earlier pieces."""
         while self._pieces and self._pieces[0].until_s <= now_s:
             self._pieces.popleft()
         return next(self._ahead(now_s))

@@ -40,7 +40,7 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Bytes that the longest-waiting stream earns for each byte of others: a sixth of the uplink (`live/throttle.py`)."""
+"""Bytes that the longest-waiting stream earns per byte of other streams: a sixth of the uplink (`live/throttle.py`)."""
 
 
 class Links:
@@ -62,7 +62,7 @@ class Links:
         self._flights = Flights(paths.link, agenda, left=self._left, arrived=self._arrive)
         self.cuts = Cuts()
         self.sent_bytes: dict[tuple[int, int], int] = {}
-        """(place of the sender, place of the receiver) -> bytes of all frames that began to leave."""
+        """(sender's place, receiver's place) -> bytes of all frames that began to leave."""
         self.stall_s = stall_s
 
     # Frames -------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Links:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def opened(self, card: NetworkCard) -> None:
-        """Mark `card` as serving, and offer the frames that wait for it."""
+        """Mark `card` as serving, and offer to the uplinks the frames that wait for this card."""
         card.is_serving = True
         for stream in card.incoming.values():
             self._revive(stream)
@@ -287,8 +287,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its senders get Unreachable, because of `why`; None: they are
-        frozen."""
+        """Handle the end of the card's process. Its senders get Unreachable(`why`); None: they are frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

@@ -146,7 +146,7 @@ class Stream:
         """Waiting frames by priority; empty before the first frame."""
         self.leaving: SimFrame | None = None
         self.held: list[SimFrame] = []
-        """Frames held by a cut; they arrive in order once it heals."""
+        """Frames held by a cut; they arrive in order once the cut heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
 

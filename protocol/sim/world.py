@@ -254,8 +254,7 @@ class World:
         return cut
 
     def heal(self, cut: Cut | None = None) -> None:
-        """End the partition `cut`; None: end all. Frames that a cut held arrive now, on streams that have not
-        broken."""
+        """End the partition `cut`; None: end all. Frames that a cut held arrive now, on streams still unbroken."""
         self._trace_cut(Kind.HEALED, cut)
         self._links.heal(cut)
 

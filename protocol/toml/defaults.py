@@ -175,7 +175,7 @@ def microbatches_of(
 
 
 def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], tuple[FilledField, ...]]:
-    """Return the tables of a run file with a number in each field that it leaves to a rule.
+    """Return the tables of a run file with a number in each field that the file leaves to a rule.
 
     Values of a wrong type and impossible values stay: the decoder of the tables reports them.
 
