@@ -29,7 +29,7 @@ class Format:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Return (bits of the part, bits of the code below it) for each part of a code."""
+        """Return (bits of the part, bits of the code below that part) for each part of a code."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 

@@ -47,7 +47,7 @@ def steps_on(optimizer: str, device: torch.device) -> torch.device:
 
 
 def answer(optimizer: str, device: torch.device) -> str:
-    """Make three steps of the small layer on a device. Returns: the digest of the layer after them."""
+    """Make three steps of the small layer on a device. Returns: the layer's digest after these steps."""
     spec = RunSpec(model=_MODEL, optimizer=OptimizerSpec(name=optimizer, warmup_steps=0))  # type: ignore[arg-type]
     layer = initial_state(spec, (_KEY,), _CPU).layers[_KEY]
     numel = layer_layout(_MODEL, _KEY).numel

@@ -31,7 +31,7 @@ SEPARATOR: Final = b"\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """The tokens of a source. In a run with several sources this is the first, and `others` has the rest."""
+    """The tokens of a source. In a run with several sources this is the first source, and `others` has the others."""
 
     text_N: Tensor
     """uint8, uint16 or int32, in memory or mapped from disk: training text, then validation text."""

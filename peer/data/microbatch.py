@@ -1,8 +1,8 @@
 """Microbatch i of step t as a pure function of the run's seed.
 
 One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation. The permutation is
-computed for one sample at a time, so a microbatch can be made without the ones before it. If there are several sources,
-each has its own passes, and each `ROUND` consecutive samples contain every source in proportion to its weight.
+computed for one sample at a time, so a microbatch can be made without earlier ones. If there are several sources, each
+has its own passes, and each `ROUND` consecutive samples contain every source in proportion to its weight.
 
 B samples   T tokens
 """

@@ -13,7 +13,7 @@ from shoal.peer.model.rotary import Rotary, at_positions
 
 
 class Documents:
-    """The documents of one microbatch. `begins_BT`, bool, marks the first token of each; a sample begins with one."""
+    """The documents of one microbatch. `begins_BT`, bool, marks each document's first token, so also each sample's."""
 
     def __init__(self, begins_BT: Tensor) -> None:
         T = begins_BT.shape[1]
@@ -33,9 +33,9 @@ class Documents:
         return documents, at_positions(rotary, documents.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask [B, 1, T, T] to add to attention scores of this dtype: 0 where a token may attend: to itself
-        and the `window` - 1 tokens before (`window` = 0: all tokens before) in its document; else -inf. All layers
-        share the mask; torch would convert a boolean mask anew in each layer."""
+        """Return the mask [B, 1, T, T] to add to attention scores of this dtype: 0 where a token may attend (to itself
+        and `window` - 1 tokens before it in its document; `window` = 0: all before), else -inf. All layers share the
+        mask; torch would convert a boolean mask anew in each layer."""
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T
             seen_BTT = (back_TT >= 0) & (self._at_T >= self._first_BT[:, :, None])

@@ -1,4 +1,4 @@
-"""Rotary positions: tables of the angles, and the rotation by them.
+"""Rotary positions: tables of the angles, and the rotation by these angles.
 
 T tokens   K head size   W kinds of layers (0: full attention, 1: window), if their angles differ
 """

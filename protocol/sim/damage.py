@@ -38,7 +38,7 @@ def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng
 
 
 def damaged_credit(given_back_bytes: int, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """Flip bits in a credit frame of `source` and decode it. Returns: the decoded frame, else why the stream breaks."""
+    """Flip bits in a credit frame of `source`, and decode it. Returns: the decoded frame, or why the stream breaks."""
     return _receive(bytearray(encode_credit(_FIRST_SEQUENCE, given_back_bytes)), source, rng)
 
 

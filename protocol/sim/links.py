@@ -115,7 +115,7 @@ class Links:
         self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
 
     def stream(self, source: NetworkCard, destination: NetworkCard) -> Stream:
-        """Return the stream from one process to another; make it if there is none yet."""
+        """Return the stream from one process to another; make a stream if there is none yet."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
             stream = Stream(source, destination, partial(self._rng, f"link {source.number} {destination.number}"))
@@ -217,7 +217,7 @@ class Links:
             stream.destination.frame_arrived(stream)
 
     def _repeat(self, stream: Stream, frame: SimFrame) -> None:
-        """Deliver a frame a second time, on the present stream (a real sender would open a new one for it)."""
+        """Deliver a frame a second time, on the same stream (a real sender would open a new stream)."""
         if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
             self._record(Kind.FRAME_REPEATED, stream, frame)
             self._hand_over(stream, frame)
