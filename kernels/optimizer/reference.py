@@ -118,8 +118,8 @@ def adamw_predict(
 def nadam_predict(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, staleness_steps: int
 ) -> Tensor:
-    """Predict `param_N` after `staleness_steps` > 0 more steps of `nadam_step`, if each gradient is the bias-corrected first
-    moment."""
+    """Predict `param_N` after `staleness_steps` > 0 more steps of `nadam_step`, if each gradient is the bias-corrected
+    first moment."""
     return _moved(param_N, moment1_N, moment2_N, hyper, nadam_gains(hyper, staleness_steps))
 
 
