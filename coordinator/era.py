@@ -254,8 +254,8 @@ def next_beginning(
 
 
 class Certificates:
-    """Collects members' signatures of versions, and knows which versions the live plan certifies or the next one can.
-    Args: placed: plans assign experts to members."""
+    """Collects members' signatures of versions, and knows which versions the live plan certifies or the next plan can.
+    Args: placed: True if plans assign experts to members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough

@@ -241,7 +241,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, transfer: TransferLeadership, now_s: float) -> None:
-        """Take over what the previous coordinator knew and we do not. If it was in another era, take only the run's
+        """Take over what the previous coordinator knew and we do not; if that was in another era, only the run's
         rate."""
         self.pace.take_over(transfer.pace, now_s)
         if transfer.era != self.era:
