@@ -188,8 +188,8 @@ class LinkSurvey:
         return tuple(UnreachablePair(one, other, age_s) for age_s, one, other in sorted(told)[:TOLD_MAX])
 
     def take_over(self, pairs: Iterable[UnreachablePair], now_s: float) -> None:
-        """Replace our unreachable pairs by the previous coordinator's, as if both ends had just reported each pair
-        `age` ago. That coordinator knows which pairs have met since our last term."""
+        """Replace our unreachable pairs by the previous coordinator's, as if both ends had reported each pair `age_s`
+        ago. That coordinator knows which pairs have met since our last term."""
         for known in self._roster.records.values():
             known.failing.clear()
         for pair in islice(pairs, TOLD_MAX):

@@ -326,7 +326,7 @@ class ReplanPolicy:
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(self, live: Plan, look: _Look) -> tuple[Next, str]:
-        """Return a finished search's layout, or a search to begin, while the swarm is unchanged."""
+        """Return a better layout for the unchanged swarm (by load, formats or a search), or a search to begin."""
         view, now_s, swarm = self.view, look.now_s, self._swarm(look.peers, look.now_s)
         if view.experts.is_due(live, view.ledger.step):
             placed = view.experts.place(live.stages, live, sequence=look.sequence)
