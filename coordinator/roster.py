@@ -183,8 +183,7 @@ class Roster:
         record.machine = heartbeat.advert.machine
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
-        """Shorten the timeout of `peer`, which others have found silent. The shorter one still has time for one
-        heartbeat."""
+        """Shorten the timeout of `peer`, which others have found silent; leave time for one heartbeat."""
         arrivals = self.arrivals(peer)
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
