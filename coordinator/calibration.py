@@ -69,8 +69,8 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout with synchronous steps, over those without. 1 if plans are made for
-        synchronous steps."""
+        """Predicted tokens/s of the live layout with synchronous steps, over those without; 1 if plans are for the
+        former."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
@@ -137,8 +137,7 @@ class Calibration:
 
     @property
     def _is_out_of_date(self) -> bool:
-        """True if the median predates a slowdown: the current prediction and the newest step are far below the
-        median."""
+        """True if the median predates a slowdown: current prediction and newest step are far below the median."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
@@ -171,8 +170,7 @@ class Calibration:
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
-        """Return `foreseen`, the cost model's prediction for a layout with `num_stages` stages, times the learned
-        factor."""
+        """Return `foreseen`, the cost model's prediction for `num_stages` stages, times the learned factor."""
         return _times(self.bias.factor(num_stages), foreseen)
 
     # --- what happens ---

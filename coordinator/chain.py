@@ -258,8 +258,7 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; whether only plans between are
-        missing)."""
+        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; whether only plans between lack)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
                 return f"the mandate of reign {plan.plan.override_epoch} has been used", False

@@ -95,8 +95,7 @@ class ChainSync:
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
         """Check the links (plans with votes) that `peer` has sent, oldest first.
         Args: may_trust: True if we have no plan, or have lost touch with every peer that obeys ours.
-        Returns: ([(plan to adopt, its predecessor if trusted unchecked, else None)], commands that ask for more
-        links)."""
+        Returns: ([(plan to adopt, its predecessor if trusted unchecked, else None)], commands that ask for more)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []

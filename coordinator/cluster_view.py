@@ -258,8 +258,7 @@ class ClusterView:
     # --- queries ---
 
     def catalog(self, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
-        """Return the snapshots to which the run may roll back. Args: among: read only this layout's peers; None:
-        all."""
+        """Return the snapshots to which the run may roll back. Args: among: only this layout's peers; None: all."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
     @property
@@ -446,8 +445,7 @@ class ClusterView:
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
-        Args: formats: wire formats of tensors between the stages; None: the narrowest. runs_ahead: as for
-        `snapshot`."""
+        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: as for `snapshot`."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
@@ -468,8 +466,7 @@ class ClusterView:
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the inputs of a prediction for these stages; None: they have too many members for a quick
-        prediction."""
+        """Return the inputs of a prediction for these stages; None: too many members for a quick one."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:

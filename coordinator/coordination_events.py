@@ -143,8 +143,7 @@ class Obey(Command, frozen=True):
 
 
 class SpreadOrder(Command, frozen=True):
-    """Send this order to every member. `in_force`: its keys are excluded now; otherwise it is only one member's
-    vote."""
+    """Send this order to every member. `in_force`: its keys are excluded now; else it is only a member's vote."""
 
     order: Exclusion
     in_force: bool

@@ -198,8 +198,7 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the present peers and the members, which count when a newcomer wants to join -> advert, None if
-        unknown."""
+        """Return the peers that count when a newcomer wants to join (present peers, members) -> advert, if known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 

@@ -98,8 +98,7 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """Return the highest plan that a coordinator has posted; one from a `doubted` peer only if there is no
-        other."""
+        """Return the highest plan that coordinators have posted; a `doubted` peer's only if there is no other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)

@@ -398,8 +398,7 @@ class Coordination:
             self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
-        """Decode a plan of our record; None: `data` is empty, or no peer can follow that plan (older releases stored
-        such)."""
+        """Decode a stored plan; None: `data` is empty, or no peer can follow that plan (older releases stored such)."""
         me = self._endpoint.peer_id
         if not data:
             return None

@@ -66,8 +66,7 @@ class CheckpointCatalog:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
-        """Keep only certified layers. Args: certified: returns the certified layers of an (era, version); None: all
-        count."""
+        """Keep only certified layers. Args: certified: returns an (era, version)'s certified layers; None: all."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)
@@ -278,8 +277,7 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
-        """Count the attestations of `peer` for its own layers. Ignore those for other layers, and invalid
-        signatures."""
+        """Count attestations of `peer` for its own layers. Ignore those for other layers, and invalid ones."""
         plan = self._plan
         if plan is None:
             return
@@ -314,8 +312,7 @@ class Certificates:
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """Return the layers certified at (era, version); None: before the first plan, when no layer can be
-        certified."""
+        """Return the layers certified at (era, version); None before the first plan, when nothing can be certified."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:

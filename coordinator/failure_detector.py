@@ -95,8 +95,7 @@ class Inquiry:
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
         """Record a refused connection. After the first refusal, a ping follows in `again_s` seconds.
-        Returns: whether this is the second refusal in a row. A call that began before the first refusal does not
-        count."""
+        Returns: whether this is the second refusal in a row. A call made before the first one does not count."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False
@@ -197,8 +196,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If `peer` has lost the coordinator's role by a silence, tolerate one as long from
-        now on."""
+        """Record an answer of `peer`. If `peer` has lost the coordinator's role by a silence, tolerate so long a
+        silence now."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None

@@ -231,8 +231,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses of confirmed versions. Until a version is confirmed, the leader of stage 0 repeats
-        its report."""
+        """Record validation losses of confirmed versions. Until then stage 0's leader repeats the report."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -241,8 +240,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, transfer: TransferLeadership, now_s: float) -> None:
-        """Take over what the previous coordinator knew and we do not; if that was in another era, only the run's
-        rate."""
+        """Take over what the previous coordinator knew and we do not; from another era only the run's rate."""
         self.pace.take_over(transfer.pace, now_s)
         if transfer.era != self.era:
             return

@@ -201,8 +201,7 @@ class LinkSurvey:
                 self._roster.of(one).failing.setdefault(other, claim)
 
     def _apart_s(self, one: PeerID, other: PeerID, now_s: float) -> float | None:
-        """Return the time at which an end of an unreachable pair last reported it; None: the two can reach each
-        other."""
+        """Return the time at which an end of an unreachable pair last reported it; None: the pair is reachable."""
         ours = self._roster.at(one).failing.get(other)
         theirs = self._roster.at(other).failing.get(one)
         if ours is None or theirs is None:
@@ -225,7 +224,7 @@ class LinkSurvey:
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
         """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
         measurements, a peer's own claim counts, up to the median of the measured peers; without a claim, the median of
-        all peers counts."""
+        all."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [

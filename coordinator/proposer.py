@@ -94,8 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our present question. A pre-vote may have raised its term since the question was
-        sent."""
+        """True if `event` answers our present question. A pre-vote may have raised its term since then."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -192,7 +191,7 @@ class Proposer:
     # --- plans without a ballot ---
 
     def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
-        """Make the first plan if it is time. Only the owner may, without votes. Args: own: the snapshots on our
+        """Make the first plan if it is time. Only the owner may, and without votes. Args: own: snapshots on our
         disk."""
         found, reason = self._policy.first_plan(now_s, own=own)
         commands: list[Command] = [LogReason(text=reason)]
@@ -414,7 +413,7 @@ class Proposer:
         override_epoch: int | None = None,
     ) -> SignedPlan:
         """Draft and sign the successor of `base` (None: the first plan) with this layout.
-        Args: mandate: the owner's permission to make a plan without votes. override_epoch: the reign; None: as in
+        Args: mandate: the owner's permission to do so without votes. override_epoch: the reign; None: that of
         `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)

@@ -252,8 +252,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, which replaces `before`. Returns: the coordinator of `before` if silent, else
-        None."""
+        """Follow the new live plan, which replaces `before`. Returns: the old coordinator if silent, else None."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:

@@ -147,8 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep the measurements of `members`, irregular heartbeat statistics, and former stages;
-        drop the rest."""
+        """Begin a term of ours. Keep measurements of `members`, irregular heartbeat statistics, and former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -370,8 +369,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of the stage) of `peer`, a learner in its place in `live`; None: no
-        learner."""
+        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: another peer."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

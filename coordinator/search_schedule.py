@@ -118,8 +118,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called. Args: is_off: the measured rate is a reason to search
-        (`Calibration.is_off`)."""
+        """True if `begin` should be called. Args: is_off: the measured rate is one reason (`Calibration.is_off`)."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm

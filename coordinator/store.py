@@ -56,9 +56,8 @@ class PlanStore:
         return self._record
 
     def save(self, record: ChainRecord) -> None:
-        """Save `record`. After this call it survives a power cut.
-        Raises: LocalError: the record cannot be written; do not vote then. The store may hold `record` or the previous
-        one."""
+        """Save `record`, which then survives a power cut.
+        Raises: LocalError: `record` cannot be written; do not vote then. The file may hold it or the previous one."""
         if record == self._record:
             return
         if self._disk is not None:

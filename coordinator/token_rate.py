@@ -160,8 +160,7 @@ class TokenRate:
 
     @property
     def usual_step_s(self) -> float:
-        """Median seconds of a step; 0 before the second step. A standstill is in one mark only, so it hardly changes
-        the median."""
+        """Median seconds of a step; 0 before the second step. One standstill hardly changes the median."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
