@@ -69,8 +69,8 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout with synchronous steps, over those without; 1 if plans are for the
-        former."""
+        """Predicted tokens/s of the live layout in synchronous steps, over that in later steps; 1 if plans are made for
+        synchronous steps."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
@@ -214,7 +214,7 @@ class Calibration:
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
-        Args: version: the era's highest committed one. is_whole: True if every member has the state of its place.
+        Args: version: the highest committed one in the era. is_whole: True if every member has its stage's state.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return

@@ -27,7 +27,7 @@ plan overrides whatever the missing members agreed on. A person decides here bet
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks its predecessor, its votes, and bounded
-increments of term, sequence and era. A peer that lacks plans between asks for these (`chain_sync`). Two valid plans of
+increments of term, sequence and era. A peer that lacks earlier plans asks for these (`chain_sync`). Two valid plans of
 one height (reign, term, sequence) raise an alarm.
 
 A lying majority of electors is outside the fault model. The model includes a liar that names a huge term, above which
@@ -258,7 +258,8 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; whether only plans between lack)."""
+        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; True if plans between are
+        missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
                 return f"the mandate of reign {plan.plan.override_epoch} has been used", False

@@ -79,7 +79,7 @@ class ChainSync:
         """Peer -> the first link that it sent, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
-        """Ask `source`, which has named a plan that does not follow ours, for the plans between."""
+        """Ask `source`, which has named a plan that does not follow ours, for the plans that we lack."""
         self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
         if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
             return []

@@ -258,7 +258,7 @@ class ClusterView:
     # --- queries ---
 
     def catalog(self, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
-        """Return the snapshots to which the run may roll back. Args: among: only this layout's peers; None: all."""
+        """Return the snapshots for a roll-back. Args: among: read only the disks of this layout's peers; None: all."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
     @property
@@ -273,7 +273,7 @@ class ClusterView:
 
     @property
     def ends(self) -> Ends:
-        """The signatures that prove the run's end; empty: it goes on, or its last version is not validated."""
+        """The signatures that prove the run's end; empty: the run goes on, or its last version is not validated."""
         return self.confirmations.ends if self.ledger.done else ()
 
     @property

@@ -143,7 +143,7 @@ class Obey(Command, frozen=True):
 
 
 class SpreadOrder(Command, frozen=True):
-    """Send this order to every member. `in_force`: its keys are excluded now; else it is only a member's vote."""
+    """Send this order to every member. `in_force`: True: its keys are excluded now; False: it is only a vote."""
 
     order: Exclusion
     in_force: bool

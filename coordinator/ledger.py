@@ -231,7 +231,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses of confirmed versions. Until then stage 0's leader repeats the report."""
+        """Record validation losses of confirmed versions. Stage 0's leader repeats the reports of unconfirmed ones."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue

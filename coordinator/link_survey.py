@@ -74,7 +74,8 @@ DOUBT_STALE_S = 10.0
 """`APART_HEARTBEATS` and `IN_USE_STALE_S` while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""All links towards a peer with a possibly slow line are measured if older than this, this many a heartbeat."""
+"""Links towards a peer with a possibly slow line are measured if older than `SUSPECT_STALE_S`, this many a
+heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0

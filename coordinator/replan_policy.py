@@ -413,7 +413,8 @@ class ReplanPolicy:
         return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
-        """True if downloads ahead of a change are so slow that a standstill costs less. Args: left: missing bytes."""
+        """True if downloads before a change are so slow that a standstill costs less. Args: left: peer -> missing
+        bytes."""
         fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False

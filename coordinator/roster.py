@@ -147,7 +147,8 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep measurements of `members`, irregular heartbeat statistics, and former stages."""
+        """Begin a term of ours. Keep only measurements of `members`, irregular heartbeat statistics, and former
+        stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -369,7 +370,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: another peer."""
+        """Return (layers with state, layers of its stage) if `peer` is a learner in its place in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None
