@@ -278,7 +278,8 @@ class ClusterView:
 
     @property
     def claimed(self) -> tuple[int, int]:
-        """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
+        """Newest snapshot (era, version) that a member with a stage or expert reports, certified or not; (0, 0):
+        none."""
         beats = self.roster.beats(self._working)
         return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 

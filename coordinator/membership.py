@@ -60,7 +60,7 @@ class Admission:
 
 
 def network_of(advert: Advert) -> str:
-    """The /24 (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
+    """The /24 network (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
     for match in filter(None, map(_IP.match, advert.addresses)):
         with suppress(ValueError):
             ip = ipaddress.ip_address(match[1])

@@ -191,8 +191,7 @@ class Proposer:
     # --- plans without a ballot ---
 
     def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
-        """Make the first plan if it is time. Only the owner may, and without votes. Args: own: snapshots on our
-        disk."""
+        """Make the first plan if it is time. Only the owner may, without votes. Args: own: snapshots on our disk."""
         found, reason = self._policy.first_plan(now_s, own=own)
         commands: list[Command] = [LogReason(text=reason)]
         match found:
@@ -265,7 +264,7 @@ class Proposer:
         return self._begun(self._ballot, now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
-        """Propose a layout in our own term, for which we only need votes. We coordinate `base`."""
+        """Propose a layout as the coordinator of `base`: in our own term, so that we only need votes."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self._ballot, self.make(base, base.plan.term, layout, now_s), now_s)
@@ -413,8 +412,7 @@ class Proposer:
         override_epoch: int | None = None,
     ) -> SignedPlan:
         """Draft and sign the successor of `base` (None: the first plan) with this layout.
-        Args: mandate: the owner's permission to do so without votes. override_epoch: the reign; None: that of
-        `base`."""
+        Args: mandate: the owner's permission to do so without votes. override_epoch: the reign; None: as in `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)
         before, begins = base.plan if base else None, layout.beginning

@@ -284,7 +284,8 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks. The role should stay then: an heir would start the wait anew."""
+        """True while the run waits for absent disks. Keep the role then: a new coordinator would start the wait
+        anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -413,8 +414,7 @@ class ReplanPolicy:
         return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
-        """True if downloads before a change are so slow that a standstill costs less. Args: left: peer -> missing
-        bytes."""
+        """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> missing bytes."""
         fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
@@ -512,8 +512,8 @@ class ReplanPolicy:
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Return (the peers to wait for before a roll-back, a sentence about the wait); both are empty: do not wait. A
-        peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        """Return (peers to wait for before a roll-back, a sentence about the wait); both empty: do not wait. A peer
+        that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
         roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s

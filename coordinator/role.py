@@ -132,7 +132,7 @@ def transfer_body(term: int, heir: PeerID) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Tenure:
-    """Our leadership term, from our first plan to the heir's."""
+    """Our leadership term, from our first plan to the next coordinator's (the heir's)."""
 
     begun_s: float
     due_s: float
@@ -335,8 +335,8 @@ class CoordinationRole:
         return commands + self._proposer.campaign(live, now_s, permit=message.permit)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
-        """True if `permit` transfers the role to `heir`, signed by the coordinator of `plan` or of its predecessor: an
-        heir may finish the plan of an earlier heir that has failed."""
+        """True if the coordinator of `plan`, or of its predecessor, has signed in `permit` that `heir` takes the role:
+        an heir may finish the plan of an earlier heir that has failed."""
         before = self._chain.links.before_last
         plans = (plan, before.plan) if before is not None else (plan,)
         return any(self._verify_transfer(p.coordinator, permit, transfer_body(p.term, heir)) for p in plans)
@@ -409,7 +409,7 @@ class CoordinationRole:
     # --- the follower's part ---
 
     def look_up(self, now_s: float) -> list[Command]:
-        """Read the directory if no coordinator answers us. We do not coordinate."""
+        """Read the directory if no coordinator answers us. Call this only if we do not coordinate."""
         plan = self.plan
         is_member = plan is not None and plan.has(self._me)
         lost = now_s >= self.watch.suspect_at_s or not (is_member or self.watch.heard_lately(now_s))

@@ -147,8 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep only measurements of `members`, irregular heartbeat statistics, and former
-        stages."""
+        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics, former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():

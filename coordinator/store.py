@@ -57,7 +57,7 @@ class PlanStore:
 
     def save(self, record: ChainRecord) -> None:
         """Save `record`, which then survives a power cut.
-        Raises: LocalError: `record` cannot be written; do not vote then. The file may hold it or the previous one."""
+        Raises: LocalError: writing failed; do not vote then. The file holds `record` or the previous one."""
         if record == self._record:
             return
         if self._disk is not None:

@@ -1,5 +1,4 @@
-"""Builds the status of the swarm for people: places, progress, why the run cannot continue, and which state it may
-lose. Pure.
+"""Builds the swarm's status for people: places, progress, why the run cannot continue, which state it may lose. Pure.
 
 Only this module makes these sentences, and `SwarmStatus` carries them, so every terminal, page and script shows the
 same.
@@ -180,7 +179,7 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members that send gradients which others refuse, in a sentence for each."""
+    """Name the members with gradients that other members refuse, in a sentence for each."""
     sentences, accusers = [], roster.accusers()
     placed = [peer for stage in live.stages for peer in stage.peers]
     for accused in live.members:

@@ -270,7 +270,7 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` of which a peer reports the state at a version that counts."""
+    """Return the groups of `live` with a peer that reports the group's state at a version that counts."""
     held: list[tuple[PeerID, int, int]] = []
     for peer, each in said.items():
         if each.era == live.era:
@@ -300,7 +300,7 @@ def _apart(members: tuple[Member, ...]) -> float:
 
 
 class PlanNotes:
-    """The plans that this peer has obeyed, and those that earlier coordinators reported."""
+    """Keeps notes about the plans that this peer has obeyed, and about those that earlier coordinators reported."""
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
