@@ -21,9 +21,9 @@ class Arrivals:
     """Learns how long a regular message may be late before its sender is suspect.
 
     Args:
-        interval_s: the expected time between regular messages. last_s: when the last one came.
+        interval_s: the expected time between regular messages. last_s: the time of the last one.
         floor_s: a shorter silence is never suspicious.
-        memory_s: half-life of the worst gap. The timeout is at most half of this.
+        memory_s: half-life of the worst gap. The timeout is at most `memory_s` / 2.
     """
 
     interval_s: float
@@ -53,11 +53,11 @@ class Arrivals:
         self.last_s = self.sign_s = now_s
 
     def signed(self, now_s: float) -> None:
-        """Record a sign of life that is none of the regular messages."""
+        """Record a sign of life other than a regular message."""
         self.sign_s = max(self.sign_s, now_s)
 
     def excuse(self, now_s: float) -> None:
-        """Restart the wait without learning from the gap, because our own machine stood still."""
+        """Restart the wait for a message, and learn nothing from the gap: our own machine stood still."""
         self.last_s = self.sign_s = now_s
 
     def age(self, silent_s: float, now_s: float) -> None:

@@ -1,27 +1,28 @@
 """Compares the predicted throughput of the live layout with the measured one, and learns the difference. Pure.
 
 Theory of operation. A plan contains the throughput that its coordinator predicted (`Plan.foreseen`). The measured
-throughput is the median over the last marks of the run's curve of tokens (`token_rate`). It counts from `WARM_UP_STEPS`
-steps after all members have their state. Every few heartbeats the coordinator predicts the throughput of the same
-layout again, from current figures. This separates two differences:
+throughput is the median over the last points (marks) of the run's curve of tokens (`token_rate`). Steps count from the
+time when all members have their state, except the first `WARM_UP_STEPS`. Every few heartbeats the coordinator predicts
+the throughput of the same layout again, from current figures. This separates two differences:
 
 - Between the plan's prediction and the current one: a figure has changed, for instance a device has become slower.
 - Between the current prediction and the measurement: the error of the cost model (the objective) in this swarm. It is
   learned for each number of stages, smoothed over `LEARN_STEPS`, and corrects predictions for other numbers of stages
   in part (`cost/forecast_bias.py`).
 
-In the first steps of a run no member runs ahead: they are synchronous (`RunSpec.synchronous_steps`). Plans are made for
-synchronous steps while these fill most of the horizon (`ClusterView.runs_ahead`), and otherwise for the later steps. In
-the second case the objective predicts the live layout for both kinds of step, and a rate measured in synchronous steps
-is divided by the ratio of the two predictions. (Rejected: no division. Layouts differ in what they lose by synchronous
-steps, so early searches chose the wrong number of stages.)
+The first steps of a run are synchronous: no member runs ahead (`RunSpec.synchronous_steps`). Plans are made for
+synchronous steps while these fill most of a layout's expected life (`ClusterView.runs_ahead`), and otherwise for the
+later steps. In the second case the objective predicts the live layout for both kinds of step, and a rate measured in
+synchronous steps is divided by the ratio of the two predictions. (Rejected: no division. Layouts differ in what they
+lose by synchronous steps, so early searches chose the wrong number of stages.)
 
 `forecast_error` is the error of past predictions; the gain that a search predicts is discounted by it. A predicted gain
 that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
 one.
 
 `is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by the factor
-`CHANGED` since the last search. It asks once: each search notes the ratio, and later ratios are compared with it.
+`CHANGED` since the last search. It asks once: each search records the ratio, and later ratios are compared with the
+recorded one.
 
 The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
 prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
@@ -68,7 +69,7 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout with synchronous steps, over those without. 1 if plans are made for
+        """Predicted tokens/s of the live layout in synchronous steps, over that in later steps; 1 if plans are made for
         synchronous steps."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
@@ -95,7 +96,7 @@ class Calibration:
         self._promised_tokens_per_s = 0.0
         """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(that throughput / the one predicted for the previous layout), at least 0; 0 if the peers are others."""
+        """log(predicted throughput of the live layout / of the previous one), at least 0; 0 if the peers are others."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
@@ -107,7 +108,7 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """Measured over predicted throughput for layouts with as many stages as the live one."""
+        """The learned ratio of measured to predicted throughput, for layouts with as many stages as the live one."""
         return self.bias.factor(self._num_stages)
 
     @property
@@ -136,13 +137,13 @@ class Calibration:
 
     @property
     def _is_out_of_date(self) -> bool:
-        """True if the median predates a slowdown: the current prediction and the newest step are both far below it."""
+        """True if the median predates a slowdown: current prediction and newest step are far below the median."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
     @property
     def is_off(self) -> bool:
-        """True if the layout is much slower than predicted, or its rate has changed, and no search has begun since."""
+        """True if the layout is much slower than predicted, or its rate has changed, since the last search began."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False
@@ -169,7 +170,7 @@ class Calibration:
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
-        """Return the objective's prediction for a layout with `num_stages` stages, times the learned factor."""
+        """Return `foreseen`, the cost model's prediction for `num_stages` stages, times the learned factor."""
         return _times(self.bias.factor(num_stages), foreseen)
 
     # --- what happens ---
@@ -198,10 +199,10 @@ class Calibration:
     def predict_step_time(
         self, today: Foreseen | None, *, synchronous: Foreseen | None = None, runs_ahead: bool = True
     ) -> None:
-        """Record the objective's current prediction for the live layout.
+        """Record `today`, the cost model's current prediction for the live layout.
 
         Args:
-            synchronous: the prediction for synchronous steps, if the run is in these and plans are made for later ones.
+            synchronous: the prediction for synchronous steps, if the run is in these but plans are made for later ones.
             runs_ahead: True if plans are made for steps that run ahead. When this changes, the live plan's prediction
                 no longer counts."""
         if runs_ahead != self._runs_ahead:
@@ -213,7 +214,7 @@ class Calibration:
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
-        Args: version: the highest committed in the era. is_whole: every member has the state that the plan gives it.
+        Args: version: the highest committed one in the era. is_whole: True if every member has its stage's state.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return
@@ -239,14 +240,14 @@ class Calibration:
 
     def _off_now(self) -> float | None:
         """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction is not used:
-        if devices slow each other down, it falls together with the measurement and hides the error."""
+        if devices slow each other down, that prediction falls together with the measurement and hides the error."""
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
         return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
         """Return log(throughput that `plan` predicts / that the previous plan predicted), at least 0. It is 0 if the
-        peers are others, because they change the hardware and not only the layout."""
+        two plans have different peers, because then the hardware changes too."""
         before, after = self._foreseen, plan.foreseen
         if (
             self._layout is None

@@ -22,16 +22,16 @@ for any reason (`voting` has the reasons): in Paxos a missing vote does no harm.
 own, so every peer that has moved on refuses a coordinator that wakes up after its term.
 
 When half of a plan's members are lost for good, the run's owner may let one peer make the successor without votes
-(`Plan.mandate`). That plan begins a new reign (`override_epoch`), a number that is compared before the term. So it
-overrides whatever the missing members agreed on. A person decides here between two histories.
+(`Plan.mandate`). That plan begins a new reign (`override_epoch`), a number that is compared before the term. So the
+plan overrides whatever the missing members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
-electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
-term, sequence and era. A peer that lacks links asks for them (`chain_sync`). Two valid plans of one height
-(reign, term, sequence) raise an alarm.
+electors in one ballot. So `adopt` takes a plan from any peer, and checks its predecessor, its votes, and bounded
+increments of term, sequence and era. A peer that lacks earlier plans asks for these (`chain_sync`). Two valid plans of
+one height (reign, term, sequence) raise an alarm.
 
-A lying majority of electors is outside the fault model. Inside it is a liar that names a huge term, above which no
-honest candidate could go: each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
+A lying majority of electors is outside the fault model. The model includes a liar that names a huge term, above which
+no honest candidate could go. So each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -63,7 +63,7 @@ OBEYED_MAX = 256
 
 
 class Adoption(NamedTuple):
-    """The result of `adopt`. `lacks`: the plan may be live, but a plan between ours and it is missing."""
+    """The result of `adopt`. `lacks`: the offered plan may be live, but we lack a plan between ours and that one."""
 
     new: bool
     reason: str = ""
@@ -114,9 +114,9 @@ class ChainLog:
         return next((plan for plan in self._links if plan.digest == digest), None)
 
     def after(self, digest: str, override_epoch: int) -> tuple[bytes, ...]:
-        """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
-        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if
-        `override_epoch`, that of the asking peer, is lower."""
+        """Return the links (plans with votes) after the plan with this digest, oldest first, as many as fit in a
+        message. If we do not have that plan, start with the live plan's predecessor. Prepend the plan that the owner
+        mandated if the asking peer's `override_epoch` is lower."""
         links = list(self._links)
         at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
         wanted = links[at + 1 :] if at is not None else links[-2:]
@@ -134,11 +134,10 @@ class ChainLog:
 
 
 class PlanChain:
-    """The chain as one peer has it: the plan that it obeys (`live`), the plan that it voted for as the next, and its
-    promises.
+    """One peer's knowledge of the chain: the plan that it obeys (`live`), its vote for the next plan, and its promises.
 
     Args:
-        owner: the only peer that may make plan (1, 1).
+        owner: the only peer that may make the first plan, (1, 1).
         verify: checks the signature of a vote.
         verify_order: checks the signature of an exclusion order.
     """
@@ -178,7 +177,7 @@ class PlanChain:
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
         """Promise `term` to `candidate`, which obeys `base`. Adopt `base` first if it is above our plan.
-        Returns: why it is refused; empty: it is promised."""
+        Returns: why the term is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
             return f"obeys plan {self.order}, not {base.plan.order}"
@@ -198,7 +197,7 @@ class PlanChain:
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> str:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
-        above our plan. Returns: why we refuse; empty: this is our vote."""
+        above our plan. Returns: why we refuse; empty: we have voted for `plan`."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
@@ -228,9 +227,9 @@ class PlanChain:
         return ""
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
-        """Obey a live plan if it proves itself; count a fork in `num_forks`.
-        Args: after: the predecessor of `plan` if it is taken on trust, because this peer knows no plan or was away for
-        longer than links are kept."""
+        """Obey a live plan if its proof is valid; count a fork in `num_forks`.
+        Args: after: `plan`'s predecessor, if trusted unchecked: this peer knows no plan, or was away for longer than
+        peers keep old plans."""
         known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
@@ -259,7 +258,8 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Say why not to obey `plan`, which is above ours. Returns: (reason, whether only links are missing)."""
+        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; True if plans between are
+        missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
                 return f"the mandate of reign {plan.plan.override_epoch} has been used", False
@@ -273,8 +273,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a plan with the height of another that we obeyed. If both have the votes, electors have voted twice:
-        a fork. A plan without votes may come from anybody."""
+        """Handle a `plan` with the height of `known`, which we obeyed. If both have a majority, electors have voted
+        twice: a fork. A plan without votes proves nothing."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)
@@ -301,9 +301,9 @@ class PlanChain:
         )
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None]) -> None:
-        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a granted term that no candidate
-        could go above: older releases could be tricked into granting one.
-        Args: opened: opens the bytes of a plan; it returns None if they are empty, or no peer can follow that plan."""
+        """Continue from `record`. Its plans are trusted, because we wrote them. Drop a granted term that is too high
+        for any candidate to exceed: older releases could be tricked into granting one.
+        Args: opened: decodes a plan; returns None if the bytes are empty, or no peer can follow that plan."""
         assert record.run == self.run
         live = opened(record.live)
         self.live, self.accepted_term = live, record.accepted_term
@@ -318,7 +318,7 @@ class PlanChain:
             self._obeyed.append(live)
 
     def _claim(self, candidate: PeerID, term: int) -> str:
-        """Promise `term` to `candidate`. Returns: why that cannot be; empty: it is promised."""
+        """Promise `term` to `candidate`. Returns: why we may not; empty: it is promised."""
         if term < self.granted_term:
             return f"granted term {self.granted_term}, above {term}"
         if term == self.granted_term and self.granted_to != candidate:
@@ -375,7 +375,7 @@ class PlanChain:
         )
 
     def _newer(self, base: SignedPlan) -> bytes:
-        """Return our live plan if it is above `base`, the asking peer's; else nothing."""
+        """Return our live plan if it is above `base`, the asking peer's plan; else no bytes."""
         return self.live.link if self.live and self.height > base.plan.height else b""
 
 

@@ -1,10 +1,10 @@
 """Opens the plans that others send, fetches the plans of the chain that this peer lacks, and follows hints about the
 coordinator of a later plan. Pure.
 
-A plan that does not follow ours may still be live. We ask the peer that named it for the links (plans with their votes)
-after ours, and each link proves itself against the one before. A newcomer has no link before, nor has a peer that was
-away for longer than links are kept: such a peer takes the oldest link that it receives on trust, and checks all later
-ones against it. A peer that hears its coordinator takes no link on trust.
+A plan that does not follow ours may still be live. We ask the peer that named that plan for the links (plans with their
+votes) after ours, and check each link against the one before. A newcomer cannot check its first link, nor can a peer
+that was away for longer than links are kept: such a peer trusts the oldest link that it receives, and checks all later
+ones. A peer that hears its coordinator trusts no unchecked link.
 
 The directory, or another peer's reply to a heartbeat, may name the coordinator of a plan above ours. Such a hint proves
 nothing. We send our heartbeats to the named peer, which must answer with that plan."""
@@ -56,13 +56,13 @@ class VerifiedPlans:
         return plan
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan:
-        """Open a plan that should be live, with its votes, which are not checked here.
+        """Open a link: a plan that should be live, with its votes. The votes are not checked here.
         Raises: RemoteError: `source` sent an invalid plan, or none."""
         envelope, proof = open_link(data, source=source) if data else (b"", None)
         return msgspec.structs.replace(self.open(envelope, source), proof=proof)
 
     def open_mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
-        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: invalid."""
         mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
         if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")
@@ -79,7 +79,7 @@ class ChainSync:
         """Peer -> the first link that it sent, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
-        """Ask `source` for links: it has named a plan that does not follow ours."""
+        """Ask `source`, which has named a plan that does not follow ours, for the plans that we lack."""
         self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
         if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
             return []
@@ -93,9 +93,9 @@ class ChainSync:
     def learn(
         self, peer: PeerID, links: Sequence[SignedPlan], now_s: float, *, may_trust: bool
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
-        """Check the links that `peer` has sent, oldest first.
+        """Check the links (plans with votes) that `peer` has sent, oldest first.
         Args: may_trust: True if we have no plan, or have lost touch with every peer that obeys ours.
-        Returns: ([(plan to adopt, its predecessor if that is taken on trust)], further questions)."""
+        Returns: ([(plan to adopt, its predecessor if trusted unchecked, else None)], commands that ask for more)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []
@@ -124,7 +124,7 @@ class ChainSync:
 
 
 class LeaderHint:
-    """Knows the peer to which this peer sends its heartbeats. Args: owner: gets them before the first plan."""
+    """Knows the peer to which this peer sends its heartbeats. Args: owner: gets heartbeats before the first plan."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, chain: PlanChain, heartbeat_s: float, now_s: float) -> None:
         self._me, self._owner, self._chain, self._heartbeat_s = me, owner, chain, heartbeat_s
@@ -173,7 +173,7 @@ class LeaderHint:
             self._gone_on_since_s = now_s
 
     def found(self, head: PlanHead | None, now_s: float) -> bool:
-        """Record the directory's answer. Returns: whether it was news."""
+        """Record the directory's head of the chain. Returns: whether that plan was news."""
         self.head_known = True
         self._is_named = head is not None and head.coordinator != self._me
         if head is None or head.coordinator == self._me:
@@ -193,7 +193,7 @@ class LeaderHint:
         self._hint_until_s = now_s + HINT_HEARTBEATS * self._heartbeat_s
 
     def weigh(self, now_s: float) -> None:
-        """Stop believing a peer that should have shown a higher plan by now."""
+        """Drop a hint if the peer that it names has not shown the higher plan in time."""
         for peer in [peer for peer, until_s in self.doubted.items() if now_s >= until_s]:
             del self.doubted[peer]
         if self._hint is not None and now_s >= self._hint_until_s:

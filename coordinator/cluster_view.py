@@ -105,7 +105,7 @@ class ClusterView:
     # --- inputs ---
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
-        """Record a heartbeat. Returns: the impossible reports in it, as sentences."""
+        """Record a heartbeat. Returns: a sentence for each impossible report in it."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
             held = ((group, version, True) for group, version in heartbeat.held)
@@ -138,8 +138,8 @@ class ClusterView:
             record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE)
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. The time of the first one is our estimate of the run's start.
-        Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
+        """Record a live plan of any coordinator. The time of the first live plan is our estimate of the run's start.
+        Args: leads: we coordinate `plan` and its predecessor, so we know why the removed members are gone."""
         before, members = self.plan, frozenset(plan.members)
         members_before = frozenset(before.members) if before is not None else frozenset()
         for peer in sorted(members_before - members) if leads else ():
@@ -171,7 +171,7 @@ class ClusterView:
         """Begin a term as coordinator, or continue as such (`continuing`). Give each member time for a heartbeat before
         its silence counts.
         Args: silent: the previous coordinator, if its silence caused this term.
-        Returns: whether the previous coordinator has searched for a better layout than this plan's."""
+        Returns: whether the previous coordinator has searched for a better layout than that of `plan`."""
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
         self.electorate.begin_term()
@@ -228,8 +228,8 @@ class ClusterView:
         self.experts.rest()
 
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool, permit: bytes = b"") -> TransferLeadership:
-        """Build the message for the next coordinator, as much as fits.
-        Args: searched: whether a search has found nothing better than the live plan's layout."""
+        """Build the transfer of what we know to the next coordinator, as much as fits in a message.
+        Args: searched: True if a search has found nothing better than the live plan's layout."""
         known = ((peer, self.roster.advert(peer)) for peer in self.roster.alive(now_s))
         handover = TransferLeadership(
             plan=live.link,
@@ -258,7 +258,7 @@ class ClusterView:
     # --- queries ---
 
     def catalog(self, now_s: float, *, among: Layout | None = None) -> CheckpointCatalog:
-        """Return the snapshots to which the run may roll back. Args: among: only of this layout's peers; None: all."""
+        """Return the snapshots for a roll-back. Args: among: read only the disks of this layout's peers; None: all."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
     @property
@@ -273,12 +273,13 @@ class ClusterView:
 
     @property
     def ends(self) -> Ends:
-        """The proof that the run is done; empty: it is not, or its last version is not validated."""
+        """The signatures that prove the run's end; empty: the run goes on, or its last version is not validated."""
         return self.confirmations.ends if self.ledger.done else ()
 
     @property
     def claimed(self) -> tuple[int, int]:
-        """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
+        """Newest snapshot (era, version) that a member with a stage or expert reports, certified or not; (0, 0):
+        none."""
         beats = self.roster.beats(self._working)
         return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 
@@ -343,11 +344,11 @@ class ClusterView:
         knows_network: bool,
         runs_ahead: bool | None = None,
     ) -> SwarmSnapshot:
-        """Collect all inputs of a layout.
+        """Collect all inputs for the search or prediction of a layout.
 
         Args:
             knows_network: include the links, which takes a while for many peers.
-            runs_ahead: False: for synchronous steps; True: for later ones; None: for the kind that plans are made for.
+            runs_ahead: False: predict synchronous steps; True: later steps; None: the kind that plans are now made for.
         """
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
@@ -408,8 +409,8 @@ class ClusterView:
         )
 
     def runs_ahead(self, now_s: float) -> bool:
-        """False while more than half of the horizon (a layout's expected life) passes in synchronous steps. Plans are
-        made for those steps then, and for all later ones otherwise."""
+        """False while more than half of the horizon (a layout's expected life) passes in synchronous steps: plans are
+        then made for synchronous steps, otherwise for later ones."""
         step_s = self.ledger.pace.usual_step_s or self.step_s_at_best(now_s)
         return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
@@ -423,8 +424,8 @@ class ClusterView:
         return min(lasts_s, HORIZON_S_MAX)
 
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
-        """Estimate the seconds lost by a roll-back: its own time, plus half a snapshot interval, or the whole run so
-        far if snapshots have no interval, or one is overdue and none exists."""
+        """Estimate the seconds lost by a roll-back: its own time, and the training to repeat. That is half a snapshot
+        interval, or the whole run so far if no snapshots are made, or the first is overdue."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
@@ -444,15 +445,14 @@ class ClusterView:
     def predict_step_time(
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
-        """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
-        large.
-        Args: formats: of the tensors between these stages; None: the narrowest. runs_ahead: see `snapshot`."""
+        """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
+        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: as for `snapshot`."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """Choose the formats of these stages' tensors; None: the run allows only one."""
+        """Choose wire formats for tensors between these stages; None: the run allows only one choice."""
         takes = self._takes
         if not takes.are_choices:
             return None
@@ -460,14 +460,14 @@ class ClusterView:
         return takes.thinnest(len(stages)) if snapshot is None else choose_formats(snapshot, stages, takes, kept=kept)
 
     def other_formats(self, live: Plan) -> Formats | None:
-        """Return the formats that the live plan should change to; None: its own are still the best."""
+        """Return the wire formats to which the live plan should change; None: its own are still the best."""
         sequence, formats = self._formats
         return formats if sequence == live.sequence and formats != live.formats else None
 
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the inputs of a prediction for these stages; None: they have too many members for one in time."""
+        """Return the inputs of a prediction for these stages; None: too many members for a quick one."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
@@ -524,7 +524,7 @@ class ClusterView:
 
 
 def fitting(handover: TransferLeadership) -> TransferLeadership:
-    """Drop fields from `handover` until it fits in a message; a plan that is too large alone cannot be sent at all."""
+    """Drop fields from `handover` until it fits in a message; a plan that alone is too large cannot be sent."""
     for name in LEAST_NEEDED:
         if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES_MAX <= CONTROL_BYTES_MAX:
             break

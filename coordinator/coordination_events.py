@@ -40,8 +40,8 @@ class Received(CoordinationEvent, frozen=True):
 
 
 class Answered(CoordinationEvent, frozen=True):
-    """`peer` has answered `asked`. If the answer contains them: `live` is its newer live plan, `accepted` the plan that
-    it has voted for, `links` the part of the chain that we lack, oldest first."""
+    """`peer` has answered `asked`. The answer may contain `live`, that peer's newer live plan; `accepted`, the plan
+    that it has voted for; and `links`, the plans of the chain that we lack, oldest first."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -85,7 +85,7 @@ class HeadFound(CoordinationEvent, frozen=True):
 
 
 class ExclusionHeard(CoordinationEvent, frozen=True):
-    """An exclusion order, or a vote for one, has arrived. `is_ours`: it comes from this machine."""
+    """An exclusion order, or a vote for one, has arrived. `is_ours`: `order` comes from this machine."""
 
     order: Exclusion
     is_ours: bool
@@ -143,7 +143,7 @@ class Obey(Command, frozen=True):
 
 
 class SpreadOrder(Command, frozen=True):
-    """Tell every member of this order. `in_force`: its keys are excluded now; otherwise it is only a vote for one."""
+    """Send this order to every member. `in_force`: True: its keys are excluded now; False: it is only a vote."""
 
     order: Exclusion
     in_force: bool

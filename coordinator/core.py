@@ -16,10 +16,10 @@ The life of a plan:
   the coordinator refuses its consent, and pings the coordinator more often from then on.
 - A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
 - If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
-  makes a plan without votes. That plan begins a reign, a number that is compared before term and sequence.
+  makes a plan without votes. That plan begins a new reign: a number that is compared before term and sequence.
 
-At most one `Ballot` is in flight. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
-failures, otherwise twice."""
+At most one `Ballot` (the voting on a plan or term) is in flight. A tick drives all timeouts: sixteen times a heartbeat
+on peers that watch for failures, otherwise twice."""
 
 import random
 from collections.abc import Callable
@@ -154,7 +154,7 @@ class CoordinationCore:
         self._heartbeat_at_s = self._tick_at_s = self._ticked_s = now_s
 
     def restore(self, record: ChainRecord, opened: Callable[[bytes], SignedPlan | None], now_s: float) -> None:
-        """Continue from `record` after a restart, before any event. Args: opened: bytes of a plan -> plan, or None."""
+        """Continue from `record` after a restart, before any event. Args: opened: decodes a plan, or returns None."""
         self.chain.restore(record, opened)
         live = self.chain.live
         if live is not None:
@@ -198,7 +198,8 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the peers to count when a newcomer wants to join: present peers and members -> advert, where known."""
+        """Return the peers that count when a newcomer wants to join (present peers, members): peer -> advert, if
+        known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
@@ -443,7 +444,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan from `source` if it proves itself. Args: after: its predecessor, if taken on trust."""
+        """Obey a live plan from `source` if its proof is valid. Args: after: its predecessor, if trusted unchecked."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:

@@ -58,8 +58,8 @@ class Discovery:
 
     def should_read(self, plan: Plan) -> bool:
         """True if `plan` has a member with unknown addresses and we should read the directory now. We look up members
-        of our own and neighbouring stages at once, others only as the coordinator or after an interval: otherwise a
-        thousand peers would read a thousand records each time that a peer joins."""
+        of our own and neighbouring stages at once, other members only if we coordinate or after an interval: otherwise
+        a thousand peers would read a thousand records each time that a peer joins."""
         me = self._endpoint.peer_id
         stage = plan.stage_of(me)
         near = [] if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
@@ -98,7 +98,7 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """Return the highest plan that a coordinator has posted; a `doubted` one's counts only if there is no other."""
+        """Return the highest plan that coordinators have posted; a `doubted` peer's only if there is no other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)

@@ -143,15 +143,16 @@ class Callbacks:
 
 
 class Coordination:
-    """One peer's part in the coordination of a run: to choose coordinators, agree on plans and, in a term, make them.
+    """Takes part in a run's coordination for one peer: helps to choose coordinators and to agree on plans, and makes
+    plans while it is the coordinator.
 
     Args:
         endpoint: answers calls after `start`; its `term` is set to that of the live plan.
         owner: the peer that makes the run's first plan.
-        heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
+        heartbeat: returns this peer's heartbeat, with each report once. `Coordination` keeps reports until a
             coordinator has them.
         has_lost_all: returns True if this peer's disk had snapshots and none can be read.
-        run_blocking: runs layout searches, which may take a minute; inline in simulated time.
+        run_blocking: runs layout searches, which may take a minute, off the event loop; simulations run them inline.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class Coordination:
             self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
-        """Open a plan of our record. None: none, or one that no peer can follow (older releases stored such plans)."""
+        """Decode a stored plan; None: `data` is empty, or no peer can follow that plan (older releases stored such)."""
         me = self._endpoint.peer_id
         if not data:
             return None
@@ -503,8 +504,8 @@ class Coordination:
             return Refusal(reason=f"no answer to our ping either ({error})")
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
-        """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent
-        plan. An open run without a plan admits all, so that it can begin."""
+        """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never a member of a
+        recent plan. An open run without a plan admits all, so that it can begin."""
         plan, core = self.core.plan, self.core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
@@ -587,7 +588,7 @@ class Coordination:
         self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Return our signature of the run's end, once all state that we hold has reached it; empty before."""
+        """Return our signature of the run's end, once all our state is at the last version; empty: not yet."""
         plan, steps = self.core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):

@@ -66,7 +66,7 @@ class CheckpointCatalog:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
-        """Keep only certified layers. Args: certified: (era, version) -> its certified layers; None: all count."""
+        """Keep only certified layers. Args: certified: returns an (era, version)'s certified layers; None: all."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)
@@ -97,7 +97,7 @@ class CheckpointCatalog:
         return next((snapshot for snapshot in sorted(self.parts, reverse=True) if self.covers(snapshot, layers)), None)
 
     def newest_safe(self, layers: Collection[str]) -> tuple[int, int] | None:
-        """Return the last (era, version) with every layer on `SAFE_COPIES` disks; older ones are not needed."""
+        """Return the last (era, version) with every layer on `SAFE_COPIES` disks; older snapshots are not needed."""
         for snapshot in sorted(self.parts, reverse=True):
             copies = Counter(layer for held in self.parts[snapshot].values() for layer in held)
             if all(copies[layer] >= SAFE_COPIES for layer in layers):
@@ -128,7 +128,7 @@ class HolderWatch:
 
         Args:
             holders: for each group, the peers that hold its state now, or can rebuild it alone.
-            behind: groups with a state that a living peer reports, but so far at a version too old to count.
+            behind: groups of which a living peer reports the state, but so far at a version too old to count.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -146,8 +146,8 @@ class HolderWatch:
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
         """True if the wait for absent disks is over. Call only while a stage has lost its state.
-        Args: relearn_s: time to train the steps on those disks again. The wait lasts as long, or `MISSING_HEARTBEATS`
-        if that is more: a wait in vain then costs about as much as a needless roll-back."""
+        Args: relearn_s: time to train the steps on absent disks again. The wait lasts `relearn_s`, or
+        `MISSING_HEARTBEATS` if longer: a vain wait then costs about as much as a needless roll-back."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
@@ -253,8 +253,8 @@ def next_beginning(
 
 
 class Certificates:
-    """Collects members' signatures of versions, and knows which versions the live plan certifies or the next one can.
-    Args: placed: plans assign experts to members."""
+    """Collects members' signatures of versions, and knows which versions the live plan certifies or the next plan can.
+    Args: placed: True if plans assign experts to members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough
@@ -267,7 +267,7 @@ class Certificates:
         self._new: tuple[Certified, ...] = ()
 
     def obey(self, plan: Plan) -> None:
-        """Record a live plan, and drop the attestations that it no longer needs."""
+        """Record a live plan, and drop attestations that no later plan needs."""
         self._plan = plan
         self._known = frozenset((entry.age, entry.keys) for entry in plan.certified)
         for (keys, peer), said in list(self._said.items()):
@@ -277,7 +277,7 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, verify: VerifySignature) -> None:
-        """Count the attestations of `peer` for its own layers. Ignore others, and invalid signatures."""
+        """Count attestations of `peer` for its own layers. Ignore those for other layers, and invalid ones."""
         plan = self._plan
         if plan is None:
             return
@@ -312,7 +312,7 @@ class Certificates:
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """Return the layers certified at (era, version); None before the first plan, when no layer can be."""
+        """Return the layers certified at (era, version); None before the first plan, when nothing can be certified."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
@@ -329,7 +329,7 @@ class Certificates:
         return known + self._new
 
     def _proven(self, plan: Plan) -> Iterator[Certified]:
-        """Yield a certificate for each version that a majority of its group's jury has signed."""
+        """Yield a certificate for each version that a majority of its group's jury (possible signers) has signed."""
         heard = {keys for keys, _ in self._said}
         for group in range(len(plan.stages) + len(plan.experts)):
             keys = group_keys(self._model, plan, group)
@@ -358,8 +358,8 @@ def _newest(entries: Iterable[Certified], wanted: frozenset[str]) -> tuple[int, 
 
 
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySignature, are_enough: AreEnough) -> str:
-    """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
-    missing, or an era that begins at an uncertified version; empty: nothing."""
+    """Say what is wrong with the certificates of `plan`, the successor of `base`; empty: nothing. One may lack
+    signatures, the newest may be missing, or the era may begin at an uncertified version."""
     newest, wanted = newest_whole(base, model)
     if _newest(plan.certified, wanted) < newest:
         return f"version {newest[1]} of era {newest[0]} is no longer certified"
@@ -376,7 +376,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
 
 
 def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
-    """Return the newest (era, version) of which `plan` certifies every layer, (0, 0) if none, and these layers."""
+    """Return the newest (era, version) of which `plan` certifies every layer, or (0, 0); and the set of all layers."""
     wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
     return _newest(plan.certified, wanted), wanted
 

@@ -21,9 +21,9 @@ Reports of other members need the coordinator's own check, because their own lin
 may be broken too, so others ping for it (SWIM, Das et al. 2002). Their word that a member is alive counts for at most
 `VOUCHED_HEARTBEATS`; otherwise one liar could keep a dead member in the plan.
 
-Every member hears the coordinator once a heartbeat, in the answer to its own. The next peers in rank (`is_close`) also
-ping it several times a heartbeat, so they may suspect it after little more than one heartbeat. The other members check
-for themselves once a candidate asks for their consent (`alarm`)."""
+Every member hears the coordinator once a heartbeat, in the answer to its own. The next peers in rank, the order of
+succession (`is_close`), also ping the coordinator several times a heartbeat, so they may suspect it after little more
+than one heartbeat. The other members check for themselves once a candidate asks for their consent (`alarm`)."""
 
 import math
 from collections.abc import Collection
@@ -94,8 +94,8 @@ class Inquiry:
         return True
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
-        """Record a refused connection. A ping after `again_s` seconds checks the first one.
-        Returns: whether it is the second in a row. A call from before the first refusal tells nothing new."""
+        """Record a refused connection. After the first refusal, a ping follows in `again_s` seconds.
+        Returns: whether this is the second refusal in a row. A call made before the first one does not count."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False
@@ -122,7 +122,7 @@ class CoordinatorWatch:
 
     @property
     def suspect_at_s(self) -> float:
-        """When the coordinator counts as gone, if it stays silent until then."""
+        """The time from which a coordinator that stays silent counts as gone."""
         if self._gone_s is not None:
             return self._gone_s
         arrivals = self._pings if self.is_close else self._beats
@@ -137,14 +137,14 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: judged by past delays, its next answer is not late."""
+        """True if we back the coordinator against a candidate: by past delays, the coordinator's answer is not late."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def keep_close(self, close: bool, now_s: float) -> None:
-        """Set whether we are among the first in rank."""
+        """Set whether we are among the next peers in rank, which ping the coordinator."""
         if close and not self.is_close:
             self._pings.excuse(self._sign_s)
             self._inquiry.ping_at_s = now_s
@@ -196,7 +196,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If it has lost the coordinator's role by a silence, tolerate that from now on."""
+        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence as long
+        from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None
@@ -270,7 +271,7 @@ class FailureDetector:
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
 
     def refused(self, peer: PeerID, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float) -> list[Command]:
-        """Record that a ping was refused. Args: irreplaceable: some group's state would be lost with it."""
+        """Record that `peer` refused a ping. Args: irreplaceable: True if a group's state would be lost with `peer`."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -327,7 +328,7 @@ class FailureDetector:
         return commands
 
     def _is_out_of_reach(self, peer: PeerID, inquiry: Inquiry, now_s: float) -> bool:
-        """True if two neighbours report `peer`, and it has not answered us for half of its timeout."""
+        """True if two neighbours report `peer` as silent, and `peer` has not answered us for half of its timeout."""
         if self._roster.is_gone(peer, now_s) or len(inquiry.reporters) < 2:
             return False
         arrivals = self._roster.arrivals(peer)

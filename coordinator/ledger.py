@@ -77,9 +77,9 @@ class ReportQueue:
         self._sent: tuple[Waiting, ...] = ()
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Queue the reports in `heartbeat`, and replace them by the oldest in the queue; by none while others are in
-        flight. A commit report contains its age.
-        Returns: (the heartbeat to send, the argument for `returned`)."""
+        """Queue the reports in `heartbeat`, and replace them by the oldest queued ones, or by none while earlier ones
+        are in flight. Each commit report gets its age.
+        Returns: (the heartbeat to send, its reports, to be passed to `returned`)."""
         known = [report for _, report in self._waiting]
         new: tuple[CommitReport | ValidationReport, ...] = (*heartbeat.commits, *heartbeat.validations)
         self._waiting.extend((now_s, report) for report in new if report not in known)
@@ -95,7 +95,7 @@ class ReportQueue:
         return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
 
     def returned(self, sent: tuple[Waiting, ...], *, arrived: bool) -> None:
-        """Drop these reports if a coordinator has them, else send them again."""
+        """Drop the `sent` reports if they have arrived at a coordinator; otherwise send them again."""
         for waiting in sent if arrived else ():
             if self._waiting and self._waiting[0] == waiting:  # otherwise the full queue has dropped it
                 self._waiting.popleft()
@@ -201,7 +201,7 @@ class Ledger:
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed.
-        Args: flush: also count reported steps right after those: another coordinator will see them confirmed."""
+        Args: flush: also count the reported steps that directly follow: another coordinator will see them confirmed."""
         confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
@@ -231,7 +231,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses of confirmed versions. Until then the leader of stage 0 repeats its report."""
+        """Record validation losses of confirmed versions. Stage 0's leader repeats the reports of unconfirmed ones."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -240,7 +240,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, transfer: TransferLeadership, now_s: float) -> None:
-        """Take over what the previous coordinator knew and we do not. From another era only the run's rate counts."""
+        """Take over what the previous coordinator knew and we do not; from another era only the run's rate."""
         self.pace.take_over(transfer.pace, now_s)
         if transfer.era != self.era:
             return
@@ -253,7 +253,7 @@ class Ledger:
         self.staleness_mean = transfer.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """Return the records of steps that are due, in order. Args: flush: every step with a loss is due."""
+        """Return the records of steps that are due, in order. Args: flush: return every step that has a loss."""
         records = []
         self._confirm(flush=flush)
         waits = False
@@ -339,7 +339,7 @@ class Confirmations:
         self._ends: dict[PeerID, bytes] = {}
 
     def obey(self, plan: Plan) -> None:
-        """Record a live plan. A member that has lost its place in a group does not count there any more."""
+        """Record a live plan. A member that has lost its place in a group does not count for that group any more."""
         if self._plan is not None and plan.era != self._plan.era:
             self._versions, self._ends = {}, {}
         self._plan = plan
@@ -373,7 +373,7 @@ class Confirmations:
 
     @property
     def ends(self) -> Ends:
-        """The proof that the run is done; empty: none yet."""
+        """The signatures that prove the run's end; empty: too few yet."""
         if self._plan is None or not self._ends or not proves_end(self._plan, self._ends):
             return ()
         return tuple(sorted(self._ends.items()))
@@ -402,8 +402,8 @@ class SnapshotSchedule:
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float, step_s: float) -> None:
         """Choose a version if a snapshot is due.
-        Args: beats: every live peer's newest one in the live era; read at most twice a heartbeat. step_s: the usual
-        time of a step; 0: unknown."""
+        Args: beats: every live peer's newest heartbeat of the live era; read at most twice a heartbeat interval.
+        step_s: the usual time of a step; 0: unknown."""
         if self._interval_s <= 0.0 or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + self._heartbeat_s / 2

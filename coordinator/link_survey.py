@@ -6,20 +6,20 @@ with each heartbeat until a search can place it. Every other peer measures one l
 towards a standby that no peer has probed; then a link in use that was measured a minute ago; then an unknown link; then
 an old one. Links in use are measured far more often while the run is slower than the figures explain. If several links
 of one peer have become slow, all peers measure their link towards it; otherwise a search would move that peer's traffic
-to its other links, of which the figures are old. Before all that, a peer tries the peers that report it as unreachable,
-and now and then those that it cannot reach. Among several candidates the coordinator takes the network card that was
-probed least recently.
+to its other links, on old figures. Before all that, a peer tries to reach those that report it as unreachable, and now
+and then those that it failed to reach. Among several candidates the coordinator takes the network card that was probed
+least recently.
 
 Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of its rate
-each. So before the first plan they take turns with links that leave their machine, and a measurement of one of them
-counts for all. Each also measures a link to another of them, to check that both are on the same machine.
+each. So before the first plan they take turns with links that leave their machine, and a measurement by one peer counts
+for all. Each also measures a link to another peer of its machine, to check that both are on one.
 
 **Unreachable pairs.** Two peers behind routers may never connect, and a connected pair may lose its connection. Each
-peer reports how many tries to reach another have failed since that one last answered (`LinkReport.num_failed`). A pair
-is unreachable if both of its ends report failures, with at least one try each and `TRIES_MIN` together, and have not
-connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer can separate
-two others, a peer that calls all others unreachable is not believed, and two liars only harm their own pair. The pair
-is reachable again when either end reports an answer of the other, or when no report has arrived for
+peer reports how many tries to reach another peer have failed since that peer last answered (`LinkReport.num_failed`). A
+pair is unreachable if both of its ends report failures, with at least one try each and `TRIES_MIN` together, and have
+not connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer can
+separate two others, a peer that calls all others unreachable is not believed, and two liars only harm their own pair.
+The pair is reachable again when either end reports an answer of the other, or when no report has arrived for
 `EXPIRY_HEARTBEATS`."""
 
 import math
@@ -74,7 +74,8 @@ DOUBT_STALE_S = 10.0
 """`APART_HEARTBEATS` and `IN_USE_STALE_S` while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""All links towards a peer with a possibly slow line are measured if older than this, this many a heartbeat."""
+"""Links towards a peer with a possibly slow line are measured if older than `SUSPECT_STALE_S`, this many a
+heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -99,7 +100,7 @@ class LinkSurvey:
         """Peer -> when its line was first suspected to have become slow."""
 
     def begin_term(self, members: Collection[PeerID]) -> None:
-        """Begin a term of ours, for which the roster has forgotten the reports of all but the plan's members."""
+        """Begin our term as coordinator. The roster has already forgotten the reports of all but the plan's members."""
         links = [
             (one, other, link) for one, record in self._roster.records.items() for other, link in record.links.items()
         ]
@@ -168,7 +169,7 @@ class LinkSurvey:
     # --- pairs without a link ---
 
     def pairs(self, now_s: float, among: Collection[PeerID] | None = None) -> frozenset[Pair]:
-        """Return the pairs that cannot reach each other. Args: among: only pairs of these; None: all."""
+        """Return the pairs that cannot reach each other. Args: among: only pairs of these peers; None: all."""
         return frozenset(
             (one, other)
             for one, record in self._roster.records.items()
@@ -188,8 +189,8 @@ class LinkSurvey:
         return tuple(UnreachablePair(one, other, age_s) for age_s, one, other in sorted(told)[:TOLD_MAX])
 
     def take_over(self, pairs: Iterable[UnreachablePair], now_s: float) -> None:
-        """Replace our unreachable pairs by the previous coordinator's, as if both ends had reported each pair at its
-        time. That coordinator knows of pairs that have met since our last term."""
+        """Replace our unreachable pairs by the previous coordinator's, as if both ends had reported each pair `age_s`
+        ago. That coordinator knows which pairs have met since our last term."""
         for known in self._roster.records.values():
             known.failing.clear()
         for pair in islice(pairs, TOLD_MAX):
@@ -201,7 +202,7 @@ class LinkSurvey:
                 self._roster.of(one).failing.setdefault(other, claim)
 
     def _apart_s(self, one: PeerID, other: PeerID, now_s: float) -> float | None:
-        """Return when either end of an unreachable pair last reported it; None: the two can reach each other."""
+        """Return the time at which an end of an unreachable pair last reported it; None: the pair is reachable."""
         ours = self._roster.at(one).failing.get(other)
         theirs = self._roster.at(other).failing.get(one)
         if ours is None or theirs is None:
@@ -222,9 +223,9 @@ class LinkSurvey:
         return frozenset(peer for peer, link in links if link.received.n)
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. A peer without
-        measurements counts with its claim, at most with the median of the measured peers; if it claims nothing, with
-        the median of all."""
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
+        measurements, a peer's own claim counts, up to the median of the measured peers; without a claim, the median of
+        all."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [
@@ -267,7 +268,7 @@ class LinkSurvey:
         )
 
     def is_falling(self, peers: Collection[PeerID]) -> bool:
-        """True if a link between two of these may have become slow, and a few more reports will decide."""
+        """True if a link between two of `peers` may have become slow, and a few more reports will decide."""
         among = set(peers)
         return any(
             link.sent.is_falling
@@ -277,7 +278,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return peer -> number of its slow links, if it has several, and each peer at their other ends has fewer."""
+        """Return peer -> number of its slow links, for peers with several if each peer at the other ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -320,8 +321,8 @@ class LinkSurvey:
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """True if one of these peers may have a slow line, and figures of another's link towards that peer are still
-        expected: not requested since the suspicion, or requested less than `CONFIRM_HEARTBEATS` ago."""
+        """True if one of these peers may have a slow line, and other peers have still to measure their links towards
+        that one: not asked since the suspicion, or asked less than `CONFIRM_HEARTBEATS` ago."""
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
             not since_s <= self._asked_s(peer, other) <= lately_s
@@ -435,7 +436,7 @@ class LinkSurvey:
         return tuple(chosen)
 
     def _asked_s(self, peer: PeerID, other: PeerID) -> float:
-        """Return when `peer` was last asked to measure its link towards `other`; -inf: not in this term."""
+        """Return the time at which `peer` was last asked to measure its link to `other`; -inf: not in this term."""
         return self._roster.at(peer).asked_s.get(other, -math.inf)
 
     def _is_unknown(self, peer: PeerID, other: PeerID, now_s: float) -> bool:

@@ -60,7 +60,7 @@ class Admission:
 
 
 def network_of(advert: Advert) -> str:
-    """The /24 (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
+    """The /24 network (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
     for match in filter(None, map(_IP.match, advert.addresses)):
         with suppress(ValueError):
             ip = ipaddress.ip_address(match[1])
@@ -75,7 +75,7 @@ class Exclusions:
     Args:
         owner: the run's owner; an order of the owner needs no votes.
         verify: checks a signature of an order.
-        plans: returns the live plan, and its predecessor, by which some peers may still vote.
+        plans: returns the live plan, and its predecessor, under which some peers may still vote.
     """
 
     def __init__(self, *, owner: PeerID, verify: VerifySignature, plans: Callable[[], Sequence[SignedPlan]]) -> None:
@@ -107,13 +107,13 @@ class Exclusions:
         return order in self._orders or self._holds(order)
 
     def obeyed(self, plan: Plan) -> None:
-        """Take the orders of a live plan; its voters have checked them."""
+        """Accept the orders in a live plan; the plan's voters have checked these."""
         for data in plan.exclusions:
             with suppress(RemoteError):
                 self._take(open_exclusion(data, PeerID("")))
 
     def lacks(self, plan: Plan) -> tuple[bytes, ...]:
-        """Return the known orders that the plan does not contain, because its coordinator does not know them."""
+        """Return the orders that we know and `plan` lacks, because its coordinator does not know these orders."""
         return tuple(data for data in self.orders if data not in plan.exclusions)
 
     def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:

@@ -82,8 +82,8 @@ class Ballot:
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
     def ask(self, now_s: float) -> list[Command]:
-        """Ask the electors and, if a plan is offered, its newcomers, so that these learn it early. Skip members that
-        have answered, or still have time to answer."""
+        """Send the question to the electors and, if a plan is offered, to its newcomers, so that these learn it early.
+        Skip members that have answered, or still have time to answer."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
@@ -94,7 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our present question. A pre-vote may have raised its term since it asked."""
+        """True if `event` answers our present question. A pre-vote may have raised its term since then."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -142,10 +142,9 @@ class Proposer:
         sign: signs a plan in our name; deterministic.
         sign_vote: signs the body of a vote in our name.
         verify: checks the signature of another peer's vote.
-        is_fresh: True if nothing has been committed in the era of this base plan.
+        is_fresh: returns True if nothing has been committed in the era of the given plan.
         adopt: obeys a plan if it is above ours.
-        lost: called when a ballot has failed, with the time, and True if another candidate holds this term or a later
-            one.
+        lost: called after a failed ballot with the time, and True if another candidate holds this or a later term.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class Proposer:
         return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
-        """End the ballot, because a plan above its base is live. Returns: whether there was one that is no pre-vote."""
+        """End the ballot, because a plan above its base is live. Returns: whether it was more than a pre-vote."""
         dropped, self._ballot = self.is_busy, None
         return dropped
 
@@ -192,7 +191,7 @@ class Proposer:
     # --- plans without a ballot ---
 
     def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
-        """Make the first plan without votes, as only the owner may, if it is time. Args: own: snapshots on our disk."""
+        """Make the first plan if it is time. Only the owner may, without votes. Args: own: snapshots on our disk."""
         found, reason = self._policy.first_plan(now_s, own=own)
         commands: list[Command] = [LogReason(text=reason)]
         match found:
@@ -265,7 +264,7 @@ class Proposer:
         return self._begun(self._ballot, now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> list[Command]:
-        """Propose a layout in our own term, for which we only need votes. We coordinate `base`."""
+        """Propose a layout as the coordinator of `base`: in our own term, so that we only need votes."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
         return self._offer(self._ballot, self.make(base, base.plan.term, layout, now_s), now_s)
@@ -340,8 +339,8 @@ class Proposer:
         return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`; none if it alone is a majority. Such a vote must be on disk
-        before the plan goes live, so we ask ourselves for it like any other peer."""
+        """Return our own vote, signed if there is a `body`; none if our vote alone is a majority. Such a vote must be
+        on disk before the plan goes live, so we ask ourselves for it as we ask other peers."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -413,7 +412,7 @@ class Proposer:
         override_epoch: int | None = None,
     ) -> SignedPlan:
         """Draft and sign the successor of `base` (None: the first plan) with this layout.
-        Args: mandate: the owner's permission to make it without votes. override_epoch: None: that of `base`."""
+        Args: mandate: the owner's permission to do so without votes. override_epoch: the reign; None: as in `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)
         before, begins = base.plan if base else None, layout.beginning

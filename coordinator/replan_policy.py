@@ -72,7 +72,7 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: this peer's disk had snapshots and none can be read."""
+    """Chooses layouts from the view. Args: has_lost_all: True: our disk had snapshots and none can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -149,8 +149,9 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
-        Returns: (layout or search; None: not yet, reason)."""
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
+        snapshots.
+        Returns: (layout or search, or None: not yet; reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -180,7 +181,7 @@ class ReplanPolicy:
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
         """Return a new layout if a change of the swarm requires one, if a better one is found, or if state is lost.
-        Returns: (layout or search, reason); an empty reason if there is nothing to say."""
+        Returns: (layout, search or None; reason, empty if there is nothing to say)."""
         view = self.view
         if not view.roster.are_heard(view.roster.alive(now_s)):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
@@ -283,7 +284,8 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks: an heir would start that wait anew."""
+        """True while the run waits for absent disks. Keep the role then: a new coordinator would start the wait
+        anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -296,8 +298,8 @@ class ReplanPolicy:
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         """Return the facts that require a new layout at once when they change. Memory is one, because a peer lowers its
-        claim when its place was too large; the holders of a state are, while a member drains. Speeds are not: they may
-        lead to a search."""
+        claim when its place was too large. While a member drains, the holders of a state are another. Speeds are none:
+        a change of speed may lead to a search."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
@@ -313,8 +315,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the newest sign of life of any member of these groups. A leaving member asks others to keep its state
-        before it goes, so every such copy was begun before this time."""
+        """Return the time of the newest sign of life of any member of these groups. A leaving member asks others to
+        keep its state before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -325,7 +327,7 @@ class ReplanPolicy:
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(self, live: Plan, look: _Look) -> tuple[Next, str]:
-        """Return the result of a search, or a search to begin, while the swarm is unchanged."""
+        """Return a better layout for the unchanged swarm (by load, formats or a search), or a search to begin."""
         view, now_s, swarm = self.view, look.now_s, self._swarm(look.peers, look.now_s)
         if view.experts.is_due(live, view.ledger.step):
             placed = view.experts.place(live.stages, live, sequence=look.sequence)
@@ -382,9 +384,9 @@ class ReplanPolicy:
     # --- another division into stages ---
 
     def _preparing(self, live: Plan, look: _Look, layout: Layout) -> tuple[Next, str]:
-        """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
-        set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
-        placed."""
+        """Return the live layout with `layout` as its successor: members download their missing layers before the live
+        layout's last version is set. Set that at once if no layer is missing, if a download during a standstill is
+        cheaper, or if experts are placed."""
         announced = self._announced(live, layout.stages, layout.reason, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
@@ -395,8 +397,8 @@ class ReplanPolicy:
         return _next(_same(live, f"{layout.reason}: its members fetch what they lack", next_layout=layout.stages))
 
     def _prepared(self, live: Plan, look: _Look) -> tuple[Next, str]:
-        """Return the live layout with its end set, once the members of the next layout have all their layers, nothing
-        has arrived for long, or a standstill for the rest is cheaper."""
+        """Return the live layout with its last version set, once the members of the next layout have all their layers,
+        no download has progressed for long, or a standstill for the rest is cheaper."""
         now_s, members = look.now_s, dict.fromkeys(peer for stage in live.next_layout for peer in stage.peers)
         beats = dict(self.view.roster.beats(members))
         if len(beats) < len(members) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
@@ -412,7 +414,7 @@ class ReplanPolicy:
         return self._announced(live, live.next_layout, "another division into stages", now_s)
 
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
-        """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> bytes that it lacks."""
+        """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> missing bytes."""
         fetched_s = look.now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
@@ -446,9 +448,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the first version of which every member learns in time, or the one after it, if that costs less than
-        waiting until `cutover_version`; else that. Ending early repeats the started part of the next step. A stage at
-        its maximum lead makes one whole step more after the others' next commit."""
+        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first one of
+        which every member learns in time, or the one after that. An early change repeats the started part of the next
+        step. A stage at its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:
@@ -474,7 +476,7 @@ class ReplanPolicy:
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
-        """Return the next layout, once all groups are at the version at which the live one ends."""
+        """Return the next layout, once all groups are at the version at which the live layout ends."""
         view, version = self.view, live.cutover_version
         if view.version_max > version:
             # Stage 0 learned of the end too late and has begun later steps, which must be finished.
@@ -504,14 +506,14 @@ class ReplanPolicy:
     # --- when state is lost ---
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """True if `peer` alone holds the state of a group of `live`, or may return with a lost one."""
+        """True if `peer` alone holds the state of a group of `live`, or may return with a lost group's state."""
         return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
 
     def _may_return(
         self, live: Plan, group: int, catalog: CheckpointCatalog, now_s: float
     ) -> tuple[frozenset[PeerID], str]:
-        """Return the peers to wait for before a roll-back, and a sentence about the wait; none, and empty: do not wait.
-        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
+        """Return (peers to wait for before a roll-back, a sentence about the wait); both empty: do not wait. A peer
+        that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
         roll-back and the repeated training would take."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s

@@ -111,7 +111,7 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 
 def standing(run: str, plan: Plan, peer: PeerID) -> int | None:
-    """Return how many members try before `peer` if the coordinator of `plan` fails; None if it is no candidate."""
+    """Return how many members try to take the role before `peer` if `plan`'s coordinator fails; None: no candidate."""
     order = [p for p in rank(run, plan.term, plan.members) if p != plan.coordinator]
     return order.index(peer) if peer in order else None
 
@@ -132,7 +132,7 @@ def transfer_body(term: int, heir: PeerID) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Tenure:
-    """Our leadership term, from our first plan to the heir's."""
+    """Our leadership term, from our first plan to the next coordinator's (the heir's)."""
 
     begun_s: float
     due_s: float
@@ -151,7 +151,7 @@ class Tenure:
             self.due_s = min(self.due_s, due_s)
 
     def next_heir(self, order: Iterable[PeerID], due_s: float) -> PeerID | None:
-        """Return the next peer of `order` to ask; None: all have been asked, and the role stays until `due_s`."""
+        """Return the next peer of `order` to ask; None: all have been asked, and we keep the role until `due_s`."""
         self.heir, self.due_s = next((peer for peer in order if peer not in self.passed_over), None), due_s
         if self.heir is None:
             self.passed_over.clear()
@@ -161,7 +161,7 @@ class Tenure:
 
 
 class CoordinationRole:
-    """Knows the role of this peer, and acts in it.
+    """Knows this peer's role in coordination, and does that role's work.
 
     Args:
         sign_transfer: signs `transfer_body` in our name.
@@ -252,7 +252,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, which replaces `before`. Returns: the coordinator of `before`, if it is silent."""
+        """Follow the new live plan, which replaces `before`. Returns: the old coordinator if silent, else None."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:
@@ -320,7 +320,7 @@ class CoordinationRole:
             self._hold_off(now_s + 0.4 * self._heartbeat_s)
 
     def take_over(self, source: PeerID, message: TransferLeadership, plan: SignedPlan, now_s: float) -> list[Command]:
-        """Answer the coordinator, which transfers the role to us, and request the next term."""
+        """Accept the role from the coordinator, which transfers it to us, and request the next term."""
         live = self._chain.live
         if live is None or live.digest != plan.digest or live.plan.coordinator != source:
             return [Reply(message=Refusal(reason=f"obeys plan {self._chain.order}, not the sender's"))]
@@ -335,8 +335,8 @@ class CoordinationRole:
         return commands + self._proposer.campaign(live, now_s, permit=message.permit)
 
     def _may_succeed(self, heir: PeerID, permit: bytes, plan: Plan) -> bool:
-        """True if `permit` transfers the role to `heir`, from the coordinator of `plan` or of the plan before: an heir
-        finishes the plan of an earlier heir that has failed."""
+        """True if the coordinator of `plan`, or of its predecessor, has signed in `permit` that `heir` takes the role:
+        an heir may finish the plan of an earlier heir that has failed."""
         before = self._chain.links.before_last
         plans = (plan, before.plan) if before is not None else (plan,)
         return any(self._verify_transfer(p.coordinator, permit, transfer_body(p.term, heir)) for p in plans)
@@ -409,7 +409,7 @@ class CoordinationRole:
     # --- the follower's part ---
 
     def look_up(self, now_s: float) -> list[Command]:
-        """Read the directory if no coordinator answers us. Not for the coordinator itself."""
+        """Read the directory if no coordinator answers us. Call this only if we do not coordinate."""
         plan = self.plan
         is_member = plan is not None and plan.has(self._me)
         lost = now_s >= self.watch.suspect_at_s or not (is_member or self.watch.heard_lately(now_s))
@@ -421,7 +421,7 @@ class CoordinationRole:
         return [LookUp()]
 
     def _follow(self, live: SignedPlan, now_s: float) -> list[Command]:
-        """Ping the coordinator if that is our task; hold a pre-vote if it is silent and it is our turn."""
+        """Ping the coordinator if that is our task; hold a pre-vote if it is silent and our turn in rank has come."""
         plan = live.plan
         turn = self._standing(plan) if self._is_eligible(plan) else None
         self.watch.keep_close(turn is not None and turn < CLOSE_PEERS, now_s)
@@ -494,7 +494,7 @@ class CoordinationRole:
         return self.plan is not None and any(peer != self._me for peer in heirs(self._policy.view, self.plan, now_s))
 
     def _finds_out(self, plan: Plan, tenure: Tenure, now_s: float) -> bool:
-        """True if the role stays a while, because we are about to learn what an heir would have to find out again."""
+        """True if we keep the role a while: we are about to learn things that an heir would have to find out again."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

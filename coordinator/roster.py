@@ -1,7 +1,7 @@
 """The table of peers: all that this peer knows of each, and when its silence means that it is gone. Pure.
 
 A record outlives the peer's presence and our terms as coordinator: a peer that returns gets its former stage. What is
-measured of a member stays for our next term; everything else is dropped when that begins."""
+measured of a member stays for our next term; everything else is dropped when that term begins."""
 
 import math
 from collections import defaultdict
@@ -58,7 +58,7 @@ class Presence:
     """If the peer is silent in this term: when the previous coordinator, or we in an earlier term, heard it last."""
 
     def silent_s(self, now_s: float) -> float:
-        """Return the time since its last heartbeat, or since one was due."""
+        """Return the time since the peer's last heartbeat, or since one was due."""
         return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
@@ -147,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep what was measured of `members`, irregular rhythms and former stages."""
+        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics, former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -182,7 +182,7 @@ class Roster:
         record.machine = heartbeat.advert.machine
 
     def doubt(self, peer: PeerID, now_s: float) -> None:
-        """Shorten the timeout of `peer`, which others have found silent; one heartbeat can still get through in it."""
+        """Shorten the timeout of `peer`, which others have found silent; leave time for one heartbeat."""
         arrivals = self.arrivals(peer)
         arrivals.age(arrivals.patience_s - DOUBT_HEARTBEATS * self.heartbeat_s, now_s)
 
@@ -191,7 +191,7 @@ class Roster:
             seen.arrivals.signed(now_s)
 
     def heard_otherwise(self, peer: PeerID, now_s: float) -> None:
-        """Record a call or frame of `peer`, unless it is gone: old messages may still arrive."""
+        """Record a call or frame of `peer`, unless the peer counts as gone: its old messages may still arrive."""
         if not self.is_gone(peer, now_s):
             self.signed(peer, now_s)
 
@@ -220,7 +220,7 @@ class Roster:
         return arrivals.last_s + max(OVERDUE_HEARTBEATS * self.heartbeat_s, arrivals.usual_s)
 
     def are_heard(self, peers: Iterable[PeerID]) -> bool:
-        """True if a heartbeat of each peer has arrived in this term. (An expected peer counts as alive without one.)"""
+        """True if a heartbeat of each peer has arrived in this term. (`expect` counts a peer as alive without one.)"""
         return all(self.beat(peer) is not None for peer in peers)
 
     def is_gone(self, peer: PeerID, now_s: float) -> bool:
@@ -271,7 +271,7 @@ class Roster:
         )
 
     def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
-        """Use these heartbeat statistics, if they are possible, from each peer's first heartbeat on."""
+        """Use another coordinator's heartbeat statistics, unless impossible, from each peer's first heartbeat on."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
         for arrivals in islice(learned, TOLD_MAX):
             figures = arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s
@@ -327,7 +327,7 @@ class Roster:
         return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
 
     def accusers(self) -> dict[PeerID, set[PeerID]]:
-        """Map each peer that others report as unsound (`Heartbeat.unsound`) to these others."""
+        """Map each peer that others report as unsound (`Heartbeat.unsound`) to its accusers."""
         found: dict[PeerID, set[PeerID]] = {}
         for peer, beat in self.beats(self.records):
             for accused in beat.unsound:
@@ -352,8 +352,8 @@ class Roster:
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
-        """True if `peer` reports the state of the stage that `live` gives it. A report from before it got the place
-        does not count, because it downloads the state again."""
+        """True if `peer` reports the state of the stage that `live` gives it. A report from before `peer` got that
+        place does not count, because `peer` downloads the state again."""
         beat = self._beat_in_place(peer, live)
         return beat is not None and beat.synced
 
@@ -369,7 +369,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) of a learner in its place in `live`; None: no learner."""
+        """Return (layers with state, layers of its stage) if `peer` is a learner in its place in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None
@@ -378,7 +378,7 @@ class Roster:
         return max(0, min(beat.light[0], num)), num
 
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
-        """True if `peer` is alive, has been heard, and is willing."""
+        """True if `peer` is alive, has been heard, and is willing to coordinate."""
         beat = self.beat(peer)
         if beat is None or self.is_gone(peer, now_s):
             return False

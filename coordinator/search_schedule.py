@@ -109,7 +109,7 @@ class SearchSchedule:
         return now_s < self._links_asked_s + max(5.0, heartbeats * self._heartbeat_s)
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
-        """True if the first plan should wait for a search; its result is in `found_for`."""
+        """True if the first plan should wait for a search; `found_for` then returns the result."""
         if not self._enabled or (self._last is not None and self._last.swarm == swarm):
             return False
         self._first_asked_s = now_s if self._first_asked_s is None else self._first_asked_s
@@ -118,7 +118,7 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called. Args: is_off: the measured rate is a reason (`Calibration.is_off`)."""
+        """True if `begin` should be called. Args: is_off: the measured rate is one reason (`Calibration.is_off`)."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -160,7 +160,7 @@ class SearchSchedule:
         return job
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
-        """Record the end of `job`. Returns: False if its result is not wanted any more."""
+        """Record the end of `job`. Returns: False if the result is not wanted any more."""
         if job is not self._running:
             return False
         self._running = None
@@ -169,7 +169,7 @@ class SearchSchedule:
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
-        """Return, once, the result of a search for this plan and swarm; None: none."""
+        """Return the result of a search for this plan and swarm, only once; None: there is none."""
         found, self._found = self._found, None
         if found is None:
             return None

@@ -3,8 +3,8 @@
 The file is the BLAKE3 digest of a msgpack record, then the record: a flipped bit in a term must not be accepted.
 
 With a full or broken disk a peer still obeys plans and sends heartbeats, which promise nothing. It casts no vote,
-grants no term, and requests none, because its own vote would count. A new peer that cannot write any record does not
-start."""
+grants no term, and requests none, because a candidate also votes for itself. A new peer that cannot write any record
+does not start."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ class PlanStore:
     """Keeps one `ChainRecord` in one file, and holds back commands that depend on a record until it is saved.
 
     Args:
-        disk: None: the record is kept in memory, for simulations in which peers never restart.
+        disk: the file system; None: keep the record in memory, for simulations in which peers never restart.
         path: the file; its folder is made with the first record.
     """
 
@@ -56,8 +56,8 @@ class PlanStore:
         return self._record
 
     def save(self, record: ChainRecord) -> None:
-        """Save `record`. After this call it survives a power cut.
-        Raises: LocalError: it cannot be written; do not vote then. The store may hold `record` or the previous one."""
+        """Save `record`, which then survives a power cut.
+        Raises: LocalError: writing failed; do not vote then. The file holds `record` or the previous one."""
         if record == self._record:
             return
         if self._disk is not None:

@@ -1,4 +1,4 @@
-"""Builds the status of the swarm for people: places, progress, why the run cannot continue, and what it may lose. Pure.
+"""Builds the swarm's status for people: places, progress, why the run cannot continue, which state it may lose. Pure.
 
 Only this module makes these sentences, and `SwarmStatus` carries them, so every terminal, page and script shows the
 same.
@@ -179,7 +179,7 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members of which others refuse the gradients, a sentence each."""
+    """Name the members with gradients that other members refuse, in a sentence for each."""
     sentences, accusers = [], roster.accusers()
     placed = [peer for stage in live.stages for peer in stage.peers]
     for accused in live.members:
@@ -207,7 +207,7 @@ def seconds(span_s: float) -> str:
 
 
 def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
-    """Say why `peer` cannot work for its stage now; empty: it can."""
+    """Say why `peer` cannot work for its stage now; empty: `peer` can."""
     presence = roster.at(peer).presence
     beat = presence.heartbeat if presence is not None else None
     if presence is None:

@@ -63,7 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. Ignore it after a later step, with which it was counted."""
+        """Record that `step` was committed at `at_s`. Ignore `step` after a later one, which has counted it."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -96,9 +96,9 @@ class TokenRate:
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
-        too few steps. The rate is a median over marks, which one standstill does not change. If the last marks are much
-        lower, it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that
-        step's rate."""
+        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; over
+        the last marks alone if these are much lower. If the current step takes `SLOW_STEPS` times the usual time, the
+        rate is at most that step's."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -115,8 +115,8 @@ class TokenRate:
         return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """Return the tokens a second of the last mark, at most those of the current step if that is late; 0: unknown.
-        This figure is quick but noisy, so another should confirm it."""
+        """Return the tokens a second between the last two marks, at most those of the current step if that is late; 0:
+        unknown. This figure is quick but noisy, so another figure should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -129,8 +129,9 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: may be negative: progress up to that long ago, as if a commit that is due now were late.
-            believed_s: predicted time of a step. A late step takes this, or the time that it has already taken.
+            seconds: if negative: count the progress up to that long ago, as if a commit that is due now were late.
+            believed_s: predicted time of a step. A late step counts with this time, or the longer time that it has
+                already taken.
         """
         if len(self._marks) < 2:
             return None
@@ -159,7 +160,7 @@ class TokenRate:
 
     @property
     def usual_step_s(self) -> float:
-        """Median seconds of a step; 0 before the second step. A standstill is in one mark only, so it hardly counts."""
+        """Median seconds of a step; 0 before the second step. One standstill hardly changes the median."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
@@ -174,7 +175,7 @@ class TokenRate:
         )
 
     def take_over(self, told: Sequence[PaceMark], now_s: float) -> None:
-        """Replace our marks by a coordinator's if it knows at least as much: it may have missed the newest commits."""
+        """Replace our marks by a coordinator's, unless that coordinator has missed our newest commits."""
         marks = _sound(told, now_s)
         if not marks:
             return

@@ -73,15 +73,15 @@ class Electorate:
         self._one_by_one = False
 
     def obey(self, plan: Plan, now_s: float, *, follows: bool) -> None:
-        """Record a live plan. Args: follows: it is the successor of the plan that we obeyed before."""
+        """Record a live plan. Args: follows: True if `plan` is the successor of the plan that we obeyed before."""
         self._placed = {peer: self._placed.get(peer, (now_s, follows)) for peer in _holders(plan)}
 
     def begin_term(self) -> None:
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """Record that our `plan` was refused. Its new electors may be the reason: if they are several, they join one by
-        one from now on; a single one does not join in this term."""
+        """Record that our `plan` was refused. Its new electors may be the reason: several of them join one by one from
+        now on; a single new elector does not join in this term."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:
@@ -173,7 +173,7 @@ def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
 
 
 class Acquaintance(msgspec.Struct, frozen=True):
-    """The driver's knowledge of the peers that a plan adds or drops."""
+    """This peer's knowledge, from its driver, of the peers that a plan adds or drops."""
 
     heard: frozenset[PeerID] = frozenset()
     """Dropped members of which a message arrived within `HEARD_HEARTBEATS`."""
@@ -184,7 +184,7 @@ class Acquaintance(msgspec.Struct, frozen=True):
 
 
 class Judge:
-    """One voter's judgement of the plans that it is offered."""
+    """Judges, for one voter, the plans that coordinators offer."""
 
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of
@@ -231,8 +231,8 @@ class Judge:
         """Say what is wrong with `offered`; empty: nothing that we know of.
 
         Args:
-            own: our last heartbeat.
-            leaves: we are about to leave the run.
+            own: our last heartbeat; None: none yet.
+            leaves: True if we are about to leave the run.
             newest: (era, version) of the newest complete version that `live` certifies.
             layers: the layers of that version.
         """
@@ -270,7 +270,7 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` of which a peer reports the state at a version that counts."""
+    """Return the groups of `live` with a peer that reports the group's state at a version that counts."""
     held: list[tuple[PeerID, int, int]] = []
     for peer, each in said.items():
         if each.era == live.era:
@@ -286,7 +286,7 @@ def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -
 
 
 def _stored(said: Mapping[PeerID, Standing | Heartbeat], age: tuple[int, int]) -> frozenset[str]:
-    """Return the layers of the snapshot (era, version) that are on a disk of these peers."""
+    """Return the layers of snapshot `age`, an (era, version), that are on the disks of these peers."""
     held = (holding for each in said.values() for holding in each.holdings)
     return frozenset(key for holding in held if (holding.era, holding.version) == age for key in holding.layers)
 
@@ -300,7 +300,7 @@ def _apart(members: tuple[Member, ...]) -> float:
 
 
 class PlanNotes:
-    """The plans that this peer has obeyed, and those that earlier coordinators reported."""
+    """Keeps notes about the plans that this peer has obeyed, and about those that earlier coordinators reported."""
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
@@ -316,8 +316,8 @@ class PlanNotes:
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Prepend another coordinator's notes that are older than our first one. For a plan that both know, take the
-        other's outcome, and the greater age."""
+        """Prepend another coordinator's notes that are older than our first one. For a plan that both of us know, take
+        that coordinator's outcome, and the greater age."""
         told = {
             (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes
