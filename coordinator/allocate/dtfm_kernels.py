@@ -104,8 +104,8 @@ def handover(hop, above, under):
 
 @kernel
 def open_path(cost, order):
-    """Find the shortest path through all K nodes with free ends (Held and Karp 1962). More than `ORDER_EXACT_MAX` nodes
-    keep their given order.
+    """Find the shortest path through all K nodes, from any node to any other (Held and Karp 1962). More than
+    `ORDER_EXACT_MAX` nodes keep their given order.
 
     Args: cost: float64 [K, K], symmetric. order: int64 [K], is filled with the path. Returns: its length."""
     K = len(cost)
@@ -144,7 +144,7 @@ def settle(x, share, hop):
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-    Returns: (dp, pp, work)."""
+    Returns: (dp, pp, work done); `dtfm_search.py` defines dp and pp."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)
@@ -175,8 +175,8 @@ def settle(x, share, hop):
 
 @inner
 def _columns(x, k, above, under, partner):
-    """Write stage k (`under`) into x so that partners share a column with stage k - 1 (`above`). A device without a
-    partner gets the free column."""
+    """Write stage k (`under`) into layout x so that each device shares a column with its partner in stage k - 1
+    (`above`). A device without a partner gets the free column."""
     R = x.shape[1]
     column = np.empty(len(above), np.int64)
     for i in range(len(above)):
@@ -261,7 +261,8 @@ def total_edges(x, hop, totals, first, last):
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version. Args: smooth: the latter's weight, in [0, 1]."""
+    """Return the objective of a layout, mixed with its smooth version. Args: smooth: the smooth version's weight, in
+    [0, 1]."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):
@@ -278,14 +279,15 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` stages of column c from k on with those of column m from j on. A second call undoes it."""
+    """Exchange the devices of `length` stages in column c, from stage k on, with those in column m, from stage j on. A
+    second call undoes the exchange."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
 
 @kernel
 def turn(x, first, last):
-    """Reverse the order of the stages from `first` to `last` - 1. A second call undoes it."""
+    """Reverse the order of the stages from `first` to `last` - 1. A second call restores the order."""
     for i in range((last - first) // 2):
         for c in range(x.shape[1]):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
@@ -293,7 +295,7 @@ def turn(x, first, last):
 
 @inner
 def _is_possible(x, k, j, c, m, length):
-    """True if this exchange (arguments as of `exchange`) changes something, and no stage gets a second hole."""
+    """True if `exchange` with these arguments changes something, and gives no stage a second hole."""
     differs = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]

@@ -109,7 +109,7 @@ class DtfmEvaluator:
         """The seconds of a hop between two devices: float64 [N, N], symmetric."""
 
     def random(self, seed: int) -> Assignment:
-        """Return int64 [N], a random stage for each device."""
+        """Return int64 [N], a random stage for each device; stage sizes differ by at most one."""
         assignment = np.arange(self.num_devices, dtype=np.int64) % self.num_stages
         order = list(range(self.num_devices))
         Random(seed).shuffle(order)
@@ -137,7 +137,7 @@ class DtfmEvaluator:
         return (x, polished, spent + more) if polished < found else (best, found, spent + more)
 
     def _anneal(self, x: Assignment, seed: int, work: int, *, heat: float, smooth: float) -> tuple[float, int]:
-        """Anneal a layout if it has two stages or more, then `settle` it, in place. Returns: (cost, work)."""
+        """Anneal a layout of two stages or more, then `settle` the layout, in place. Returns: (cost, work)."""
         spent = 0
         if self.num_stages > 1:
             spent = int(self._kernels.anneal(x, self._share, self.hop, np.uint64(seed), work, heat, smooth))

@@ -27,19 +27,19 @@ def evolve(
     work: int,
     start: Sequence[Assignment] = (),
 ) -> Improved:
-    """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
+    """Search until `work` units are spent, or slightly more: the last local search gets only the work that is left.
 
     Args:
         start: feasible assignments to begin with, such as the current plan. Each is first improved without accepting
-            worse ones, so the result is never worse than the best of them.
-    """
+            worse ones, so the result is never worse than the best of them."""
     rng = random.Random(seed)
     child_work = 20_000 + 200 * evaluator.num_devices  # the cost of one child in this Python loop
     population: list[tuple[float, bytes, Assignment]] = []
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless one of equal cost is there: the two differ only in stage names or like devices."""
+        """Add an individual to the population, unless it has one of equal cost: such two differ only in stage names or
+        between equal devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])

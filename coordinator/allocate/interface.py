@@ -94,7 +94,7 @@ class SwarmSnapshot:
     forecast_bias: ForecastBias = UNBIASED
     """The objective's bias in this run, for each number of stages."""
     horizon_s: float = HORIZON_S
-    """Seconds that a layout is expected to last: a gain after that does not justify a move."""
+    """Seconds that a layout is expected to last: a gain after that time does not justify a move."""
     going_back_s: float = 0.0
     """Seconds lost when a stage's last holder dies: the work since the last snapshot, and the time to restore it."""
 
@@ -149,7 +149,8 @@ class Layout:
 
 
 def places_of(layout: Layout | Plan) -> Places:
-    """Return the layers and members of each stage, without shares: if two layouts are equal in this, no peer moves."""
+    """Return the layers and members of each stage, without shares. Between two layouts with equal results no peer
+    moves."""
     return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
@@ -162,8 +163,7 @@ class Allocator(Protocol):
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
-        for bit.
-        Raises: NoLayout."""
+        for bit. Raises: NoLayout: the swarm cannot hold the model."""
 
 
 @runtime_checkable
@@ -171,7 +171,7 @@ class Searching(Allocator, Protocol):
     """An allocator that answers a change at once with few moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do the slow preparations of the first search, such as a minute of compiling, before that search."""
+        """Do the slow preparations of the first search in advance, such as a minute of compiling."""
 
     def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         """Search for a better layout than `previous`, or for a first one. Pure. A search may take seconds, so it runs

@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def is_falling(self) -> bool:
-        """True if the last reports are far below the average, but too few to replace it."""
+        """True if the last reports are far below the average, but too few to replace the average."""
         return self._odd < 0
 
     def variance(self, now_s: float) -> float:
@@ -142,15 +142,15 @@ def speeds(
     """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
     times the median ratio of reports to claims, but with no more than its own report and the median of the peers in
     `seen`. The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The
-    variance of such a speed is that of reports over claims in this run, and larger if several peers share a machine,
-    since their probes may have run at once.
+    variance of such a speed is that of the ratio of reports to claims in this run. It is larger if several peers share
+    a machine, since their probes may have run at once.
 
     Args:
         claims: FLOP/s of each peer by its probe.
         reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: a machine of its own.
-        seen: the peers that others have seen at work. If there is none with enough reports, the reports of all peers
-            make the ratio."""
+        seen: the peers that others have seen at work. If none has enough reports, the ratio comes from the reports of
+            all peers."""
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
     ratios = [speed / claims[peer] for peer, speed in (found or own).items()]

@@ -23,8 +23,7 @@ NOWHERE: Final = torch.device("meta")
 class Extent:
     """A flat tensor that has a size but no numbers; operations on its numbers do nothing.
 
-    A tensor on torch's `meta` device would do the same, but an addition takes it 100 us.
-    """
+    A tensor on torch's `meta` device would do the same, but an addition takes it 100 us."""
 
     __slots__ = ("_size",)
     device: Final = NOWHERE
@@ -64,7 +63,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Return a digest of the size, so that all replicas and versions agree: there are no numbers that differ."""
+        """Return a digest of the layer's size: it has no numbers, so the digests of replicas and versions agree."""
         return _digest_of(self.param_N.numel())
 
     def secure_digest(self) -> str:
