@@ -79,8 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return three cuts, each for another assumed number of held microbatches, since the true number depends on the
-    cut."""
+    """Return three cuts, for three assumed numbers of held microbatches: the true number depends on the cut."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 

@@ -57,8 +57,7 @@ CENSORED = 0.7
 
 @lru_cache(maxsize=1)
 def topology_of(snapshot: SwarmSnapshot) -> Topology:
-    """Return the topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError: the topology
-    is invalid."""
+    """Return the snapshot's topology, devices in the order of `snapshot.peers`. Raises: LocalError: it is invalid."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
     n = len(peers)
@@ -191,8 +190,7 @@ def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill gaps in `values`: with `claims`, else with the median of the known values, else with `DEFAULT_BYTES_PER_S`.
-    """
+    """Fill gaps in `values` with `claims`, or the median of the known values, or `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)

@@ -29,13 +29,13 @@ _NOISE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ForecastBias:
-    """The measured errors of the objective. It derives the errors to expect."""
+    """The measured errors of the objective, from which this class derives the errors to expect."""
 
     seen: tuple[tuple[int, float, int], ...] = ()
     """(number of stages, log(measured / predicted tokens/s), measured steps); each number of stages occurs once."""
 
     def factor(self, num_stages: int) -> float:
-        """Return the ratio of measured to predicted tokens/s to expect of a layout of `num_stages` stages."""
+        """Return the expected ratio of measured to predicted tokens/s for layouts with `num_stages` stages."""
         if not self.seen:
             return 1.0
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))

@@ -93,9 +93,9 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans count: what must be on the card at least. A peer with less reports that, and
-        gets fewer layers (`Claims.memory_bytes`). With adapters, plans count all memory: a full card could offload only
-        activations, and plans do not know how much longer its jobs would take."""
+        """Return the memory that plans count: the least that must be on the card. A peer with less free memory reports
+        that (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a full card could
+        offload only activations, and plans do not know how much longer its jobs would take."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
@@ -130,7 +130,8 @@ class StageMemory:
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """Return the terms of a run. If each peer chooses its compute format, return those with the larger total."""
+    """Return the memory terms of a run. If each peer chooses its compute format, return the terms with the larger
+    total."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))
@@ -182,8 +183,8 @@ def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tup
     """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
     recomputed, this is the graph of each layer; on a card that `is_full`, only each layer's input, since one layer's
     graph is enough then (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
-    beyond that of another layer. The last layer adds the same for the head, or the head's gradient and logits if these
-    are more."""
+    beyond that of another layer. The last layer adds what the step of the head needs beyond that, or the head's
+    gradient and logits if these are more."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

@@ -30,7 +30,8 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with each device of `stage_of` in its stage there. The device may be placed or not."""
+        """Return the placement with each device of `stage_of` in the stage that `stage_of` gives, whether it had a
+        stage before or not."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)
@@ -59,7 +60,9 @@ class Cost:
 
 
 class Objective(Protocol):
-    """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
+    """A formula that gives each placement on one topology its cost. Pure: equal placements cost the same, bit for
+    bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost. This is slow; searches compute it incrementally, and are tested against it."""
+        """Return the exact cost of a placement. This is slow: searches compute it incrementally, and tests compare the
+        two."""
