@@ -261,8 +261,7 @@ def total_edges(x, hop, totals, first, last):
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version. Args: smooth: weight of the smooth version, 0 to
-    1."""
+    """Return the objective of a layout, mixed with its smooth version. Args: smooth: that version's weight, 0 to 1."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):

@@ -224,7 +224,7 @@ class LayoutObjective:
 
 
 class SoleHolders:
-    """Computes what failures cost of machines that hold a stage alone."""
+    """Computes the cost of sole holders: a machine that holds a stage alone may fail."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology) -> None:
         chance = {peer.peer: peer.failure_probability for peer in snapshot.peers}

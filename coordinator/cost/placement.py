@@ -64,5 +64,5 @@ class Objective(Protocol):
     bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost of a placement. This is slow: searches compute it incrementally, and tests compare the
-        two."""
+        """Return the exact cost of a placement. This is slow: searches compute costs incrementally, and tests compare
+        both results."""

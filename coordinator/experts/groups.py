@@ -61,7 +61,8 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens are discounted."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens count less and
+        less."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -89,7 +90,7 @@ class ExpertPlaces:
                 self._loads[stage] = list(counts)
 
     def rest(self) -> None:
-        """Forget all counts when another peer becomes coordinator: they will be old when the role returns."""
+        """Forget all counts when another peer becomes coordinator: they will be old when this peer leads again."""
         self._told.clear()
         self._loads.clear()
 
@@ -118,7 +119,7 @@ class ExpertPlaces:
 
         Args:
             before: the previous plan; None: its expert holders do not have their state any more, or there is none.
-            sequence: the number of the new plan, from which on new members belong to their groups.
+            sequence: the number of the new plan, with which new members join their groups.
             begins: True if an era begins with the new plan: then all members take their places at once, and the stages
                 may be different ones.
         """
@@ -132,7 +133,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return for each expert {peer: member} of the previous holders in any layer of `stage`."""
+        """Return for each expert {peer: member}, its holders in plan `before` for any layer of `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:
@@ -190,7 +191,8 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage for other bounds: each layer takes its part along."""
+        """Return the measured loads by stage for stages with other `bounds`: each layer takes its part of the loads
+        along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -208,8 +210,7 @@ def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
     """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Lost: one more slot for each expert in turn: experts moved without a change in
-    load.)"""
+    busiest experts, as at placement. (Free slots in turn to all experts moved experts without a change in load.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

@@ -60,7 +60,8 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards cannot hold it, all but `card` and `layers` are null."""
+    """The figures of one card for one model. If such cards cannot hold the model, all fields but `card` and `layers`
+    are null."""
 
     card: str
     layers: int
@@ -131,7 +132,7 @@ def cards_table(name: str, spec: RunSpec, cards: Sequence[Card] = CARDS) -> Card
 
 
 def figures_of(card: Card, workload: Workload) -> CardFigures:
-    """Return the card's figures. The embedding counts as part of the first layer, the head of the last."""
+    """Return the card's figures. The embedding counts as part of the first layer, the head as part of the last."""
     free_bytes = card.memory_gb * 1e9 - KEPT_BYTES
     stages = stages_of(workload, free_bytes)
     first = min(1, workload.num_layers - 1)
@@ -154,8 +155,8 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of the fewest stages that fit, as even as possible; None if a layer does not
-    fit."""
+    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that fit into
+    `free_bytes`; None if a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
@@ -169,7 +170,7 @@ def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | 
 
 
 def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
-    """Return how many layers fit from `begin` on."""
+    """Return how many layers fit into `free_bytes`, counted from layer `begin` on."""
     return sum(_fits(workload, begin, end, free_bytes) for end in range(begin + 1, workload.num_layers + 1))
 
 

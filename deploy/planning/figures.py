@@ -37,11 +37,11 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str, bool]:
-    """Return (goal in tokens, the reason for it, True if it is assumed). The goal is that of the command line; else
-    that of the run's explicit steps; else an assumed one.
+    """Return (goal in tokens, reason for the goal, True if the goal is assumed). The goal comes from the command line,
+    or else from the run's explicit number of steps, or else is assumed.
 
     The assumed goal is 20 tokens a parameter for training from scratch. A run that begins with trained weights needs
-    fewer: it gets the default number of steps.
+    fewer tokens: those of the default number of steps.
     """
     if wishes.tokens is not None:
         return wishes.tokens, "", False
@@ -97,12 +97,12 @@ def figures_of(
     sent_bytes: dict[int, float],
     received_bytes: dict[int, float],
 ) -> Figures:
-    """Compute the figures.
+    """Compute the figures of a plan.
 
     Args:
         watts: [N], the power of each device; None: unknown.
         parameters: the number of parameters of the model.
-        sent_bytes, received_bytes: bytes per step of each device with a stage; others are not in it.
+        sent_bytes, received_bytes: bytes per step by device, only for devices with a stage.
     """
     goal_tokens, goal_why, goal_is_assumed = _goal(wishes, spec, parameters)
     per_day = tokens_per_s * _SECONDS_A_DAY
@@ -146,7 +146,8 @@ def figures_of(
 
 
 def parse_tokens(text: str) -> float:
-    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: it is no number."""
+    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: `text` is no such
+    number."""
     body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]

@@ -1,4 +1,4 @@
-"""Finds why a plan leaves devices out, and the least line rate, memory or speed with which one would help. Pure.
+"""Finds why a plan leaves devices out, and the least line rate, memory or speed that would make one useful. Pure.
 
 It puts the device into every place of the plan (`joins` of `allocate/at_once.py`), as it is and improved, and computes
 the step with the search's objective. Bisection finds the least improvement that helps.
@@ -64,7 +64,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the best step with one of these devices as it is; None: it fits into no place."""
     why: str
     needs: tuple[Need, ...]
-    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or nothing makes it."""
+    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change makes it
+    help."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
@@ -126,8 +127,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` that help, all at the same fraction of their ranges; None: even the
-        largest values do not help."""
+        """Return the least values of `resources` with which the device helps, all at the same fraction of their ranges;
+        None: even the largest values do not suffice."""
         has = self.has()
 
         def helps(part: float) -> bool:
@@ -143,7 +144,7 @@ class _Examined:
         return Need(line_mbps=values.get("line"), memory_gb=values.get("memory"), tflops=values.get("speed"))
 
     def best(self, topology: Topology) -> Cost:
-        """Return the cost with the device in its best place, or in the first place that meets the goal."""
+        """Return the cost of the plan with the device in its best place, or in the first place that meets `goal_s`."""
         objective = ThroughputObjective(topology, self.workload)
         best = Cost.impossible("it has no place")
         for tried in joins(topology, self.workload, self.placement, self.device):
@@ -155,7 +156,7 @@ class _Examined:
         return best
 
     def has(self) -> dict[Resource, float]:
-        """Return the device's present values: Mbit/s of the slower direction, GB, TFLOP/s."""
+        """Return the device's present values: Mbit/s of its line's slower direction, GB of memory, TFLOP/s."""
         topology, device = self.topology, self.device
         card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
         if not math.isfinite(card):
@@ -175,8 +176,8 @@ class _Examined:
         return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}
 
     def improved(self, values: dict[Resource, float]) -> Topology:
-        """Return the network with these values of the device. The line rate is that of its network card or, if the card
-        does not limit it, of its paths."""
+        """Return the network with the device improved to `values`. The line rate goes to its network card or, if the
+        card has no limit, to its paths."""
         topology, device = self.topology, self.device
 
         def at(array: Floats, where: Any, value: float) -> Floats:
@@ -204,7 +205,7 @@ class _Examined:
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """Return a phrase that names the resources in all of the needs; empty: there is none."""
+    """Return a phrase that names the resources which occur in all of `needs`; empty: there is no such resource."""
     lacks = [
         what
         for what, values in (
@@ -238,7 +239,7 @@ def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def said_of_needs(group: LeftOut) -> str:
-    """Return the needs in words: `one would help from 410 Mbit/s both ways, or from 48 GB of memory`."""
+    """Return the group's needs in words: `one would help from 410 Mbit/s both ways, or from 48 GB of memory`."""
     if group.why.startswith("the search has missed it"):
         return "it helps as it is: search longer with --seconds"
     if not group.needs:

@@ -1,4 +1,4 @@
-"""Prints a table row by row, as rows arrive; so the widths of its columns are fixed in advance."""
+"""Prints a table row by row, as the rows arrive; so the widths of the columns are fixed in advance."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -31,7 +31,8 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """The timelines of the devices. `start` and `end` are virtual times; `unit` is the seconds of one unit of time."""
+    """The timelines of the devices. `start` and `end` are in virtual seconds; `unit` is the length of one chart unit in
+    seconds."""
 
     start: float = msgspec.field(name="from")
     end: float = msgspec.field(name="to")

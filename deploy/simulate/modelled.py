@@ -1,5 +1,5 @@
-"""Runs shoal's own peers and coordinators on modelled devices, in virtual time: a network, a run spec and a layout go
-in, a result comes out.
+"""Runs shoal's own peers and coordinators on modelled devices, in virtual time: from a network, a run spec and a layout
+to a `SimResult`.
 
 The nodes are those of `shoal join`, but they compute without numbers (`arithmetic.py`). So a thousand nodes, with a
 model too large for this machine, fit into one process.
@@ -63,7 +63,7 @@ class RunLimits:
     """The virtual seconds between two calls of `is_enough`. At the same times the devices' jobs are added up and,
     unless a timeline is wanted, dropped."""
     is_enough: Callable[[], str] = lambda: ""
-    """A function that returns why to end the run; empty: it goes on."""
+    """A function that returns why to end the run; empty: the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,8 +246,8 @@ def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Make Python collect reference cycles rarely: a collection inspects all objects, and those of a world of a
-    thousand peers live to the end."""
+    """Make Python collect reference cycles rarely: a collection inspects all objects, and the objects of a thousand
+    simulated peers live to the end."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

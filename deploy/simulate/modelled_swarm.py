@@ -1,4 +1,4 @@
-"""Runs nodes on modelled devices in one world: launches and removes them, and records their actions."""
+"""Runs nodes on modelled devices in one simulated world: launches nodes, removes them, and records their actions."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,8 +32,7 @@ class ModelledSwarm:
 
     Args:
         routing: draws the tokens of experts; needed if the run places experts.
-        dirt: a function of a device that returns its disturbances, and the processor cores that it shares with other
-            devices, or None.
+        dirt: maps a device to (its disturbances, the processor cores that it shares with other devices or None).
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class ModelledSwarm:
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as a real one does at its first signal. If its node has not started
-        yet, end the process at once."""
+        """Let the device's process say good-bye, as a real process does at its first signal. If the node has not
+        started yet, end the process at once."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:
             self.remove(device)

@@ -69,7 +69,7 @@ class Region(Section, frozen=True):
 
 
 class Elsewhere(Section, frozen=True):
-    """The path between two places for which the file gives none."""
+    """The path between two places for which the file gives no path."""
 
     latency_ms: float
     mbps: float
@@ -161,7 +161,7 @@ def topology_of(network: NetworkSection) -> Topology:
 
 
 def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
-    """Return (one-way latency in seconds, bytes/s) between regions, each [R, R], without last miles.
+    """Return (one-way latency in seconds, bytes/s) between regions, each [R, R], without the latency of last miles.
     Raises: LocalError: two places have no path."""
     regions, elsewhere = network.region, network.elsewhere
     paths: dict[tuple[str, str], tuple[float, float]] = {}

@@ -64,7 +64,7 @@ class Ending(NamedTuple):
     cut_off: str = ""
     """Why the run was ended early; empty: it reached its number of steps or its time."""
     standstill: str = ""
-    """Why the run has too few steps for a figure; empty: it has enough."""
+    """Why the run has too few steps for a figure; empty: it has enough steps."""
     undone: tuple[StepCommitted, ...] = ()
     """The committed steps that a return to an earlier version undid."""
 
@@ -120,7 +120,7 @@ class SimResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate if each step takes `step_s`."""
+        """Tokens/s if each step takes `step_s`."""
         return self.tokens_per_step / self.step_s
 
     def tokens_by(self, at_s: float) -> float:
@@ -143,13 +143,13 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """The start of the measured time: `SETTLED_S`, or at most half of a run without a whole step after that."""
+        """The start of the measured time: `SETTLED_S`; at most half of the run if no whole step follows `SETTLED_S`."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property
     def standstill_s(self) -> float:
-        """The total standstill after the first step: for each step that counts as a standstill, its time beyond the
-        usual pace."""
+        """The seconds of standstill after the first step: the time beyond the usual pace, over all steps that count as
+        standstills."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
@@ -162,13 +162,13 @@ class SimResult:
         return np.array([step.committed_at_s for step in self.steps])
 
     def count(self, change: Change) -> int:
-        """Count the events of this kind."""
+        """Return the number of events of kind `change`."""
         return sum(event.change == change for event in self.events)
 
 
 def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
-    """Return the usual pace around `took_s[index]`: the slower of the medians before and after it; inf: it has no
-    neighbours.
+    """Return the usual seconds a step around `took_s[index]`: the larger of the medians before and after that entry;
+    inf: there are no other entries.
 
     Args:
         took_s: [S], the seconds from each commit to the next.

@@ -1,5 +1,5 @@
-"""Draws the number of tokens of a microbatch for each expert. It is a pure function of the run's seed, so a microbatch
-that is repeated sends the same numbers."""
+"""Draws the number of tokens of a microbatch for each expert. The draw is a pure function of the run's seed, so a
+repeated microbatch sends the same numbers."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -143,7 +143,8 @@ class Scenario:
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The constants of the DT-FM objective in the network file; None: it has none, or there is no such file."""
+        """The constants of the DT-FM objective in the network file; None: the file has none, or there is no network
+        file."""
         return self.network.file.workload if self.network is not None else None
 
     @property
@@ -159,7 +160,7 @@ def shipped_names() -> tuple[str, ...]:
 def find_scenario(what: str) -> Scenario:
     """Return the scenario that `what` names: a scenario file, a network file, or a shipped scenario.
 
-    Raises: LocalError, in one line: there is no such scenario, or it is invalid.
+    Raises: LocalError, in one line: there is no such scenario, or the scenario is invalid.
     """
     path = Path(what).expanduser()
     if path.suffix == ".json":
@@ -172,7 +173,7 @@ def find_scenario(what: str) -> Scenario:
 
 
 def read_scenario(path: Path) -> ScenarioFile:
-    """Read a scenario file. Raises: LocalError."""
+    """Read a scenario file. Raises: LocalError: the file is missing or invalid."""
     try:
         with or_say(f"cannot read the scenario {path}"):
             return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
@@ -188,7 +189,7 @@ def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Load a scenario with its network and trace. Raises: LocalError."""
+    """Load a scenario with its network and trace. Raises: LocalError: a file is missing or invalid."""
     file = read_scenario(path)
     network: ReadNetwork | None = None
     watts = tuple(region.watts for region in file.network.region for _ in range(region.count))

@@ -1,7 +1,7 @@
-"""Explains in a sentence why a simulated run has committed no step, or no further one. Pure.
+"""Explains in a sentence why a simulated run has committed no step, or no further step. Pure.
 
 It gives the first reason that applies, and uses only facts that are visible from outside: the present devices, the last
-plan, and the planner's estimate for it.
+plan, and the planner's estimate for that plan.
 """
 
 import math

@@ -208,7 +208,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the absences of a node with overlapping ones merged: an absence may be listed twice, with two causes."""
+    """Return the absences of a node, with overlapping absences merged: one may be listed twice, with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:
