@@ -1,10 +1,10 @@
-"""Improves the placement that a search has found in two respects that the search does not count. Pure.
+"""Improves a placement from a search in two respects that the search ignores. Pure.
 
 - `filled` adds devices that the search left out. The objective uses means, so one more member shortens a step only in
-  the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does the
-  search know that the run goes back to a snapshot if a stage's only holder fails.
-- `with_fewest_moves` exchanges devices that are equal for the objective, so that fewer bytes of state travel: a device
-  that holds the first eight of twelve layers should keep them.
+  the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. The search
+  also ignores that the run goes back to a snapshot if a stage's only holder fails.
+- `with_fewest_moves` exchanges the places of devices that are equal for the objective, so that fewer bytes of state
+  travel: a device that has layers should keep them.
 """
 
 import math

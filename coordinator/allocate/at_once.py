@@ -26,10 +26,10 @@ Move = Callable[[Placement], Iterable[Placement]]
 
 
 def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget: int) -> tuple[Placement, Cost]:
-    """Improve `start` until no move shortens the step by `GAIN_MIN`. The moves take turns: all neighbours that a move
-    yields are tried, and the best one becomes the new placement.
+    """Improve `start` until no move shortens the step by `GAIN_MIN`. A move yields neighbours of a placement. The moves
+    take turns: all neighbours by one move are priced, and the best becomes the new placement.
 
-    Args: budget: the limit on evaluations.
+    Args: budget: the most placements to price.
     Returns: (the best placement found, its cost); the placement is `start` if no move helps."""
     best, cost = start, objective.cost(start)
     helped = True

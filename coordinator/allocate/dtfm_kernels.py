@@ -2,16 +2,16 @@
 
 A layout is int64 [K, R] of devices: a row is a stage, in pipeline order, and a column is one pipeline. -1 marks the
 hole in a stage that has one device less than the largest. If two neighbouring stages have holes in different columns,
-the two devices opposite the holes send to each other. If only one has a hole, the device opposite it shares the nearest
-partner.
+the two devices opposite the holes send to each other. If only one has a hole, the device opposite the hole shares the
+nearest partner.
 
 Annealing prices a change by the rows and boundaries that it touches (0.5 us at 64 devices; an exact evaluation takes
 30 us). Exact matching and order are computed only at the beginning and the end. There are two kinds of change:
 
 - Two columns exchange a run of consecutive stages, at the same position or not. A run of one stage exchanges two
-  devices. A run up to the last stage matches the same groups in another way. Without long runs a search gets stuck: if
+  devices. A run up to the last stage joins the same stages in another way. Without long runs a search gets stuck: if
   several devices share a machine, moving one of them makes two boundaries slow, but moving their run makes none slow.
-- A run of stages is reversed: the same groups in another order.
+- A run of stages is reversed: the same stages in another order.
 
 The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum. As the
 temperature falls, the true maxima replace them.
@@ -42,8 +42,8 @@ def match(hop, rows, columns, partner):
     """Match each row with a column of its own so that the longest hop is shortest, in O(rows * columns^2). There must
     be at least as many columns as rows.
 
-    Rows join one after the other, each along the augmenting path that has the shortest longest edge. This is optimal:
-    if all rows can be matched within a bound, each next row has an alternating path within that bound.
+    Rows join one after the other, each along the augmenting path with the least longest edge. This is optimal: if all
+    rows can be matched within a bound, each next row has an alternating path within that bound.
 
     Args: partner: int64, is filled with the index of each column's row, or -1. Returns: the longest hop."""
     slack = np.empty(len(columns))
@@ -86,7 +86,7 @@ def match(hop, rows, columns, partner):
 @kernel
 def handover(hop, above, under):
     """Match two stages. Returns: (longest hop, partners): for each member of the larger stage the index of its partner
-    in the smaller one. A member without a partner of its own has -1, and shares the nearest."""
+    in the smaller stage. -1: it has no partner of its own, and shares the nearest one."""
     if len(above) <= len(under):
         rows, columns = above, under
     else:
@@ -254,7 +254,7 @@ def total_rows(x, share, totals, first, last):
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the rows of `totals` that concern boundaries, for those before and after stages first to last - 1."""
+    """Compute the rows of `totals` that concern boundaries, for those at stages first to last - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 

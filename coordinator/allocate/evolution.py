@@ -1,11 +1,12 @@
 """The search: iterated local search over a small population of assignments. A child is a perturbed individual, improved
 by local search; the cheapest individuals survive.
 
-**Budgets are work, not seconds.** A unit of work is about one number touched by a kernel's inner loop; work is counted,
-never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A search with
-more work begins with the same steps as one with less, except for the last step of the shorter search.
+**Budgets are work, not seconds.** A unit of work is about one number that a kernel's inner loop reads; work is counted,
+never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A longer search
+begins with the same steps as a shorter one, except for the last step of the shorter one.
 
-Source: iterated local search (Lourenço, Martin, Stützle 2003); a population makes it depend less on one start."""
+Source: iterated local search (Lourenço, Martin, Stützle 2003); a population makes the result depend less on one
+    start."""
 
 import random
 from collections.abc import Sequence
@@ -81,8 +82,8 @@ def evolve(
 
 
 def perturbed(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Return a copy with a random change: a few devices exchanged, a few relocated, or one or two stages dissolved and
-    seeded anew. Devices may become `HOMELESS`."""
+    """Return a copy of `assignment` with a random change: a few devices exchanged, a few moved, or one or two stages
+    emptied and given a new first device. Devices may become `HOMELESS` (without a stage)."""
     child = assignment.copy()
     devices = len(child)
     kind = rng.randrange(3)

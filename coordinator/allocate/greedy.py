@@ -79,12 +79,12 @@ def arrange(
     standby: Collection[PeerID] = (),
     choose: Choose | None = None,
 ) -> Layout:
-    """Make a layout.
+    """Make a layout by the rules of this module.
 
     Args:
         standby: spares and newcomers that get no stage.
         choose: picks the stage where a newcomer helps most; None: `poorest`.
-    Raises: NoLayout."""
+    Raises: NoLayout: the peers cannot hold the model."""
     if previous is not None:
         slots = slots_of(snapshot, previous)
         spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
@@ -109,7 +109,8 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, [(peer, new stage)] of the peers that `_rescue` moved). Raises: NoLayout."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] for each peer that `_rescue` moved). Raises: NoLayout: a
+    stage stays empty."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(
@@ -140,7 +141,7 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _slot(
     snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
 ) -> Slot:
-    """Make one slot. Its memory need assumes that the peers are divided equally over the stages."""
+    """Make one slot. Its memory need assumes equally many peers in each stage."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -302,7 +303,7 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Return a random key, from the seed, by which ties between equally fast peers are broken."""
+    """Return a random key by `seed`, which orders equally fast peers."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
 
 
@@ -320,9 +321,10 @@ def cheapest_cut(costs: Sequence[Floats]) -> tuple[int, ...] | None:
     """Find the best cut of L layers into K stages, exactly, by dynamic programming in O(K L^2). Returns: its bounds;
     None if every cut is impossible.
 
-    The best cut has the cheapest largest stage. Ties are broken by the smaller sum of squares, which keeps the other
-    stages even, then by earlier boundaries. This takes two passes: a single pass would minimise the largest stage among
-    the first ones, even where a later stage is the most expensive and only the sum of squares matters.
+    In the best cut the most expensive stage is cheapest. Ties are broken by the least sum of squares, which keeps the
+    other stages even, then by earlier boundaries. This takes two passes: a single pass would minimise the most
+    expensive stage among the first ones, even where a later stage is the most expensive and only the sum of squares
+    matters.
 
     Args: costs: for each stage float64 [L + 1, L + 1], the cost of the layers from each bound to each later one; inf
     where that is impossible."""

@@ -1,7 +1,7 @@
 """Defines the inputs, the interface and the result of every allocator.
 
 An assignment of layers to peers has two types. A search works on a `Placement`, which uses device numbers of one
-topology. A `Layout` uses the plan's own terms: stages with their members' shares, and standbys."""
+topology. A `Layout` has the form of a plan: stages with their members' shares, and standbys (peers without a stage)."""
 
 import math
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The stages and standbys of the next plan. `reason` is one sentence for people."""
+    """The stages and standbys of the next plan. `reason` is a sentence for people on why they were chosen."""
 
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...]
@@ -177,8 +177,9 @@ class Searching(Allocator, Protocol):
         """Search for a better layout than `previous`, or for a first one. Pure. A search may take seconds, so it runs
         in a thread of its own.
 
-        Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
-        Returns: (layout, reason); the layout is None if no layout is worth the cost of moving to it.
+        Args: snapshot: has workload and network; its peers are exactly the members of `previous`, if `previous` is not
+        None.
+        Returns: (layout, reason); the layout is None if none is worth the cost of the move.
         Raises: LocalError: the snapshot is impossible."""
 
 

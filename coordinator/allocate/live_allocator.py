@@ -144,9 +144,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that get no stage now. The number of those that do get one is the number of lost
-    members or the number of stages with a sole holder, whichever is larger. The peers that help most get a stage, but
-    none that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that get a stage now, and return the others. At most as many get a stage as there
+    are lost members or stages with a sole holder, whichever is more: the peers that help most, but none that lengthens
+    the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -196,8 +196,8 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
 def _first_topology(snapshot: SwarmSnapshot) -> Topology:
     """Return the topology for a first layout, in which each device is half a standard deviation slower than measured.
     At that time hardly more than probes is known, and work is slower than a probe (quota, heat, other programs, the
-    peer's own networking). A layout for devices that are too slow uses more of them than needed; one for devices that
-    are too fast leaves useful ones idle."""
+    peer's own networking). If speeds are underestimated, the layout uses more devices than needed; if overestimated, it
+    leaves useful devices idle."""
     topology = topology_of(snapshot)
     slower = np.array([math.exp(-0.5 * math.sqrt(peer.speed_variance)) for peer in snapshot.peers])
     return replace(topology, flop_per_s=topology.flop_per_s * slower)
@@ -205,8 +205,8 @@ def _first_topology(snapshot: SwarmSnapshot) -> Topology:
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. In a run with adapters,
-    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink needs, or all
-    uplinks together."""
+    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink or all uplinks
+    together need."""
     topology, base = throughput.topology, throughput.workload.memory.base
     step_s, base_s = losses.step_s(throughput, placement), 0.0
     if base is not None and base.travels:

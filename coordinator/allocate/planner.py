@@ -1,6 +1,6 @@
 """The throughput planner: decides which device holds which layers, with the same result on any machine.
 
-Each of several numbers of stages gets a short search, and the most promising numbers a longer one.
+Each of several numbers of stages gets a short search, and the most promising numbers get a longer one.
 
 A large swarm is searched at several levels, from the coarsest to the finest. At a coarse level, similar devices that
 are near each other form one unit. The speeds and network cards of a unit add up, two units have a path for each pair of

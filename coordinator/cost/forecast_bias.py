@@ -7,7 +7,7 @@ log(measured / predicted tokens/s). With
     y(K) = a + b(K),   a ~ N(0, A^2),   cov(b(K), b(K')) = B^2 exp(-|log K - log K'|),   y seen with noise N^2 / steps
 
 the estimate is the mean of y(K) given all measurements. So if a swarm is slower than predicted with one number of
-stages, other numbers become more attractive, and it tries one.
+stages, other numbers become more attractive, and the swarm tries one.
 
 Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted."""
 

@@ -3,7 +3,7 @@ Pure.
 
 Narrow formats slow learning, so tensors are narrow only where a step waits for them. The choice starts with the
 narrowest formats everywhere, which the search of layouts assumes. It widens gradient sums first, because narrow sums
-slow learning most, then activations. Each widening is judged together with those accepted before it."""
+slow learning most, then activations. Each widening is judged together with the widenings accepted before."""
 
 import math
 

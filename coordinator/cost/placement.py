@@ -14,7 +14,7 @@ last stage, those to the previous one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The assignment of layers to devices, which are indexes of one `Topology`."""
+    """The assignment of layers to devices, which are given by their indexes in one `Topology`."""
 
     stages: tuple[tuple[int, ...], ...]
     """The members of each stage, in ascending order; stages are in pipeline order."""

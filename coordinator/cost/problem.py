@@ -78,7 +78,7 @@ def state_of(
     problem: PipelineInput, workload: Workload, num_stages: int, wire: WireBytes | None = None
 ) -> PipelineState:
     """Return an empty placement on `num_stages` stages. Args: wire: bytes of each cut and each reduction (`problem`
-    must have the cuts' sizes); None: those of the workload."""
+    must have the cuts' sizes); None: the workload's bytes."""
     n, K = len(problem.card), num_stages
     wire = wire or WireBytes.same(workload, K)
     known = problem.cut_bytes.tolist()
@@ -99,7 +99,8 @@ def state_of(
 
 
 def _fixed(array: Floats) -> Floats:
-    """Return a read-only view in C order, always the same kind of array: numba compiles anew for each kind."""
+    """Return a read-only view in C order. The kind of array must always be the same: numba compiles anew for each
+    kind."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view

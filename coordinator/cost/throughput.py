@@ -10,7 +10,7 @@ of a step, but before the commit of that step, runs on an older version:
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
 The control of the pipeline (`peer/replica/flow.py`) weighs the steps that staleness costs (`protocol/staleness.py`)
-against the time that it saves; plans ignore them ([`DECISIONS.md`](DECISIONS.md)).
+against the time that it saves; plans ignore those steps ([`DECISIONS.md`](DECISIONS.md)).
 
 **What limits a step.** If T_flow is longer than T_chain, the slowest stage or the slowest pair of neighbouring stages
 limits it. Within a stage it is the resource with the longest time for a step's work:
@@ -88,7 +88,8 @@ class ThroughputObjective:
         """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
-        """Return the cost. Args: wire: bytes of each cut and each reduction; None: those of the workload."""
+        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's
+        bytes."""
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
@@ -165,7 +166,7 @@ class _Evaluation:
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
-        """The part of the reduction that each member adds up."""
+        """For each stage, the part of the gradient that each member adds up in the reduction."""
         return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
 
     def shares(self, k: int) -> tuple[float, ...]:

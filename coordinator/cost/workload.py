@@ -36,7 +36,8 @@ class PlacedExperts:
     """[L], the parameters of one expert in each layer."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts beyond `held` each of `members` members must hold, to place all replicas."""
+        """Return how many experts beyond `held` each member must hold, so that all replicas fit on `members`
+        members."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 

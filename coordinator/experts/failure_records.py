@@ -1,8 +1,9 @@
 """Records how long each peer was seen and how often it failed, and derives its probability of failure. Pure.
 
 The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
-said good-bye, that is a failure. At a hand-over the records go to the next coordinator. After a crash, the successor
-goes on with the records from its own last term as coordinator, or with the prior (an assumed rate) if it has none.
+said good-bye, that is a failure. When the role is handed over, the records go to the next coordinator. After a crash,
+the successor goes on with the records from its own last term as coordinator, or with the prior (an assumed rate) if it
+has none.
 
 A record belongs to an identity, across restarts of the peer's process. After `SEEN_S_MAX` older failures count less and
 less, so a machine that moved to a better place recovers."""

@@ -1,8 +1,9 @@
 """Makes the expert groups of a plan: which members of a stage hold which expert, by measured load. Pure.
 
 The placement stays while it is good enough (`replan.py`). A member that is new in a group fetches the expert's state
-from the present holders, which stay until then. If layers move to other stages, a member keeps its experts of those
-layers that are in its new stage, and each layer takes its part of the measured loads along."""
+from the present holders, which stay in the group until the newcomer has it. If layers move to other stages, a member
+keeps its experts of those layers that are in its new stage, and each layer takes its part of the measured loads
+along."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -78,13 +79,13 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return the loads by stage and expert, for the next coordinator; empty if they would be too many."""
+        """Return the loads by stage and expert, for the next coordinator; empty if there are too many to send."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take over the previous coordinator's loads: without them every share would change for no reason."""
+        """Take over the previous coordinator's loads: otherwise every share would change for no reason."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
@@ -118,7 +119,7 @@ class ExpertPlaces:
         """Return the groups of all stages.
 
         Args:
-            before: the previous plan; None: its expert holders do not have their state any more, or there is none.
+            before: the previous plan; None: there is none, or its expert holders have lost their state.
             sequence: the number of the new plan, with which new members join their groups.
             begins: True if an era begins with the new plan: then all members take their places at once, and the stages
                 may be different ones.

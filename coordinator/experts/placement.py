@@ -26,8 +26,8 @@ SLOTS_TRIED = 60
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
     """Return the number of replicas of each expert that makes the busiest replica least busy. Each slot beyond the
-    minimum goes to the expert with the largest load per replica so far. This is optimal: each of these experts had at
-    least the final largest load per replica when it got the slot, so it needed the slot.
+    minimum goes to the expert with the largest load per replica so far. This is optimal: an expert that got a slot had
+    at least the final largest load per replica at that time, so it needed the slot.
 
     Args:
         loads: the load of each expert, as tokens or any other measure, finite and >= 0.

@@ -86,11 +86,11 @@ def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[
 def fewest_fetches(
     current: Sequence[Collection[int]], target: ExpertPlacement, *, kinds: Sequence[Hashable]
 ) -> ExpertPlacement:
-    """Exchange nodes, and experts, of `target` so that few copies must be fetched.
+    """Exchange nodes, and experts, in placement `target` so that few copies must be fetched.
 
     Nodes of one kind can exchange all their experts, and two experts with equally many replicas can exchange all their
-    places, without a change in load or safety. So there are two assignments: of the parts of `target` to nodes, and of
-    its places to experts. Each is solved exactly given the other, in turns until neither helps.
+    places, without a change in load or safety. So there are two assignments: parts of `target` to nodes, and places of
+    `target` to experts. Each is solved exactly with the other fixed, in turns, until neither helps.
 
     Args: kinds: [N]; node i may take the part of node j if their kinds are equal and the parts equally large.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.

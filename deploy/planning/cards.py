@@ -1,4 +1,4 @@
-"""Tabulates how many layers of a model each card (GPU) holds, its speed, and a newcomer's download
+"""Makes tables of cards (GPUs): the layers of a model that each one holds, its speed, and a newcomer's download
 (`shoal plan --cards`).
 
 All of it is arithmetic. It uses the memory that the coordinator predicts for real peers, a share of the makers' rates
@@ -89,8 +89,8 @@ class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_models() -> list[tuple[str, RunSpec]]:
-    """Return (name, spec) of models shaped like Llama, with the settings that save most memory: 1, 8 and 30 billion
-    parameters, all trained, and 8 billion with adapters; each with all `CONTEXTS`."""
+    """Return (name, spec) of models shaped like Llama, with the settings that save most memory. Models of 1, 8 and 30
+    billion parameters train all weights, one of 8 billion trains adapters; each comes with all `CONTEXTS`."""
     shapes = (
         ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
         ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
@@ -184,7 +184,8 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
-    """Print the tables. Args: path: a run file; None: `usual_models`. Raises: SpecError: the run file is invalid."""
+    """Print a table of cards for each model. Args: path: a run file with the model; None: `usual_models`. Raises:
+    SpecError: the run file is invalid."""
     models = usual_models() if path is None else [(path.name, load_spec(path))]
     tables = [cards_table(name, spec) for name, spec in models]
     if as_json:

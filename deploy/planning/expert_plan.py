@@ -1,4 +1,4 @@
-"""Plans the replicas of experts on nodes, and computes the failures that they survive (`shoal plan --experts
+"""Plans which nodes hold replicas of experts, and computes which node failures lose no expert (`shoal plan --experts
 FILE.json`)."""
 
 from collections import Counter

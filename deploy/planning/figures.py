@@ -176,7 +176,7 @@ def said_days(days: float) -> str:
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
-    """Return a range in words: `1,200` or `1,200 to 3,400`."""
+    """Return a range of gigabytes in words: `1,200` or `1,200 to 3,400`."""
     least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
     return least if least == most else f"{least} to {most}"
 

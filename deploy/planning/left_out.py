@@ -1,7 +1,7 @@
 """Finds why a plan leaves devices out, and the least line rate, memory or speed that would make one useful. Pure.
 
-It puts the device into every place of the plan (`joins` of `allocate/at_once.py`), as it is and improved, and computes
-the step with the search's objective. Bisection finds the least improvement that helps.
+It tries a left-out device, as it is and improved, in every place of the plan (`joins` of `allocate/at_once.py`), and
+computes the step by the search's objective. Bisection finds the least improvement that helps.
 """
 
 import math
@@ -70,7 +70,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
     """Yield an explanation for each kind of device that the plan leaves out, the largest group first, at most twelve.
-    Each takes seconds."""
+    Each explanation takes seconds of computing."""
     goal_s = ThroughputObjective(topology, workload).cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:12]:
         yield _Examined(topology, workload, placement, devices, goal_s).explained()
@@ -169,8 +169,8 @@ class _Examined:
         }
 
     def values(self, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-        """Return values of `resources` at the fraction `part` of the way, in logarithms, from the device's present
-        value to the largest; rounded up to two digits, as printed."""
+        """Return for each of `resources` the value at the fraction `part` between the device's present value and the
+        largest, on a logarithmic scale, rounded up to two digits as in print."""
         has = self.has()
         most = {resource: max(_MOST[resource], has[resource]) for resource in resources}
         return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}

@@ -62,8 +62,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step, for people. The search compares layouts by `cost_s`, a slightly different
-        figure."""
+        """The predicted seconds of a step, for people. The search compares layouts by another, slightly different
+        figure, `cost_s`."""
         return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
 
     @property

@@ -16,7 +16,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Prints the headings of `columns`, then rows. Args: last: the heading of a last column, with text that wraps."""
+    """Prints the headings of `columns`, then rows. Args: last: the heading of a last column, in which text wraps."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console

@@ -1,8 +1,8 @@
 """The compute of a modelled peer. Its results have the right size and version, but no contents.
 
 Vectors are `Extent` objects. Payloads, activations and tokens are phantoms (`extents.py`): they have only a length,
-which sets their time on a link. The simulated device takes time for a job by its FLOP. `routing.py` draws the tokens of
-each placed expert.
+which sets their time on a link. A job takes the simulated device a time in proportion to its FLOP. `routing.py` draws
+the tokens of each placed expert.
 """
 
 from collections.abc import Callable
@@ -132,8 +132,8 @@ class ModelledTrunk(_ModelledStage):
 
 
 class ModelledArithmetic(Arithmetic):
-    """The computations of one modelled peer. Args: routing: draws the tokens of experts; needed if the run places
-    experts."""
+    """The computations of one modelled peer. Args: routing: draws the number of tokens for each expert; needed if the
+    run places experts."""
 
     def __init__(
         self,

@@ -158,5 +158,5 @@ def with_modelled_base(spec: RunSpec) -> RunSpec:
 
 
 def phantom(nbytes: int) -> Payload:
-    """Return a payload that has only a length. Modelled peers use nothing else of a payload."""
+    """Return a payload that has only a length: modelled peers use nothing else."""
     return cast(Payload, cast(Any, Phantom(nbytes)))

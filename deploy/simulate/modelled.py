@@ -1,5 +1,5 @@
-"""Runs shoal's own peers and coordinators on modelled devices, in virtual time: from a network, a run spec and a layout
-to a `SimResult`.
+"""Runs shoal's own peers and coordinators on modelled devices, in virtual time. Takes a network, a run spec and a
+layout, and returns a `SimResult`.
 
 The nodes are those of `shoal join`, but they compute without numbers (`arithmetic.py`). So a thousand nodes, with a
 model too large for this machine, fit into one process.
@@ -97,8 +97,9 @@ def chunk_bytes_on(topology: Topology) -> int:
     """Return the piece size of sums and states on this network, in bytes of fp32.
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
-    frames have to wait for a piece, while a real line is free again after 25 ms. So the slowest uplink takes 0.4 s for
-    a piece in fp32 (an eighth of that in 4 bits). No piece is smaller than a real peer's.
+    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece is
+    limited to what the slowest uplink sends in 0.4 s in fp32 (in 4 bits, an eighth of 0.4 s). No piece is smaller than
+    a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))
@@ -197,7 +198,7 @@ def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
-    """Wait until the run ends. Returns: why it was cut off; empty: it was not."""
+    """Wait until the run ends. Returns: why the run was cut off; empty: it was not."""
     until_s = math.inf if run.limits.seconds is None else run.limits.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
@@ -211,7 +212,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:
-    """Return the spec of `run` as the simulated nodes get it. Raises: LocalError: it is invalid."""
+    """Return the spec of `run` as the simulated nodes get it. Raises: LocalError: the spec is invalid."""
     spec, here = run.spec, run.topology.num_devices - len(absent_at_first(run.churn))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}

@@ -31,7 +31,7 @@ class ModelledSwarm:
     """The nodes of one run. Device i of the topology is the peer `name_of(i)`.
 
     Args:
-        routing: draws the tokens of experts; needed if the run places experts.
+        routing: draws the number of tokens for each expert; needed if the run places experts.
         dirt: maps a device to (its disturbances, the processor cores that it shares with other devices or None).
     """
 
@@ -184,7 +184,8 @@ def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
 
 
 def check_devices(topology: Topology, devices: set[int], what: str) -> None:
-    """Check device numbers. Raises: LocalError: `what` names a device that the topology does not have."""
+    """Check device numbers. Args: what: names their source in the error. Raises: LocalError: the topology lacks a
+    device."""
     strange = sorted(device for device in devices if not 0 <= device < topology.num_devices)
     if strange:
         raise LocalError(f"{what} names device {strange[0]}, the network has {topology.num_devices}")

@@ -29,7 +29,7 @@ _BOUNDS: dict[Bound, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy with its layout and prediction, and after the simulation with its result."""
+    """A strategy with its layout and its prediction; after the simulation, also with its result."""
 
     strategy: Strategy
     spec: RunSpec
@@ -183,8 +183,8 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """Return an upper bound of tokens/s for a run that committed one step: the second would have taken longer than the
-    time left. (The first does not count, since it includes joining.)"""
+    """Return an upper bound of tokens/s for a run that committed one step: the second step would have taken longer than
+    the time left. (The first does not count, since it includes joining.)"""
     if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)

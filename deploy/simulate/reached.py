@@ -1,7 +1,8 @@
 """Compares a live run, in which the swarm's own coordinators choose the layouts, with a run that has the planned layout
 from the beginning.
 
-`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its own rows.
+`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among the rows of its
+table.
 """
 
 import math
@@ -150,7 +151,7 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 
 
 def said_of_none(scenario: str) -> str:
-    """Return sentences that tell how to simulate a live run."""
+    """Return sentences that tell people how to simulate a live run of `scenario`."""
     return (
         "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "

@@ -80,7 +80,7 @@ class Elsewhere(Section, frozen=True):
 
 
 class Path(Elsewhere, frozen=True):
-    """A path between two places, or inside one place, which is then named twice."""
+    """A path between two places, or inside one place, if the path names that place twice."""
 
     between: tuple[str, str]
     back_mbps: float | None = None
@@ -120,7 +120,7 @@ class NetworkSection(Section, frozen=True):
 
 
 def topology_of(network: NetworkSection) -> Topology:
-    """Return the topology. Devices are in the order of their regions, named `region-number`.
+    """Return the topology of `network`. Devices are in the order of their regions, named `region-number`.
 
     Raises: LocalError: two places have no path, or `Topology` refuses a value.
     """

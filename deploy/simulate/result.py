@@ -71,7 +71,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """The result of a run. Seconds are virtual and begin at the start of the world; devices are indexes of the
+    """The result of a run. Seconds are virtual and count from the start of the simulation; devices are indexes of the
     topology."""
 
     steps: tuple[StepCommitted, ...]
@@ -125,14 +125,14 @@ class SimResult:
 
     def tokens_by(self, at_s: float) -> float:
         """Return the tokens of the steps committed by `at_s`. The step in flight at that time counts for the elapsed
-        part of its time; the first step begins with the world. Undone steps do not count."""
+        part of its time; the first step begins when the simulation does. Undone steps do not count."""
         times_s = np.concatenate([[0.0], self._times_s()])
         return self.tokens_per_step * float(np.interp(at_s, times_s, np.arange(len(times_s))))
 
     def tokens_per_s_from(self, from_s: float) -> float:
         """Return the rate after `from_s`, standstills included; NaN: less than a whole step was committed.
 
-        The measured time ends with the last commit, or with the run if that stood still after the last commit.
+        The measured time ends with the last commit, or with the run's end if the run stood still after that commit.
         """
         times_s = self._times_s()
         until_s = max(from_s, float(times_s.max(initial=0.0)))

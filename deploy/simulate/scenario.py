@@ -1,8 +1,8 @@
 """Reads a scenario from a TOML file, a network file or the name of a shipped scenario.
 
 `SCENARIOS.md` explains the file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
-(`protocol/spec.py`); `regions.py` defines `[network]`, and `strategy.py` `[[strategy]]`. The fields of `[experts]` set
-those of the run spec's `swarm`.
+(`protocol/spec.py`); `regions.py` defines `[network]`, and `strategy.py` `[[strategy]]`. `[experts]` sets fields of the
+run spec's `swarm`.
 """
 
 import math
@@ -49,7 +49,7 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """The `[experts]` table: experts are placed on members of each stage. `[model]` has their number."""
+    """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
     """The number of experts that a member holds of each of its layers."""
@@ -254,8 +254,9 @@ def _of_network(path: Path) -> Scenario:
 def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpec]:
     """Return a decoder with the size that a network file gives, trained in microbatches of one sample.
 
-    In the papers, the feed-forward part of a layer has two matrices of 4 D² parameters each, in ours three of D · F
-    each; F = 8 D / 3 makes the sizes equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    In the papers, the feed-forward part of a layer has two matrices of 4 D² parameters each. Our layers have three of D
+    · F parameters each; F = 8 D / 3 makes the sizes equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in
+    the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048

@@ -48,7 +48,8 @@ class StrategyOptions:
 
 
 def parse_dirt(text: str | None) -> Dirt:
-    """Return the disturbances that `FIELD=NUMBER,…` describes; the fields are those of `Dirt`. Raises: LocalError."""
+    """Return the disturbances that `FIELD=NUMBER,…` describes; the fields are those of `Dirt`. Raises: LocalError:
+    `text` is invalid."""
     try:
         fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
         return msgspec.convert(fields, Dirt, strict=False)
@@ -111,7 +112,7 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     """Return the strategies with the comma-separated `names`, from the scenario or else from `strategy.KNOWN`. Without
     `names`, return all strategies of the scenario, or else the default ones.
 
-    Raises: LocalError: there is no strategy of a name.
+    Raises: LocalError: a name is unknown.
     """
     if names is None:
         default = DEFAULT if scenario.trace is None else CHURN_DEFAULT
@@ -210,8 +211,8 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 def play(
     scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Simulate a prepared strategy, and return its outcome with the result. Args: patience: limits of the run; None:
-    none."""
+    """Simulate a prepared strategy, and return its outcome with the result. Args: patience: limits of the run; None: no
+    limits."""
     if prepared.problem:
         return prepared
     strategy, spec = prepared.strategy, prepared.spec

@@ -1,4 +1,5 @@
-"""Defines the strategies of a simulation: a layout, a staleness, wire formats, a subspace, with churn or without."""
+"""Defines the strategies of a simulation: each has a layout, a staleness, wire formats and a subspace, with churn or
+without."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Makes the table of a comparison for a terminal, and all figures as JSON."""
+"""Makes the table that compares strategies on a terminal, and the JSON of all figures."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ LAST = "bound by"
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of strategies, as `--json` prints it."""
+    """The comparison of strategies, in the form that `--json` prints."""
 
     scenario: str
     title: str
