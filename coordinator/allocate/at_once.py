@@ -106,15 +106,14 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: the bytes that the layers before each bound take at each of a stage's `members` members,
-    without workspace."""
+    """Return float64 [L + 1]: bytes of the layers before each bound at one of `members` members, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
 
 def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Placement:
-    """Return the best placement with one device a stage, on `num_stages` stages or (None) the fewest that hold the
-    model. It tries the fastest devices and those with the most memory. Raises: NoLayout: no such placement was found.
+    """Return the best placement with one device a stage, on `num_stages` stages (None: the fewest that hold the model).
+    It tries the fastest devices and those with the most memory. Raises: NoLayout: none was found.
     """
     topology, workload = objective.topology, objective.workload
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
@@ -137,8 +136,7 @@ def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Place
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield layouts of `count` stages with one device each, in which neighbours can send to each other. A layout begins
     with the first device of `row` that has the text; if some devices cannot reach each other, the next seven with the
-    text begin one each, too. Each next stage gets the first unused device of `row` that has a path to the device
-    before."""
+    text begin one each, too. Each next stage gets the first unused device of `row` that the previous one can reach."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     feeders = [device for device in row if topology.may_feed[device]]

@@ -278,8 +278,7 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange the devices of `length` stages in column c, from stage k on, with those in column m, from stage j on. A
-    second call undoes the exchange."""
+    """Exchange `length` devices of column c from stage k on with those of column m from stage j on. Undoes itself."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 

@@ -42,8 +42,7 @@ def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) ->
 
 
 def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
-    """Return float64 [N, N], symmetric: seconds of a hop, the mean of both directions; inf without a path, 0 on the
-    diagonal."""
+    """Return float64 [N, N], symmetric: mean seconds of a hop there and back; inf: no path; 0 on the diagonal."""
     return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
 
 

@@ -5,8 +5,7 @@ by local search; the cheapest individuals survive.
 never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A longer search
 begins with the same steps as a shorter one, except for the last step of the shorter one.
 
-Source: iterated local search (Lourenço, Martin, Stützle 2003); a population makes the result depend less on one
-    start."""
+Source: iterated local search (Lourenço, Martin, Stützle 2003); a population depends less on one start."""
 
 import random
 from collections.abc import Sequence
@@ -39,8 +38,8 @@ def evolve(
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual to the population, unless it has one of equal cost: such two differ only in stage names or
-        between equal devices."""
+        """Add an individual, unless the population has one of equal cost, which differs only in names or like
+        devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])

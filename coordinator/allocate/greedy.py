@@ -109,8 +109,7 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, [(peer, new stage)] for each peer that `_rescue` moved). Raises: NoLayout: a
-    stage stays empty."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers that `_rescue` moved). Raises: NoLayout."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(
@@ -175,8 +174,7 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
     """Return the holders of a stage with enough memory for the stage. If none of those has its state, except draining
-    ones, return all holders. In a run that places experts all holders stay: a member's memory need is not known
-    beforehand."""
+    ones, return all holders. Do the same if the run places experts: a member's need is not known then."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -242,8 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return a number for what a stage loses if `peer` moves away: 3: its last holder, 2: its last copy of the state,
-    1: its leader, 0: nothing."""
+    """Return what a stage loses if `peer` moves: 3: its last holder, 2: its last state, 1: its leader, 0: nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -264,8 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a stage of a plan. A member's share of microbatches is proportional to its speed, its share of
-    the reduction to its upload rate."""
+    """Return the slot as a plan's stage: work is shared in proportion to speed, the reduction to upload rate."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -322,9 +318,8 @@ def cheapest_cut(costs: Sequence[Floats]) -> tuple[int, ...] | None:
     None if every cut is impossible.
 
     In the best cut the most expensive stage is cheapest. Ties are broken by the least sum of squares, which keeps the
-    other stages even, then by earlier boundaries. This takes two passes: a single pass would minimise the most
-    expensive stage among the first ones, even where a later stage is the most expensive and only the sum of squares
-    matters.
+    other stages even, then by earlier boundaries. This takes two passes: a single pass would minimise the largest cost
+    among the first stages even where a later stage costs most and only the sum of squares matters.
 
     Args: costs: for each stage float64 [L + 1, L + 1], the cost of the layers from each bound to each later one; inf
     where that is impossible."""

@@ -149,8 +149,7 @@ class Layout:
 
 
 def places_of(layout: Layout | Plan) -> Places:
-    """Return the layers and members of each stage, without shares. Between two layouts with equal results no peer
-    moves."""
+    """Return the layers and members of each stage, without shares; if two layouts give equal results, no peer moves."""
     return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
@@ -177,8 +176,7 @@ class Searching(Allocator, Protocol):
         """Search for a better layout than `previous`, or for a first one. Pure. A search may take seconds, so it runs
         in a thread of its own.
 
-        Args: snapshot: has workload and network; its peers are exactly the members of `previous`, if `previous` is not
-        None.
+        Args: snapshot: has workload and network; its peers are exactly the members of `previous`, if any.
         Returns: (layout, reason); the layout is None if none is worth the cost of the move.
         Raises: LocalError: the snapshot is impossible."""
 

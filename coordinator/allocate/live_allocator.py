@@ -333,8 +333,8 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares from the current measurements; None if they are near the plan's shares, or a
-    member is missing."""
+    """Return the live layout with shares by current measurements; None: they are near the plan's, or a member is
+    gone."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -378,8 +378,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of placement `found` into the stages. Peers that stay or could not move keep their rank in their
-    stage."""
+    """Put the devices of placement `found` into the stages. Peers that stay or cannot move keep their rank."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -388,8 +387,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of traffic and reduction that the throughput objective assumes, if it can
-    compute them."""
+    """Return the stages with the shares of work and reduction that the throughput objective assumes, if any."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

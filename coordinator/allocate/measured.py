@@ -91,8 +91,7 @@ class Estimate:
 
     def add(self, figure: float, now_s: float, variance: float, *, is_new: bool = True) -> None:
         """Add the report `figure`, unless it is impossible or 0 (unknown).
-        Args: variance: the variance of the report's logarithm. is_new: False if an old measurement is reported
-        again."""
+        Args: variance: the variance of the report's logarithm. is_new: False: an old measurement comes again."""
         if not 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
             return
         log = math.log(figure)
@@ -172,8 +171,7 @@ def speeds(
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """Return `claims`, limited to the median of `measured` or, if that is empty, to `BOAST_CLAIMED` times the median
-    claim."""
+    """Limit claims to the median of `measured` or, if that is empty, to `BOAST_CLAIMED` times the median claim."""
     if measured:
         most = median_low(measured.values())
     elif claimed:

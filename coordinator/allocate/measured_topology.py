@@ -142,8 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of the bottleneck that measured links show between peers near i and peers near j; inf: no
-    bottleneck."""
+    """Return [N, N], bytes/s of the bottleneck that links show between peers near i and peers near j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():

@@ -183,8 +183,7 @@ class LayoutObjective:
 
     def _in_place(self, found: Placement) -> dict[str, float]:
         """Price a move that keeps the boundaries. Until the peers that move have their state, only the members that
-        stay work. If that takes long and the run has learners, a peer that moves works as soon as it has the
-        weights."""
+        stay work. If that takes long and the run has learners, the moved peers work once they have the weights."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -256,9 +255,8 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the mean variance of the logarithms of the measurements that limit a layout. It is taken over the
-    devices of the limiting stage or, if lines limit the layout, over these devices' links with each other and with
-    neighbouring stages.
+    """Return v, the mean variance of the logarithms of the measurements that limit a layout. It is over the devices of
+    the limiting stage or, if lines limit, over their links with each other and with neighbouring stages.
 
     Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
@@ -377,8 +375,8 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`. A path's rate is multiplied by the larger
-    factor of its two ends."""
+    """Return `topology` with the line rates of device n times `part_N[n]`. Of a path's two ends the larger factor
+    counts."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,

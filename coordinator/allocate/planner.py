@@ -151,8 +151,7 @@ class _Search:
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
     def _solve(self, num_stages: int, work: int, best: dict[int, _Found], *, ranked: int = _RANKED) -> int:
-        """Search on `num_stages` stages. Put the result into `best` if it is better than the present entry for this
-        number.
+        """Search on `num_stages` stages. Put the result into `best` if it is better than the entry for this number.
         Args: ranked: the number of placements among which the predicted step chooses. Returns: the work done."""
         t, w = self.objective.topology, self.objective.workload
         if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
@@ -198,8 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start if some devices cannot reach each other. None: all can reach each other, or no start
-        was found."""
+        """Return a feasible start if some devices cannot reach each other; None if all can, or no start was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None
@@ -240,8 +238,7 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stage of each unit of a level: the stage that most of the unit's devices have, the lowest among
-    equals.
+    """Return the stage of each unit of a level: that of most of the unit's devices, the lowest among equals.
     Args: assignment: the stage of each device."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)

@@ -207,8 +207,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d holds its stage already in the current plan, and the stage must keep all such holders that it
-    has."""
+    """True if unit d holds its stage in the current plan, too, and the stage must keep all such holders."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False

@@ -118,8 +118,8 @@ class ThroughputEvaluator:
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Return a feasible copy of `assignment`. Devices that left a stage go back if the stage must keep more of its
-        holders. Devices without a stage go to the slowest one. An empty stage gets an unused device or the slowest
-        device of the fastest stage."""
+        holders. Devices without a stage go to the slowest. An empty stage gets an unused device or the fastest stage's
+        slowest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -173,8 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work done) for the cheapest of three cuts: the exact one, the current plan's, and
-        `known`."""
+        """Return (cost, bounds, work done) for the cheapest of three cuts: exact, the current plan's, and `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:
@@ -203,7 +202,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return all devices in a row: a random one first, then always the nearest of the rest. One row in four is
+        """Return all devices in a row: a random one, then always the nearest of the rest. One row in four is
         shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
@@ -215,8 +214,8 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Return `row`, often without its worst-connected devices: a search removes one at a time, which does not help
-        a stage that has several."""
+        """Return `row`, often without its worst-connected devices: if a stage has several, removing one does not
+        help."""
         dice = rng.random()
         if dice < 0.25:
             # Take only the first devices of the row, which are near each other.

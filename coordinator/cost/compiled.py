@@ -1,5 +1,5 @@
-"""Provides the functions of `pipeline.py` compiled by numba, under the same names, and decorators and random numbers
-for searches.
+"""The functions of `pipeline.py`, compiled by numba under the same names; also decorators and random numbers for
+searches.
 
 Importing numba takes a second, so this module is imported only by searches and for large swarms. Compiling takes ten
 seconds, once on a machine. There is no fastmath and no parallel loop: the results equal those of the plain functions,

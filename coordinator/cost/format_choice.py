@@ -53,8 +53,7 @@ def formats_of(
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` with those of `things` (tensors to widen) that are accepted: all if they are accepted together,
-        else those accepted of each half in turn."""
+        """Return `wide` with the accepted tensors of `things`: all of them, or else the accepted ones of each half."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

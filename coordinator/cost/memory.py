@@ -130,8 +130,7 @@ class StageMemory:
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """Return the memory terms of a run. If each peer chooses its compute format, return the terms with the larger
-    total."""
+    """Return the memory terms of a run: those with the larger total if each peer chooses its compute format."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))

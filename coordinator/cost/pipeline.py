@@ -175,8 +175,8 @@ ENTRIES = ("build", "evaluate")
 
 
 def build(P, S, stage, bounds):
-    """Set S to a placement, and mark all values as to be computed. Args: stage: int64 [N], the stage of each unit, or
-    -1. bounds: int64 [K + 1]."""
+    """Set S to a placement, and mark all values as dirty (to be computed). Args: stage: int64 [N], the stage of each
+    unit, or -1. bounds: int64 [K + 1]."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -195,8 +195,8 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates from stage k's members to both neighbouring stages, and the members' parts of the reduction.
-    Returns: the work done."""
+    """Compute the rates of stage k's members to both neighbouring stages, and their parts of its reduction. Returns:
+    work."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):
@@ -226,8 +226,7 @@ def scan_paths(P, S, k):
 
 
 def _scan_mates(P, S, k):
-    """Compute each member's part of stage k's reduction, and the cost for each byte of the gradient. Returns: the work
-    done."""
+    """Compute each member's part of stage k's reduction, and its cost for each byte of the gradient. Returns: work."""
     n = S.count[k]
     whole = 0.0
     for a in range(n):
@@ -271,8 +270,7 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute the traffic for a tied model's shared matrix at members of the first and the last stage. Returns: the
-    work done."""
+    """Compute the traffic for a tied model's shared matrix at members of the first and last stage. Returns: work."""
     K = len(S.count)
     # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
     tied_bytes = max(S.sum_bytes[0], S.sum_bytes[K - 1]) * P.costs[TIED_PARAMETERS]
@@ -368,7 +366,7 @@ def saturate(P, S, k, first, last):
 
 
 def _time_stage(P, S, k):
-    """Compute the times of stage k that do not depend on other stages. Returns: the work done."""
+    """Compute the times of stage k that do not depend on other stages. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
     S.times[SECONDS, k] = saturate(P, S, k, first, last)
     job = _job(P, first, last)
@@ -403,7 +401,7 @@ def _hop_s(P, cut_bytes, d, e):
 
 
 def _pair(P, S, k):
-    """Compute the flow and the mean hop between stages k and k + 1. Returns: the work done."""
+    """Compute the flow and the mean hop between stages k and k + 1. Returns: work."""
     n, m = S.count[k], S.count[k + 1]
     size = S.cut_size[k]
     supply = np.empty(n)
@@ -451,10 +449,8 @@ def _pair(P, S, k):
 
 def fill(supply, demand, path):
     """Compute a flow from senders to receivers. It starts in proportion to the demands. In up to `FLOW_ROUNDS` rounds,
-    what a path cannot carry is offered to receivers that can take more. The result never exceeds the maximum flow, and
-    equals that if no path limits.
-    Args: supply: [n], what each sender has. demand: [m], what each receiver can take. path: [n, m], capacities; all in
-    the same unit.
+    what a path cannot carry is offered to other receivers. The result never exceeds the maximum flow.
+    Args: supply: [n], for each sender. demand: [m], for each receiver. path: [n, m], capacities; all in one unit.
     Returns: (flow [n, m], rounds)."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
@@ -496,8 +492,7 @@ def fill(supply, demand, path):
 
 
 def evaluate(P, S, work):
-    """Compute all values marked dirty. Returns: (cost with that of moving state, the figure that local search
-    minimises).
+    """Compute all dirty values. Returns: (cost with that of moving state, the figure that local search minimises).
     Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
@@ -597,8 +592,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute `BESIDE`: the seconds of stage k's commit if activations keep their share of each network card, and the
-    reduction gets the rest."""
+    """Compute `BESIDE`: the seconds of stage k's commit if its reduction gets what activations leave of each card."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):

@@ -30,8 +30,8 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with each device of `stage_of` in the stage that `stage_of` gives, whether it had a
-        stage before or not."""
+        """Return the placement with each device of `stage_of` put into the stage that it maps to; it may be
+        unplaced."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)
@@ -60,9 +60,8 @@ class Cost:
 
 
 class Objective(Protocol):
-    """A formula that gives each placement on one topology its cost. Pure: equal placements cost the same, bit for
-    bit."""
+    """A formula for the cost of placements on one topology. Pure: equal placements cost the same, bit for bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost of a placement. This is slow: searches compute costs incrementally, and tests compare
-        both results."""
+        """Return the exact cost of a placement. Searches compute it incrementally, which is faster; tests compare
+        both."""

@@ -99,8 +99,7 @@ def state_of(
 
 
 def _fixed(array: Floats) -> Floats:
-    """Return a read-only view in C order. The kind of array must always be the same: numba compiles anew for each
-    kind."""
+    """Return a read-only view in C order, so always one kind of array: numba compiles anew for each kind."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
@@ -128,9 +127,8 @@ def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> F
 
 
 def _homes(topology: Topology, rate: Floats, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """Return (layers [2, N]: the first and the end of each device's range in `current`; rate [N]: bytes/s at which it
-    can fetch other layers; share [N]: its share of its stage's work). Args: rate: float [N, N], bytes/s between two
-    devices."""
+    """Return (each device's range of layers in `current` [2, N], its bytes/s for fetching other layers [N], its share
+    of its stage's work [N]). Args: rate: float [N, N], bytes/s between two devices."""
     n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:

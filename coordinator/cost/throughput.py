@@ -88,21 +88,19 @@ class ThroughputObjective:
         """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
-        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's
-        bytes."""
+        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's."""
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
 
     def step_s(self, placement: Placement) -> float:
-        """Return only T, the seconds of a step; takes a fifth of the time of `cost`. inf: the placement is
-        impossible."""
+        """Return only T (seconds), in a fifth of the time of `cost`; inf: the placement is impossible."""
         seconds = np.inf if self._obstacle(placement) else self._evaluated(placement).seconds
         return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member sends over its network card in a step, by stage. It receives equally
-        many."""
+        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many
+        bytes."""
         evaluation = self._evaluated(placement)
         return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 

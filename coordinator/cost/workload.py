@@ -36,8 +36,7 @@ class PlacedExperts:
     """[L], the parameters of one expert in each layer."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts beyond `held` each member must hold, so that all replicas fit on `members`
-        members."""
+        """Return how many experts beyond `held` each of `members` members must hold to place all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
@@ -102,8 +101,7 @@ class Workload:
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], the bytes of a layer that a new holder downloads if it has nothing of the layer yet, the frozen base
-        included."""
+        """[L], the bytes of a layer, frozen base included, that a new holder without any of it downloads."""
         state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
         if self.memory.base is None:
             return tuple(state)
@@ -271,9 +269,8 @@ def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
 
 def layer_costs(model: ModelSpec, *, with_experts: bool = True) -> tuple[float, ...]:
     """Return the FLOP of a token's forward in each decoder layer; the first includes the embedding, the last the head.
-    Only matrix products count. Causal attention sees (context + 1) / 2 tokens on average, fewer with a window. The
-    embedding is a gather, and counts as the D values that it moves. For a subspace model, products with its basis
-    count, too.
+    Only matrix products count. Causal attention sees (context + 1) / 2 tokens on average, or a window. The embedding is
+    a gather, and counts as the D values that it moves. For a subspace model, products with its basis count, too.
     Args: with_experts: include the experts that a token is sent to; False if they are placed separately."""
     width, in_experts = model.num_heads * model.head_dim, basis_elements(model)
     if with_experts:

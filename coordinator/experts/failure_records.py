@@ -2,8 +2,7 @@
 
 The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
 said good-bye, that is a failure. When the role is handed over, the records go to the next coordinator. After a crash,
-the successor goes on with the records from its own last term as coordinator, or with the prior (an assumed rate) if it
-has none.
+the successor goes on with the records of its own last term as coordinator, if any, or with the prior (an assumed rate).
 
 A record belongs to an identity, across restarts of the peer's process. After `SEEN_S_MAX` older failures count less and
 less, so a machine that moved to a better place recovers."""
@@ -115,6 +114,5 @@ def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = 
 
 
 def rounded(probability: float) -> float:
-    """Round a failure probability to a power of two: then noise does not move experts, and similar nodes can exchange
-    theirs."""
+    """Round to a power of two, so that noise does not move experts, and similar nodes can exchange their experts."""
     return math.ldexp(1.0, round(math.log2(min(1.0, max(2.0**-20, probability)))))

@@ -1,9 +1,8 @@
 """Makes the expert groups of a plan: which members of a stage hold which expert, by measured load. Pure.
 
 The placement stays while it is good enough (`replan.py`). A member that is new in a group fetches the expert's state
-from the present holders, which stay in the group until the newcomer has it. If layers move to other stages, a member
-keeps its experts of those layers that are in its new stage, and each layer takes its part of the measured loads
-along."""
+from the present holders, which stay in the group until then. If layers move to other stages, a member keeps its experts
+of those layers that are in its new stage, and each layer takes its part of the measured loads along."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -62,8 +61,7 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens count less and
-        less."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens then count less."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -192,8 +190,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage for stages with other `bounds`: each layer takes its part of the loads
-        along."""
+        """Return the measured loads by stage, if stages get other `bounds`: each layer takes its part along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}

@@ -176,8 +176,8 @@ class _Table:
             experts = experts[fitting:]
 
     def put_minimum(self, min_replicas: int) -> None:
-        """Put each expert on the `min_replicas` nodes with most room. If any choice of nodes works, this one does
-        (Gale, Ryser)."""
+        """Put each expert on the `min_replicas` nodes with most room. If any choice works, this one does (Gale,
+        Ryser)."""
         for expert in self.rarest_first:
             for node in heapq.nsmallest(min_replicas, range(len(self.room)), key=lambda node: -self.room[node]):
                 self.put(expert, node)
@@ -220,8 +220,7 @@ def place(
     seed: int = 0,
     patience: int = PATIENCE,
 ) -> ExpertPlacement:
-    """Put every replica in a slot, in the safest way found: by `mro`, by `spread`, or some experts in groups and the
-    others one by one.
+    """Put every replica in a slot, in the safest way found: `mro`, `spread`, or a mixture of groups and single experts.
 
     Args:
         replicas: int [E], the replicas of each expert, >= 1; they fill the slots exactly.

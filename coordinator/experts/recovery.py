@@ -1,9 +1,8 @@
 """Computes which failures of nodes a placement of experts survives: each expert must keep a holder. Pure.
 
-Here an expert is the set of its holders (a mask: bit j for node j). Only minimal sets matter: if all nodes of a larger
-set fail, the smaller set within it has failed, too. Sets that share nodes, directly or through other sets, form a
-*component*. Components fail independently, so each is solved by itself: exactly if it is small, else by an upper
-bound."""
+Here an expert is the set of its holders (a mask: bit j for node j). Only minimal sets matter: when all nodes of a
+larger set fail, those of any set within it have failed. Sets that share nodes, directly or through other sets, form a
+*component*. Components fail independently, so each is solved by itself: exactly if small, else by an upper bound."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -133,8 +132,7 @@ def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=8)
 def _set_weights(chance: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail. Args: chance: of each
-    node."""
+    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail, by each node's `chance`."""
     weights = np.ones(1)
     for p in chance:
         weights = np.concatenate([weights * (1.0 - p), weights * p])

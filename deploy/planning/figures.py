@@ -146,8 +146,7 @@ def figures_of(
 
 
 def parse_tokens(text: str) -> float:
-    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: `text` is no such
-    number."""
+    """Return the number that `20B`, `1.5T`, `300M` or `2e10` stands for. Raises: LocalError: it is no number."""
     body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]

@@ -64,8 +64,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the best step with one of these devices as it is; None: it fits into no place."""
     why: str
     needs: tuple[Need, ...]
-    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change makes it
-    help."""
+    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change helps."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:

@@ -103,8 +103,7 @@ class ModelledVectors(Vectors):
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return a payload of the right size if `form` has few bits, else None. The mean stays as it is, since it has
-        no numbers to round."""
+        """Return a payload of a mean in `form` if that has few bits, else None. The mean has no numbers to round."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:

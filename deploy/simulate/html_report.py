@@ -1,5 +1,4 @@
-"""Makes one HTML file that shows a comparison of strategies. The page loads no other file, and escapes all names from
-users.
+"""Makes one HTML file that shows a comparison of strategies. It loads no other file, and escapes all names from users.
 
 `page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
 """

@@ -97,9 +97,8 @@ def chunk_bytes_on(topology: Topology) -> int:
     """Return the piece size of sums and states on this network, in bytes of fp32.
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
-    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece is
-    limited to what the slowest uplink sends in 0.4 s in fp32 (in 4 bits, an eighth of 0.4 s). No piece is smaller than
-    a real peer's.
+    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece in fp32
+    is at most what the slowest uplink sends in 0.4 s (in 4 bits, an eighth of 0.4 s), but at least a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))

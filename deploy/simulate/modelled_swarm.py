@@ -184,8 +184,7 @@ def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
 
 
 def check_devices(topology: Topology, devices: set[int], what: str) -> None:
-    """Check device numbers. Args: what: names their source in the error. Raises: LocalError: the topology lacks a
-    device."""
+    """Check device numbers. Raises: LocalError: the topology lacks a device that `what` names."""
     strange = sorted(device for device in devices if not 0 <= device < topology.num_devices)
     if strange:
         raise LocalError(f"{what} names device {strange[0]}, the network has {topology.num_devices}")

@@ -1,8 +1,7 @@
 """Compares a live run, in which the swarm's own coordinators choose the layouts, with a run that has the planned layout
 from the beginning.
 
-`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among the rows of its
-table.
+`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its table's rows.
 """
 
 import math
@@ -132,8 +131,8 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return sentences that say between which rows of the plan's table the live run is. Args: tokens_per_s: name of a
-    row -> its predicted rate."""
+    """Return sentences on where the live run is among a plan's rows. Args: tokens_per_s: name of a row -> predicted
+    rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []

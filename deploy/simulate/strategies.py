@@ -48,8 +48,8 @@ class StrategyOptions:
 
 
 def parse_dirt(text: str | None) -> Dirt:
-    """Return the disturbances that `FIELD=NUMBER,…` describes; the fields are those of `Dirt`. Raises: LocalError:
-    `text` is invalid."""
+    """Return the disturbances that `FIELD=NUMBER,…` describes; fields are those of `Dirt`. Raises: LocalError: bad
+    `text`."""
     try:
         fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
         return msgspec.convert(fields, Dirt, strict=False)
@@ -73,8 +73,8 @@ class StrategyPatience:
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Return the limits for strategies after the `first`; None: the first has no pace (tokens/s). Args:
-        real_seconds: the least `real_s`."""
+        """Return the limits for strategies after `first`; None: `first` has no pace. Args: real_seconds: the least
+        `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None
@@ -164,8 +164,7 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
 
 
 def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Outcome:
-    """Make the layout of a strategy. A failure becomes the outcome's `problem`, so that the other strategies still
-    run."""
+    """Make the layout of a strategy. A failure becomes the outcome's `problem`: the other strategies still run."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
@@ -211,8 +210,7 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 def play(
     scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Simulate a prepared strategy, and return its outcome with the result. Args: patience: limits of the run; None: no
-    limits."""
+    """Simulate a prepared strategy, and return its outcome with the result. Args: patience: limits; None: no limits."""
     if prepared.problem:
         return prepared
     strategy, spec = prepared.strategy, prepared.spec

@@ -1,5 +1,5 @@
-"""Defines the strategies of a simulation: each has a layout, a staleness, wire formats and a subspace, with churn or
-without."""
+"""Defines the strategies of a simulation: each has a layout, staleness, wire formats and subspace, and churn or
+none."""
 
 from typing import Literal
 
