@@ -278,7 +278,8 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` devices of column c from stage k on with those of column m from stage j on. Undoes itself."""
+    """Exchange `length` devices of column c, from stage k, with those of m, from stage j. A second call reverts
+    this."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 

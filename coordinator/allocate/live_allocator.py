@@ -333,8 +333,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares by current measurements; None: they are near the plan's, or a member is
-    gone."""
+    """Return the live layout with shares by current measurements; None: the plan's are near, or a member is gone."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):

@@ -375,7 +375,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`. Of a path's two ends the larger factor
+    """Return `topology` with the line rates of device n times `part_N[n]`. Of a path's ends the larger factor
     counts."""
     return replace(
         topology,

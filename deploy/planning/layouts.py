@@ -66,8 +66,8 @@ class LayoutRequest:
 
     @property
     def constants(self) -> WorkloadEntry:
-        """The constants of the DT-FM objective: `paper`, or else from `workload`. Raises: LocalError: too many
-        `stages`."""
+        """The constants of the DT-FM objective: `paper`, or else from `workload`. Raises: LocalError: more stages than
+        devices or layers."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages

@@ -1,8 +1,8 @@
 """The compute of a modelled peer. Its results have the right size and version, but no contents.
 
 Vectors are `Extent` objects. Payloads, activations and tokens are phantoms (`extents.py`): they have only a length,
-which sets their time on a link. A job takes the simulated device a time in proportion to its FLOP. `routing.py` draws
-the tokens of each placed expert.
+which sets their time on a link. The simulated device computes a job in a time by the job's FLOP. `routing.py` draws the
+tokens of each placed expert.
 """
 
 from collections.abc import Callable

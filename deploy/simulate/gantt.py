@@ -31,8 +31,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """The timelines of the devices. `start` and `end` are in virtual seconds; `unit` is the seconds of one chart
-    unit."""
+    """The timelines of devices. `start` and `end` are in virtual seconds; `unit` is the seconds of one chart unit."""
 
     start: float = msgspec.field(name="from")
     end: float = msgspec.field(name="to")

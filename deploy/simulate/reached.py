@@ -131,8 +131,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return sentences on where the live run is among a plan's rows. Args: tokens_per_s: name of a row -> predicted
-    rate."""
+    """Return sentences on where the live run is among a plan's rows. Args: tokens_per_s: row -> its predicted rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []

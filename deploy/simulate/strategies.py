@@ -48,8 +48,7 @@ class StrategyOptions:
 
 
 def parse_dirt(text: str | None) -> Dirt:
-    """Return the disturbances that `FIELD=NUMBER,…` describes; fields are those of `Dirt`. Raises: LocalError: bad
-    `text`."""
+    """Return the disturbances that `FIELD=NUMBER,…` describes; fields as in `Dirt`. Raises: LocalError: bad `text`."""
     try:
         fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
         return msgspec.convert(fields, Dirt, strict=False)
@@ -73,8 +72,7 @@ class StrategyPatience:
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Return the limits for strategies after `first`; None: `first` has no pace. Args: real_seconds: the least
-        `real_s`."""
+        """Return the limits for later strategies; None: `first` has no pace. Args: real_seconds: the least `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None

@@ -1,5 +1,4 @@
-"""Defines the strategies of a simulation: each has a layout, staleness, wire formats and subspace, and churn or
-none."""
+"""Defines the strategies of a simulation: each has a layout, staleness, wire formats, a subspace, churn or none."""
 
 from typing import Literal
 
