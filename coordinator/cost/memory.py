@@ -115,7 +115,7 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """Return the GPU memory that real peers need, with the reduced gradient in host memory.
-        Args: is_full: True: the card is too small for the rest, so the optimizer's moments and `places` are in host
+        Args: is_full: True: the card is too small for the rest, so the optimizer's moments and the `places` are in host
         memory, too, and jobs recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean

@@ -449,7 +449,8 @@ def _pair(P, S, k):
 
 def fill(supply, demand, path):
     """Compute a flow from senders to receivers. It starts in proportion to the demands. In up to `FLOW_ROUNDS` rounds,
-    what a path cannot carry is offered to other receivers. The result never exceeds the maximum flow.
+    what a path cannot carry is offered to other receivers. The result is at most the maximum flow, and equal if no path
+    limits.
     Args: supply: [n], for each sender. demand: [m], for each receiver. path: [n, m], capacities; all in one unit.
     Returns: (flow [n, m], rounds)."""
     n, m = len(supply), len(demand)

@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If they cannot hold the model, all but `card` and `layers` is null."""
+    """The figures of one card for one model. If it cannot hold the model, all but `card` and `layers` is null."""
 
     card: str
     layers: int
@@ -183,7 +183,7 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
-    """Print the tables. Args: path: a run file with the model; None: `usual_models`. Raises: SpecError: it is
+    """Print the tables. Args: path: a run file with the model; None: `usual_models`. Raises: SpecError: the file is
     invalid."""
     models = usual_models() if path is None else [(path.name, load_spec(path))]
     tables = [cards_table(name, spec) for name, spec in models]
