@@ -162,7 +162,8 @@ class Allocator(Protocol):
 
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
-        for bit. Raises: NoLayout: the swarm cannot hold the model."""
+        for bit.
+        Raises: NoLayout: the swarm cannot hold the model."""
 
 
 @runtime_checkable

@@ -89,8 +89,8 @@ class Change:
         return math.expm1(self.trust * math.log1p(self.gain))
 
     def stands_still(self, precopy_s: float | None = None) -> bool:
-        """True if stop-and-copy (the run waits while state travels) costs no more than pre-copy. Args: precopy_s: the
-        measured seconds of the pre-copy; None: the estimate."""
+        """True if stop-and-copy (the run waits while state travels) costs no more than pre-copy.
+        Args: precopy_s: the measured seconds of the pre-copy; None: the estimate."""
         precopy_s = self.precopy_s if precopy_s is None else precopy_s
         return self.stop_and_copy_s <= self.residual_s + (1.0 - self.meanwhile / (1.0 + self.believed)) * precopy_s
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from shoal.protocol.plan import Bound
 
 Bottleneck = tuple[Bound, int]
-"""What limits a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
+"""The limit of a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
 last stage, those to the previous one."""
 
 

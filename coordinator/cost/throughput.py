@@ -164,7 +164,7 @@ class _Evaluation:
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
-        """For each stage, the part of the gradient that each member adds up in the reduction."""
+        """The part of its stage's gradient that each member adds up in the reduction."""
         return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
 
     def shares(self, k: int) -> tuple[float, ...]:

@@ -75,8 +75,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def propose(name: LayoutName, request: LayoutRequest, judge: Objective, *, objective: str) -> PlanReport:
-    """Make and score the layout `name`. An impossible layout is reported, too, with the reason. Args: judge: the
-    objective that scores the layout. objective: the name of `judge`."""
+    """Make and score the layout `name`. An impossible layout is reported, too, with the reason.
+    Args: judge: the objective that scores the layout. objective: the name of `judge`."""
     begun_s = time.process_time()
     placement, why = None, ""
     try:

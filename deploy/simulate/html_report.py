@@ -34,7 +34,7 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page shows of one strategy."""
+    """The data that the page shows of one strategy."""
 
     name: str
     about: str
