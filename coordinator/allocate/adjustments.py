@@ -1,10 +1,10 @@
-"""Improves the placement that a search has found in two respects that the search does not count. Pure.
+"""Improves a placement from a search in two respects that the search ignores. Pure.
 
 - `filled` adds devices that the search left out. The objective uses means, so one more member shortens a step only in
-  the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. Nor does the
-  search know that the run goes back to a snapshot if a stage's only holder fails.
-- `with_fewest_moves` exchanges devices that are equal for the objective, so that fewer bytes of state travel: a device
-  that holds the first eight of twelve layers should keep them.
+  the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. The search
+  also ignores that the run goes back to a snapshot if a stage's only holder fails.
+- `with_fewest_moves` exchanges the places of devices that are equal for the objective, so that fewer bytes of state
+  travel: a device that has layers should keep them.
 """
 
 import math
@@ -30,11 +30,12 @@ AS_GOOD = 1.001
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
-    """Return `placement` with devices that it leaves out, and second holders for stages that one machine holds alone.
+    """Add to `placement` some devices that it leaves out, and second holders for stages that one machine holds alone.
 
     Left-out devices are tried fastest first, each in the stages with a sole holder first, then in those that compute
-    longest. A device joins where the step, failures of sole holders included, gets no longer. Then, for each stage with
-    a sole holder, a device of another stage may join it or change places with the holder, if the step gets shorter."""
+    longest. A device joins a stage only if the step, failures of sole holders included, gets no longer. Then a device
+    of another stage may join a stage with a sole holder, or change places with that holder, if the step gets shorter.
+    """
     topology, workload = throughput.topology, throughput.workload
 
     def num_machines(stage: Sequence[int]) -> int:
@@ -100,7 +101,7 @@ def with_fewest_moves(objective: ThroughputObjective, current: Placement, found:
 
 def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
     """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`. The
-    last column stands for no stage, and is 0."""
+    last column, for a device without a stage, is 0."""
     layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
     held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
     for stage, (first, last) in zip(current.stages, pairwise(current.bounds), strict=True):

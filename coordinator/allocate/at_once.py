@@ -26,11 +26,11 @@ Move = Callable[[Placement], Iterable[Placement]]
 
 
 def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget: int) -> tuple[Placement, Cost]:
-    """Improve `start` until no move shortens the step by `GAIN_MIN`. The moves take turns: all neighbours that a move
-    yields are tried, and the best one becomes the new placement.
+    """Improve `start` until no move shortens the step by `GAIN_MIN`. A move yields neighbours of a placement. The moves
+    take turns: all neighbours by one move are priced, and the best becomes the new placement.
 
-    Args: budget: the limit on evaluations.
-    Returns: (placement, its cost): `start` if nothing helps."""
+    Args: budget: the most placements to price.
+    Returns: (the best placement found, its cost); the placement is `start` if no move helps."""
     best, cost = start, objective.cost(start)
     helped = True
     while helped and budget > 0:
@@ -46,7 +46,7 @@ def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget:
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
-    """Make the layout. Args: num_stages: the number of stages; None: the rule chooses.
+    """Make a layout by the rule of this module. Args: num_stages: the number of stages; None: the rule chooses.
     Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text."""
     objective = ThroughputObjective(topology, workload)
     start = one_a_stage(objective, num_stages)
@@ -63,9 +63,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Yield each placement in which `device` joins a stage, then each in which it is a new stage. Bounds fit the
-    stages' speed and memory; if the device joins a stage, also the present bounds. Some placements may be
-    infeasible."""
+    """Yield each placement in which `device` joins a stage, then each in which it is a new stage. New bounds are chosen
+    for the stages' speed and memory; a device that joins a stage is also tried with the present bounds. Some placements
+    may be infeasible."""
     stages = placement.stages
     for k in range(len(stages)):
         joined = placement.with_moves({device: k}).stages
@@ -79,7 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return a cut for each of three assumed numbers of held microbatches: the true number depends on the cut."""
+    """Return three cuts, for three assumed numbers of held microbatches: the true number depends on the cut."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -88,7 +88,7 @@ def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
     """Return the bounds [K + 1] of the `cheapest_cut` by compute time, if each device holds `held` microbatches in
-    memory; None if no cut fits. Links are ignored."""
+    memory; None if no cut fits into memory. Links are ignored."""
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
@@ -106,14 +106,15 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: bytes of the layers before each bound, at one of `members` members, without workspace."""
+    """Return float64 [L + 1]: bytes of the layers before each bound at one of `members` members, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
 
 def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Placement:
-    """Return the best placement with one device a stage and the fewest stages that hold the model, or `num_stages`. It
-    tries the fastest devices and those with the most memory. Raises: NoLayout."""
+    """Return the best placement with one device a stage, on `num_stages` stages (None: the fewest that hold the model).
+    It tries the fastest devices and those with the most memory. Raises: NoLayout: none was found.
+    """
     topology, workload = objective.topology, objective.workload
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = _fastest_first(topology), sorted(_fastest_first(topology), key=lambda d: -topology.memory_bytes[d])
@@ -135,7 +136,7 @@ def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Place
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield layouts of `count` stages with one device each, in which neighbours can send to each other. A layout begins
     with the first device of `row` that has the text; if some devices cannot reach each other, the next seven with the
-    text begin one each, too. It goes on with the first unused device of `row` that has a path to the last one."""
+    text begin one each, too. Each next stage gets the first unused device of `row` that the previous one can reach."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     feeders = [device for device in row if topology.may_feed[device]]

@@ -2,16 +2,16 @@
 
 A layout is int64 [K, R] of devices: a row is a stage, in pipeline order, and a column is one pipeline. -1 marks the
 hole in a stage that has one device less than the largest. If two neighbouring stages have holes in different columns,
-the two devices opposite the holes send to each other. If only one has a hole, the device opposite it shares the nearest
-partner.
+the two devices opposite the holes send to each other. If only one has a hole, the device opposite the hole shares the
+nearest partner.
 
 Annealing prices a change by the rows and boundaries that it touches (0.5 us at 64 devices; an exact evaluation takes
 30 us). Exact matching and order are computed only at the beginning and the end. There are two kinds of change:
 
 - Two columns exchange a run of consecutive stages, at the same position or not. A run of one stage exchanges two
-  devices. A run up to the last stage matches the same groups in another way. Without long runs a search gets stuck: if
+  devices. A run up to the last stage joins the same stages in another way. Without long runs a search gets stuck: if
   several devices share a machine, moving one of them makes two boundaries slow, but moving their run makes none slow.
-- A run of stages is reversed: the same groups in another order.
+- A run of stages is reversed: the same stages in another order.
 
 The two maxima of the objective are replaced by root mean squares, which also react to changes below the maximum. As the
 temperature falls, the true maxima replace them.
@@ -42,8 +42,8 @@ def match(hop, rows, columns, partner):
     """Match each row with a column of its own so that the longest hop is shortest, in O(rows * columns^2). There must
     be at least as many columns as rows.
 
-    Rows join one after the other, each along the augmenting path that has the shortest longest edge. This is optimal:
-    if all rows can be matched within a bound, each next row has an alternating path within that bound.
+    Rows join one after the other, each along the augmenting path with the least longest edge. This is optimal: if all
+    rows can be matched within a bound, each next row has an alternating path within that bound.
 
     Args: partner: int64, is filled with the index of each column's row, or -1. Returns: the longest hop."""
     slack = np.empty(len(columns))
@@ -86,7 +86,7 @@ def match(hop, rows, columns, partner):
 @kernel
 def handover(hop, above, under):
     """Match two stages. Returns: (longest hop, partners): for each member of the larger stage the index of its partner
-    in the smaller one. A member without a partner of its own has -1, and shares the nearest."""
+    in the smaller stage. -1: it has no partner of its own, and shares the nearest one."""
     if len(above) <= len(under):
         rows, columns = above, under
     else:
@@ -104,8 +104,8 @@ def handover(hop, above, under):
 
 @kernel
 def open_path(cost, order):
-    """Find the shortest path through all K nodes with free ends (Held and Karp 1962). More than `ORDER_EXACT_MAX` nodes
-    keep their given order.
+    """Find the shortest path through all K nodes, from any node to any other (Held and Karp 1962). More than
+    `ORDER_EXACT_MAX` nodes keep their given order.
 
     Args: cost: float64 [K, K], symmetric. order: int64 [K], is filled with the path. Returns: its length."""
     K = len(cost)
@@ -144,7 +144,7 @@ def settle(x, share, hop):
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-    Returns: (dp, pp, work)."""
+    Returns: (dp, pp, work done); `dtfm_search.py` defines dp and pp."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)
@@ -175,8 +175,8 @@ def settle(x, share, hop):
 
 @inner
 def _columns(x, k, above, under, partner):
-    """Write stage k (`under`) into x so that partners share a column with stage k - 1 (`above`). A device without a
-    partner gets the free column."""
+    """Write stage k (`under`) into layout x so that each device shares a column with its partner in stage k - 1
+    (`above`). A device without a partner gets the free column."""
     R = x.shape[1]
     column = np.empty(len(above), np.int64)
     for i in range(len(above)):
@@ -254,14 +254,14 @@ def total_rows(x, share, totals, first, last):
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the rows of `totals` that concern boundaries, for those before and after stages first to last - 1."""
+    """Compute the rows of `totals` that concern boundaries, for those at stages first to last - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version. Args: smooth: the latter's weight, in [0, 1]."""
+    """Return the objective of a layout, mixed with its smooth version. Args: smooth: that version's weight, 0 to 1."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):
@@ -278,14 +278,15 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` stages of column c from k on with those of column m from j on. A second call undoes it."""
+    """Exchange `length` devices of column c, from stage k, with those of m, from stage j. A second call reverts
+    this."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
 
 @kernel
 def turn(x, first, last):
-    """Reverse the order of the stages from `first` to `last` - 1. A second call undoes it."""
+    """Reverse the order of the stages from `first` to `last` - 1. A second call restores the order."""
     for i in range((last - first) // 2):
         for c in range(x.shape[1]):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
@@ -293,7 +294,7 @@ def turn(x, first, last):
 
 @inner
 def _is_possible(x, k, j, c, m, length):
-    """True if this exchange (arguments as of `exchange`) changes something, and no stage gets a second hole."""
+    """True if `exchange` with these arguments changes something, and gives no stage a second hole."""
     differs = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]

@@ -4,8 +4,8 @@ Seconds of communication a step (Yuan et al. 2022, arXiv 2206.01288, section 3):
 
     total = dp + 2 pp
     dp = max over stages S and members d of  sum over e in S \\ {d} of  2 (latency + G / (bandwidth |S|))
-    pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
-         the perfect matching between them with the shortest bottleneck;  hop = latency + A / bandwidth
+    pp = length of the shortest open path over the stages; the distance of two stages is the least bottleneck (longest
+         hop) of any perfect matching between them;  hop = latency + A / bandwidth
 
 G is the bytes of a stage's gradient, A the bytes of a replica's activations in one step, and |S| the number of
 replicas. The paper's gigabyte is 10^9 bytes. The formula contains no compute, memory or overlap.
@@ -42,7 +42,7 @@ def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) ->
 
 
 def hop_seconds(topology: Topology, workload: WorkloadEntry) -> Floats:
-    """Return float64 [N, N], symmetric: seconds of a hop, the mean of both ways; inf without a path, diagonal 0."""
+    """Return float64 [N, N], symmetric: mean seconds of a hop there and back; inf: no path; 0 on the diagonal."""
     return _both_ways(topology, workload.activation_gigabytes_per_replica * _GIGABYTE) / 2.0
 
 
@@ -86,10 +86,10 @@ class DtfmObjective:
 
 
 class DtfmEvaluator:
-    """Prices and anneals layouts of equal stages: int64 [K, R] of devices, as in `dtfm_kernels.py`.
+    """Prices and anneals layouts of nearly equal stages: int64 [K, R] of devices, as in `dtfm_kernels.py`.
 
-    Stage sizes differ by at most one: N mod K stages hold one device more. No device is left out. Any device may hold
-    stage 0, since the paper does not model access to the text.
+    N mod K stages hold one device more than the others. No device is left out. Any device may hold stage 0, since the
+    paper ignores which devices have the training text.
 
     Raises: LocalError: more stages than devices."""
 
@@ -109,7 +109,7 @@ class DtfmEvaluator:
         """The seconds of a hop between two devices: float64 [N, N], symmetric."""
 
     def random(self, seed: int) -> Assignment:
-        """Return int64 [N], a random stage for each device."""
+        """Return int64 [N], a random stage for each device; stage sizes differ by at most one."""
         assignment = np.arange(self.num_devices, dtype=np.int64) % self.num_stages
         order = list(range(self.num_devices))
         Random(seed).shuffle(order)
@@ -137,7 +137,7 @@ class DtfmEvaluator:
         return (x, polished, spent + more) if polished < found else (best, found, spent + more)
 
     def _anneal(self, x: Assignment, seed: int, work: int, *, heat: float, smooth: float) -> tuple[float, int]:
-        """Anneal a layout if it has two stages or more, then `settle` it, in place. Returns: (cost, work)."""
+        """Anneal a layout of two stages or more, then `settle` the layout, in place. Returns: (cost, work)."""
         spent = 0
         if self.num_stages > 1:
             spent = int(self._kernels.anneal(x, self._share, self.hop, np.uint64(seed), work, heat, smooth))

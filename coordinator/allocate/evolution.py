@@ -1,11 +1,11 @@
 """The search: iterated local search over a small population of assignments. A child is a perturbed individual, improved
 by local search; the cheapest individuals survive.
 
-**Budgets are work, not seconds.** A unit of work is about one number touched by a kernel's inner loop; work is counted,
-never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A search with
-more work begins with the same steps as one with less, except for the last step of the shorter search.
+**Budgets are work, not seconds.** A unit of work is about one number that a kernel's inner loop reads; work is counted,
+never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A longer search
+begins with the same steps as a shorter one, except for the last step of the shorter one.
 
-Source: iterated local search (Lourenço, Martin, Stützle 2003); a population makes it depend less on one start."""
+Source: iterated local search (Lourenço, Martin, Stützle 2003); a population depends less on one start."""
 
 import random
 from collections.abc import Sequence
@@ -27,19 +27,18 @@ def evolve(
     work: int,
     start: Sequence[Assignment] = (),
 ) -> Improved:
-    """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
+    """Search until `work` units are spent, or slightly more: the last local search gets only the work that is left.
 
     Args:
         start: feasible assignments to begin with, such as the current plan. Each is first improved without accepting
-            worse ones, so the result is never worse than the best of them.
-    """
+            worse ones, so the result is never worse than the best of them."""
     rng = random.Random(seed)
     child_work = 20_000 + 200 * evaluator.num_devices  # the cost of one child in this Python loop
     population: list[tuple[float, bytes, Assignment]] = []
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless one of equal cost is there: the two differ only in stage names or like devices."""
+        """Add an individual, unless one has equal cost: the two differ only in stage names or equal devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])
@@ -81,8 +80,8 @@ def evolve(
 
 
 def perturbed(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Return a copy with a random change: a few devices exchanged, a few relocated, or one or two stages dissolved and
-    seeded anew. Devices may become `HOMELESS`."""
+    """Return a copy of `assignment` with a random change: a few devices exchanged, a few moved, or one or two stages
+    emptied and given a new first device. Devices may become `HOMELESS` (without a stage)."""
     child = assignment.copy()
     devices = len(child)
     kind = rng.randrange(3)

@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
-        """The holders that do not drain."""
+        """The holders that are not draining (leaving)."""
         return [peer for peer in self.holders if not peer.draining]
 
     @property
@@ -79,12 +79,12 @@ def arrange(
     standby: Collection[PeerID] = (),
     choose: Choose | None = None,
 ) -> Layout:
-    """Make a layout.
+    """Make a layout by the rules of this module.
 
     Args:
         standby: spares and newcomers that get no stage.
         choose: picks the stage where a newcomer helps most; None: `poorest`.
-    Raises: NoLayout."""
+    Raises: NoLayout: the peers cannot hold the model."""
     if previous is not None:
         slots = slots_of(snapshot, previous)
         spares, moved = _fill(snapshot, slots, seed, standby, choose or poorest)
@@ -109,7 +109,7 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, [(peer, new stage)] of the peers that `_rescue` moved). Raises: NoLayout."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers that `_rescue` moved). Raises: NoLayout."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(
@@ -140,7 +140,7 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _slot(
     snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
 ) -> Slot:
-    """Make one slot. Its memory need assumes that the peers are divided equally over the stages."""
+    """Make one slot. Its memory need assumes equally many peers in each stage."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -149,8 +149,8 @@ def _slot(
 
 
 def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
-    """Return the stages of `previous` with the holders that are still live, can hold the stage, and reach the
-    others."""
+    """Return the stages of `previous`, each with its holders that are still live, can hold the stage, and reach each
+    other."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
@@ -173,8 +173,8 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
-    """Return the holders of a stage that have enough memory for it; all holders, if none of those has its state, or
-    only draining ones. In a run that places experts all stay: a member's memory need is not known beforehand."""
+    """Return the holders of a stage with enough memory for the stage. If none of those has its state, except draining
+    ones, return all holders. Do the same if the run places experts: a member's need is not known then."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -208,8 +208,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """Return the poorest stage for `peer`. A home of the peer comes first, if it has no more headroom now than the
-    poorest stage would have with `peer`."""
+    """Return the poorest of the stages `fitting` for `peer`. A home of the peer (a stage where it starts sooner) is
+    taken instead if its headroom now is at most that of the poorest stage with `peer`."""
     poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
     bound = poorest.headroom + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
@@ -240,7 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return what a stage loses if `peer` moves away: 3: its last holder, 2: its state, 1: its leader, 0: nothing."""
+    """Return what a stage loses if `peer` moves: 3: its last holder, 2: its last state, 1: its leader, 0: nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -261,7 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage; members get work in proportion to speed, and bandwidth to upload."""
+    """Return the slot as a plan's stage: work is shared in proportion to speed, the reduction to upload rate."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -299,7 +299,7 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Return a random key, from the seed, by which ties between equally fast peers are broken."""
+    """Return a random key by `seed`, which orders equally fast peers."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
 
 
@@ -314,12 +314,12 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def cheapest_cut(costs: Sequence[Floats]) -> tuple[int, ...] | None:
-    """Return the bounds of the best cut of L layers into K stages, exact, by dynamic programming in O(K L^2); None if
-    every cut is impossible.
+    """Find the best cut of L layers into K stages, exactly, by dynamic programming in O(K L^2). Returns: its bounds;
+    None if every cut is impossible.
 
-    The best cut has the cheapest largest stage. Ties are broken by the smaller sum of squares, which keeps the other
-    stages even, then by earlier boundaries. This takes two passes: a single one would prefer the beginning with the
-    cheaper largest stage, even where a later stage is the most expensive and only the sum of squares matters.
+    In the best cut the most expensive stage is cheapest. Ties are broken by the least sum of squares, which keeps the
+    other stages even, then by earlier boundaries. This takes two passes: a single pass would minimise the largest cost
+    among the first stages even where a later stage costs most and only the sum of squares matters.
 
     Args: costs: for each stage float64 [L + 1, L + 1], the cost of the layers from each bound to each later one; inf
     where that is impossible."""
@@ -345,7 +345,7 @@ def _cheapest(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats])
 
 
 def num_unreachable(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> int:
-    """Return how many of `others` the peer cannot reach."""
+    """Return how many of `others` `peer` cannot reach."""
     return sum(pair_of(peer.peer, other.peer) in unreachable for other in others) if unreachable else 0
 
 

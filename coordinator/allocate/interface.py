@@ -1,7 +1,7 @@
 """Defines the inputs, the interface and the result of every allocator.
 
 An assignment of layers to peers has two types. A search works on a `Placement`, which uses device numbers of one
-topology. A `Layout` uses the plan's own terms: stages with their members' shares, and standbys."""
+topology. A `Layout` has the form of a plan: stages with their members' shares, and standbys (peers without a stage)."""
 
 import math
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class SwarmSnapshot:
     forecast_bias: ForecastBias = UNBIASED
     """The objective's bias in this run, for each number of stages."""
     horizon_s: float = HORIZON_S
-    """Seconds that a layout is expected to last: a gain after that does not justify a move."""
+    """Seconds that a layout is expected to last: a gain after that time does not justify a move."""
     going_back_s: float = 0.0
     """Seconds lost when a stage's last holder dies: the work since the last snapshot, and the time to restore it."""
 
@@ -118,7 +118,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The stages and standbys of the next plan. `reason` is one sentence for people."""
+    """The stages and standbys of the next plan. `reason` is a sentence for people on why they were chosen."""
 
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...]
@@ -149,7 +149,7 @@ class Layout:
 
 
 def places_of(layout: Layout | Plan) -> Places:
-    """Return the layers and members of each stage, without shares: if two layouts are equal in this, no peer moves."""
+    """Return the layers and members of each stage, without shares; if two layouts give equal results, no peer moves."""
     return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 
@@ -163,7 +163,7 @@ class Allocator(Protocol):
     def allocate(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> Layout:
         """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
         for bit.
-        Raises: NoLayout."""
+        Raises: NoLayout: the swarm cannot hold the model."""
 
 
 @runtime_checkable
@@ -171,14 +171,14 @@ class Searching(Allocator, Protocol):
     """An allocator that answers a change at once with few moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do the slow preparations of the first search, such as a minute of compiling, before that search."""
+        """Do the slow preparations of the first search in advance, such as a minute of compiling."""
 
     def search(self, snapshot: SwarmSnapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         """Search for a better layout than `previous`, or for a first one. Pure. A search may take seconds, so it runs
         in a thread of its own.
 
-        Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
-        Returns: (layout, reason); the layout is None if no layout is worth the cost of moving to it.
+        Args: snapshot: has workload and network; its peers are exactly the members of `previous`, if any.
+        Returns: (layout, reason); the layout is None if none is worth the cost of the move.
         Raises: LocalError: the snapshot is impossible."""
 
 

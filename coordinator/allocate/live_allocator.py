@@ -117,7 +117,8 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage, or a home of the peer that is about as good. Stages with a sole holder come first."""
+        """Return the stage of `fitting` that gives the shortest step with `peer`; or a home of the peer (a stage where
+        it starts sooner) that is about as good. Stages with a sole holder come first."""
         fitting = _alone(fitting) or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -143,9 +144,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Return the spares and newcomers that get no stage now. The number of those that do get one is the number of lost
-    members or the number of stages with a sole holder, whichever is larger. The peers that help most are chosen, and
-    none that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that get a stage now, and return the others. At most as many get a stage as there
+    are lost members or stages with a sole holder, whichever is more: the peers that help most, but none that lengthens
+    the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -195,8 +196,8 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
 def _first_topology(snapshot: SwarmSnapshot) -> Topology:
     """Return the topology for a first layout, in which each device is half a standard deviation slower than measured.
     At that time hardly more than probes is known, and work is slower than a probe (quota, heat, other programs, the
-    peer's own networking). A layout for devices that are too slow uses more of them than needed; one for devices that
-    are too fast leaves useful ones idle."""
+    peer's own networking). If speeds are underestimated, the layout uses more devices than needed; if overestimated, it
+    leaves useful devices idle."""
     topology = topology_of(snapshot)
     slower = np.array([math.exp(-0.5 * math.sqrt(peer.speed_variance)) for peer in snapshot.peers])
     return replace(topology, flop_per_s=topology.flop_per_s * slower)
@@ -204,8 +205,8 @@ def _first_topology(snapshot: SwarmSnapshot) -> Topology:
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. In a run with adapters,
-    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink needs, or all
-    uplinks together."""
+    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink or all uplinks
+    together need."""
     topology, base = throughput.topology, throughput.workload.memory.base
     step_s, base_s = losses.step_s(throughput, placement), 0.0
     if base is not None and base.travels:
@@ -221,8 +222,9 @@ def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement
 
 
 def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    """Return (the layout with the highest J, its reason); (None, why) if that is the live layout. If the run asks for
-    another number of stages than the live plan has, return the best layout with that number, whatever it costs."""
+    """Return (the layout with the highest J, its reason), or (None, why the live layout stays) if the live layout has
+    the highest J. If the run asks for another number of stages than the live plan has, return the best layout with that
+    number, whatever it costs."""
     horizon_s = snapshot.horizon_s
     if snapshot.num_stages not in (None, len(previous.stages)):
         ((change, layout),) = _divided(snapshot, previous, seed)
@@ -242,8 +244,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return a sentence on why the best other layout is not worth its cost. Args: change: the move to it; None:
-    none."""
+    """Return a sentence that says why the best other layout is not worth its cost. Args: change: the move to that
+    layout; None: no other layout was found."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -252,8 +254,8 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 
 
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
-    """Search with the live boundaries. Returns: ([(change, layout)] of the best layout, or an empty list; why the live
-    layout must stay for now, or an empty string)."""
+    """Search with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the best, or is
+    empty. `reason` says why the live layout must stay for now; empty: it need not."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -298,8 +300,8 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
 
 
 def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[Change | None, Layout]]:
-    """Search for other boundaries. Returns: (change, the best layout) for each number of stages; the change is None if
-    the live layout cannot be compared. Raises: NoLayout, LocalError."""
+    """Search for other boundaries. Returns: (change, best layout) for each number of stages; the change is None if the
+    live layout cannot be compared. Raises: NoLayout: no layout exists. LocalError: the snapshot is impossible."""
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current = placement_of(previous.stages, snapshot.peers)
@@ -331,7 +333,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares from the current measurements, if these are far from the plan's shares."""
+    """Return the live layout with shares by current measurements; None: the plan's are near, or a member is gone."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -359,7 +361,7 @@ def _stages_of(
 
 
 def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
-    """Return the workload with all layers of a stage merged into one, so that no planner can move a boundary."""
+    """Return the workload with all layers of each stage merged into one, so that no planner can move a boundary."""
 
     def sums(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
@@ -375,7 +377,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank there."""
+    """Put the devices of placement `found` into the stages. Peers that stay or cannot move keep their rank."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -384,7 +386,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of traffic and reduction that the objective assumes, if it finds any."""
+    """Return the stages with the shares of work and reduction that the throughput objective assumes, if any."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def is_falling(self) -> bool:
-        """True if the last reports are far below the average, but too few to replace it."""
+        """True if the last reports are far below the average, but too few to replace the average."""
         return self._odd < 0
 
     def variance(self, now_s: float) -> float:
@@ -91,7 +91,7 @@ class Estimate:
 
     def add(self, figure: float, now_s: float, variance: float, *, is_new: bool = True) -> None:
         """Add the report `figure`, unless it is impossible or 0 (unknown).
-        Args: variance: the variance of the report's logarithm. is_new: False: an old measurement is reported again."""
+        Args: variance: the variance of the report's logarithm. is_new: False: an old measurement comes again."""
         if not 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
             return
         log = math.log(figure)
@@ -142,15 +142,15 @@ def speeds(
     """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
     times the median ratio of reports to claims, but with no more than its own report and the median of the peers in
     `seen`. The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The
-    variance of such a speed is that of reports over claims in this run, and larger if several peers share a machine,
-    since their probes may have run at once.
+    variance of such a speed is that of the ratio of reports to claims in this run. It is larger if several peers share
+    a machine, since their probes may have run at once.
 
     Args:
         claims: FLOP/s of each peer by its probe.
         reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: a machine of its own.
-        seen: the peers that others have seen at work. If there is none with enough reports, the reports of all peers
-            make the ratio."""
+        seen: the peers that others have seen at work. If none has enough reports, the ratio comes from the reports of
+            all peers."""
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
     ratios = [speed / claims[peer] for peer, speed in (found or own).items()]
@@ -171,7 +171,7 @@ def speeds(
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """Limit claims to the median measurement or, without measurements, to `BOAST_CLAIMED` times the median claim."""
+    """Limit claims to the median of `measured` or, if that is empty, to `BOAST_CLAIMED` times the median claim."""
     if measured:
         most = median_low(measured.values())
     elif claimed:

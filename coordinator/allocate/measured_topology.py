@@ -57,7 +57,7 @@ CENSORED = 0.7
 
 @lru_cache(maxsize=1)
 def topology_of(snapshot: SwarmSnapshot) -> Topology:
-    """Return the topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
+    """Return the snapshot's topology, devices in the order of `snapshot.peers`. Raises: LocalError: it is invalid."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
     n = len(peers)
@@ -129,7 +129,7 @@ def _latencies(measured: Floats) -> Floats:
 
 
 def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
-    """Return a number [N] for the network card of each peer."""
+    """Return [N], the index of a peer that stands for each peer's network card: equal numbers mean one card."""
     first: dict[str, int] = {}
     card = np.arange(len(peers))
     for index, peer in enumerate(peers):
@@ -142,7 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N] bytes/s, the bottleneck that links show between the neighbourhoods of i and j; inf: none."""
+    """Return [N, N], bytes/s of the bottleneck that links show between peers near i and peers near j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -189,14 +189,14 @@ def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill gaps in `values`: with `claims`, else the median of the known values, else `DEFAULT_BYTES_PER_S`."""
+    """Fill gaps in `values` with `claims`, or the median of the known values, or `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)
 
 
 def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """Return a plan's stages as a placement with peers numbered as in `peers`, without members that are not there."""
+    """Return a plan's stages as a placement with peers numbered as in `peers`, without members that `peers` lacks."""
     number = {peer.peer: device for device, peer in enumerate(peers)}
     return Placement(
         stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
@@ -207,12 +207,11 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 def predict_step_time(
     snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None
 ) -> Foreseen | None:
-    """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
+    """Return the speed and the bottleneck of `stages` by the throughput objective; None if they cannot be computed.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
-        wire: the bytes of tensors on the wire; None: as in the snapshot's workload.
-    """
+        wire: the bytes of tensors on the wire; None: as in the snapshot's workload."""
     workload = snapshot.workload
     assert workload is not None
     placement = placement_of(stages, snapshot.peers)

@@ -83,13 +83,13 @@ class Change:
 
     @property
     def believed(self) -> float:
-        """The expected true gain. A loss or an infinite gain is taken as promised."""
+        """The expected true gain: the promised one shrunk by `trust`. A loss or an infinite gain is not shrunk."""
         if self.gain <= 0.0 or math.isinf(self.gain):
             return max(self.gain, -1.0)
         return math.expm1(self.trust * math.log1p(self.gain))
 
     def stands_still(self, precopy_s: float | None = None) -> bool:
-        """True if stop-and-copy costs no more than pre-copy.
+        """True if stop-and-copy (the run waits while state travels) costs no more than pre-copy.
         Args: precopy_s: the measured seconds of the pre-copy; None: the estimate."""
         precopy_s = self.precopy_s if precopy_s is None else precopy_s
         return self.stop_and_copy_s <= self.residual_s + (1.0 - self.meanwhile / (1.0 + self.believed)) * precopy_s
@@ -105,7 +105,7 @@ class Change:
         return self.work_s(horizon_s) > horizon_s / (1.0 + self.loss_before)
 
     def gain_needed(self, horizon_s: float) -> float:
-        """Return the gain that this change would have to promise to be worth its cost; inf: no gain is enough."""
+        """Return the least promised gain that would make this change worth its cost; inf: no gain is enough."""
         work_s = horizon_s * (1.0 + self.loss) / (1.0 + self.loss_before)
         copies_s = min(self.precopy_s, horizon_s)
         ways = (
@@ -140,12 +140,12 @@ class LayoutObjective:
 
     @property
     def why_not(self) -> str:
-        """The reason why the live layout is impossible by today's figures; empty: it is possible."""
+        """The reason why the live layout is impossible by the present figures; empty: it is possible."""
         return self._live.why
 
     def change_to(self, found: Placement) -> Change | None:
-        """Estimate gain and cost of `found`. None: it is infeasible; or the live layout is, and `found` has other
-        boundaries, so that no cost can be computed."""
+        """Estimate the gain and the cost of a move to `found`. Returns None if `found` is infeasible. Returns None also
+        if the live layout is infeasible and `found` has other boundaries: the cost cannot be computed."""
         cost = self.throughput.cost(found)
         if not math.isfinite(cost.seconds):
             return None
@@ -182,8 +182,8 @@ class LayoutObjective:
         return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
 
     def _in_place(self, found: Placement) -> dict[str, float]:
-        """Price moves that keep the boundaries. Only the members that stay work until the movers can. A mover can
-        compute once it has its state. If that takes long and the run has learners, its weights are enough."""
+        """Price a move that keeps the boundaries. Until the peers that move have their state, only the members that
+        stay work. If that takes long and the run has learners, the moved peers work once they have the weights."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -223,7 +223,7 @@ class LayoutObjective:
 
 
 class SoleHolders:
-    """Computes the cost of failures of machines that alone hold a stage."""
+    """Computes the cost of sole holders: a machine that holds a stage alone may fail."""
 
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology) -> None:
         chance = {peer.peer: peer.failure_probability for peer in snapshot.peers}
@@ -255,8 +255,8 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the variance of the logarithm of the measurements that limit a layout: the mean over the devices of the
-    limiting stage, or, if lines limit it, over the links of these devices with each other and with neighbouring stages.
+    """Return v, the mean variance of the logarithms of the measurements that limit a layout. It is over the devices of
+    the limiting stage or, if lines limit, over their links with each other and with neighbouring stages.
 
     Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
@@ -297,9 +297,9 @@ def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) 
 def fetch_s(
     topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
 ) -> float:
-    """Return the seconds until all peers hold their layers of `found`, if the lines carry nothing else. This is the
-    longest of three times: of a receiver's paths from all holders of its layers at once, of the busiest network card,
-    and (if `together`) of the upload of a stage's state.
+    """Return the seconds until all peers hold their layers of `found`, if the lines carry nothing else. Three times
+    limit this, and the longest counts: a receiver's download over its paths from all holders at once, the work of the
+    busiest network card, and (if `together`) the upload of a stage's state.
 
     Args: together: peers that lack the same layers pass received parts on, and all other peers relay over their own
     paths (`peer/handoff/relay.py`); so each holder's layers are uploaded once, over all its paths."""
@@ -343,7 +343,7 @@ def fetch_s(
 def _leave_s(
     topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
 ) -> float:
-    """Estimate the seconds that the holders take to send `num_bytes` of state over all their paths and cards.
+    """Estimate the seconds that holders of state take to send `num_bytes` over all their paths and network cards.
 
     Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers."""
     others = np.setdiff1d(np.arange(topology.num_devices), givers)
@@ -354,8 +354,8 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the seconds of travel that are left when the run halts after a pre-copy: for one step's gradient of the
-    layers that could be kept up to date, and for the whole state of the others."""
+    """Return the seconds for which state still travels when the run halts after a pre-copy. For layers that could be
+    kept up to date, one step's gradient is left; for the others, the whole state."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -375,7 +375,8 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`. On a path the larger factor counts."""
+    """Return `topology` with the line rates of device n times `part_N[n]`. Of a path's ends the larger factor
+    counts."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,

@@ -1,6 +1,6 @@
 """The throughput planner: decides which device holds which layers, with the same result on any machine.
 
-Each of several numbers of stages gets a short search, and the most promising numbers a longer one.
+Each of several numbers of stages gets a short search, and the most promising numbers get a longer one.
 
 A large swarm is searched at several levels, from the coarsest to the finest. At a coarse level, similar devices that
 are near each other form one unit. The speeds and network cards of a unit add up, two units have a path for each pair of
@@ -67,7 +67,7 @@ def plan(
         current: the present placement, on `num_stages` stages. The search begins there, and the time of fetching other
             layers counts as lost work, spread over `horizon_s`.
         stayers: the number of holders in `current` that each stage must keep, so that newcomers can fetch the state.
-    Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
+    Returns: (placement, its `ThroughputObjective` cost without the cost of moving state).
     Raises: NoLayout: no placement on `num_stages` stages is possible."""
     objective = ThroughputObjective(topology, workload)
     search = _Search(objective, seed=seed, current=current, horizon_s=horizon_s, stayers=stayers)
@@ -86,8 +86,8 @@ def plan_each(
     work: int,
     bias: ForecastBias = UNBIASED,
 ) -> list[Placement]:
-    """Return the best placement found for each number of stages, the best of all first. The caller needs several, since
-    a move to the best may cost too much.
+    """Return the best placement found for each number of stages, the best of all first. The caller needs several
+    placements, since a move to the best may cost too much.
 
     Args: as for `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
     Raises: NoLayout: there is no placement."""
@@ -151,7 +151,7 @@ class _Search:
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
     def _solve(self, num_stages: int, work: int, best: dict[int, _Found], *, ranked: int = _RANKED) -> int:
-        """Search on `num_stages` stages, and put the result into `best` if it is better than the entry there.
+        """Search on `num_stages` stages. Put the result into `best` if it is better than the entry for this number.
         Args: ranked: the number of placements among which the predicted step chooses. Returns: the work done."""
         t, w = self.objective.topology, self.objective.workload
         if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
@@ -197,7 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start if some devices cannot reach each other; None: all can, or no start was found."""
+        """Return a feasible start if some devices cannot reach each other; None if all can, or no start was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None
@@ -238,7 +238,7 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stage of each unit of a level: the stage of most of its devices, the lowest among equals.
+    """Return the stage of each unit of a level: that of most of the unit's devices, the lowest among equals.
     Args: assignment: the stage of each device."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
@@ -248,8 +248,8 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
-    """Return [N], the neighbourhood of each device, which is the number of its nearest centre. Distance is the seconds
-    of a frame there and back. Each centre is the device farthest from all earlier centres (Gonzalez 1985)."""
+    """Return [N], the neighbourhood of each device: the number of its nearest centre. A distance is the seconds of a
+    frame there and back. Each new centre is the device farthest from all earlier centres (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)

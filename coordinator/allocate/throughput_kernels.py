@@ -30,8 +30,8 @@ _HEAT = 0.08
 @inner
 def _cut(P, S, work):
     """Set S.bounds so that the slowest stage is as fast as possible, exactly, by dynamic programming. A stage is
-    infeasible if it does not fit into memory with two microbatches held. Paths must be up to date in S (`scan_paths`);
-    loads of shared cards are taken as they are in S."""
+    infeasible if it does not fit into memory with two microbatches held. `scan_paths` must have brought the paths in S
+    up to date; loads of shared cards are taken from S as they are."""
     K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
@@ -69,9 +69,9 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price the stages with `bounds` or, if `is_cut`, with the exact cut. S.bounds then has the priced bounds.
+    """Price the stages with `bounds` or, if `is_cut`, with the exact cut. The priced bounds are then in S.bounds.
     Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
-    Returns: the cost with that of moving."""
+    Returns: the cost, the cost of moving state included."""
     build(P, S, stage, bounds)
     cost, _ = evaluate(P, S, work)
     if is_cut and S.count.all():
@@ -136,7 +136,7 @@ def _relocate(S, d, k):
 def _apply(S, kind, x, y):
     """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER takes a layer
     from stage x and adds one to stage y; stages between shift by one layer. RENAME swaps the members of stages x and y.
-    CARRY does the same and also swaps their numbers of layers."""
+    CARRY swaps the members of stages x and y and also the two stages' numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -169,7 +169,7 @@ def _apply(S, kind, x, y):
 
 @inner
 def _copy(A, B):
-    """Copy from A to B the parts of the cost that an evaluation computes only where a move changed something."""
+    """Copy from A to B those values that an evaluation recomputes only where a move changed something."""
     for row in range(TAKEN + 1):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]
@@ -207,7 +207,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d is a holder of its stage in the current plan, and the stage could not spare it."""
+    """True if unit d holds its stage in the current plan, too, and the stage must keep all such holders."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False
@@ -221,7 +221,7 @@ def _must_stay(S, home, stayers, d):
 @inner
 def _propose(P, S, home, stayers, random):
     """Draw a random move after which all members of stage 0 have the text, no stage is empty, and each stage keeps
-    enough holders. Returns: (kind, x, y); kind -1: the draw is not allowed."""
+    enough holders. Returns: (kind, x, y) as for `_apply`; kind -1: the move drawn is not allowed."""
     N, K = len(S.stage), len(S.count)
     slow = _slowest(P, S) if draw(random) & np.uint64(1) else below(random, K)
     dice = below(random, 100)
@@ -265,7 +265,7 @@ def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
         S, B: the state of the search, and a second one for undoing a move.
         home: int64 [N], the stage of each unit in the current plan.
         stayers: int64 [K], the number of holders in the current plan that each stage must keep.
-    Returns: (the best cost, work)."""
+    Returns: (the best cost, the work done)."""
     random = np.full(1, np.uint64(seed), np.uint64)
     build(P, S, best_stage, best_bounds)
     work = np.zeros(1, np.int64)

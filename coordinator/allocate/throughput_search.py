@@ -1,8 +1,8 @@
 """Prices and improves assignments of devices to stages on the throughput objective.
 
-An assignment is int64 [N]: the stage of each device, as its position in the pipeline, or `LEFT_OUT`. The layers are not
-part of it: the bounds are the best cut for the members of the stages, found by dynamic programming. They are the
-current plan's where a new cut gains less than moving state costs. Local search improves both."""
+An assignment is int64 [N]: the stage of each device, as its position in the pipeline, or `LEFT_OUT`. It does not
+contain the layers: the bounds are the best cut for the members of the stages, found by dynamic programming, or the
+current plan's if a new cut gains less than moving state costs. Local search improves assignment and bounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ThroughputEvaluator:
     Args:
         weight: int64 [N], the number of devices in each unit of `topology` (`planner.Level`); None: 1 each. FLOP/s and
             cards of a unit are sums, memory and paths are those of one device.
-        current: the placement in force; the cost of moving state from there is spread over `horizon_s`.
+        current: the placement in force; the cost of moving state to another placement is spread over `horizon_s`.
         stayers: the number of holders in `current` that each stage must keep; empty: none.
     """
 
@@ -85,13 +85,13 @@ class ThroughputEvaluator:
         """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
-        """Return the objective of a feasible assignment, with the cost of moving."""
+        """Return the objective of a feasible assignment, the cost of moving state included."""
         return self._cut_work(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
-        """Return a random start in which the stages have about equal speed. It divides a row of devices, in which near
-        devices stand together, in one of two ways, by chance: near devices form whole stages, or whole pipelines. In
-        one start of four the row is random."""
+        """Return a random start in which the stages have about equal speed. It divides a row of devices in which near
+        devices stand together. By chance, near devices form either whole stages or whole pipelines. In one start of
+        four the row is random."""
         rng = Random(seed)
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
@@ -117,8 +117,9 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Return a feasible copy. Devices that left a stage go back if it needs more of its holders; homeless devices
-        go to the slowest stage; an empty stage gets an unused device or the slowest of the fastest stage."""
+        """Return a feasible copy of `assignment`. Devices that left a stage go back if the stage must keep more of its
+        holders. Devices without a stage go to the slowest. An empty stage gets an unused device, or the slowest device
+        of the fastest stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS
@@ -162,7 +163,7 @@ class ThroughputEvaluator:
         return Placement(stages=stages_of(assignment, self.num_stages), bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
-        """Return the cost with these bounds, with the cost of moving."""
+        """Return the cost of `assignment` with `bounds`, the cost of moving state included."""
         return self._price(assignment, np.asarray(bounds, dtype=np.int64), False, np.zeros(1, dtype=np.int64))[0]
 
     # --- inside ---
@@ -172,7 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work) for the cheapest of three bounds: exact cut, current plan's bounds, `known`."""
+        """Return (cost, bounds, work done) for the cheapest of three cuts: exact, the current plan's, and `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:
@@ -201,7 +202,8 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return all devices in a row: a random one, then each time the nearest left. One row in four is shuffled."""
+        """Return all devices in a row: a random one, then always the nearest of the rest. One row in four is
+        shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -212,7 +214,8 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Return `row`, often without the worst-connected ones: if a stage has several, removing one does not help."""
+        """Return `row`, often without its worst-connected devices: if a stage has several, removing one does not
+        help."""
         dice = rng.random()
         if dice < 0.25:
             # Take only the first devices of the row, which are near each other.

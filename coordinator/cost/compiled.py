@@ -1,4 +1,5 @@
-"""The functions of `pipeline.py` compiled by numba, under the same names; decorators and random numbers for searches.
+"""The functions of `pipeline.py`, compiled by numba under the same names; also decorators and random numbers for
+searches.
 
 Importing numba takes a second, so this module is imported only by searches and for large swarms. Compiling takes ten
 seconds, once on a machine. There is no fastmath and no parallel loop: the results equal those of the plain functions,
@@ -21,8 +22,8 @@ _SOURCE = hashlib.sha256("".join(map(inspect.getsource, (pipeline, sys.modules[_
 
 
 class _KernelCache(FunctionCache):
-    """A cache of compiled functions on disk. Numba's own notices changes only in the file of the function. This one
-    also notices changes in `pipeline.py` and in this file: kernels contain the compiled functions of both."""
+    """A cache of compiled functions on disk. Numba's own cache notices changes only in the file of the function. This
+    one also notices changes in `pipeline.py` and in this file: kernels contain compiled functions from both files."""
 
     def _index_key(self, *args: Any) -> Any:
         return (*super()._index_key(*args), _SOURCE)  # type: ignore[no-untyped-call]
@@ -79,7 +80,7 @@ for _name, _value in vars(pipeline).items():
 
 
 def __getattr__(name: str) -> Any:
-    """Raise the usual error. Since this function exists, type checkers accept the names that the loop above sets."""
+    """Raise AttributeError, as usual. This function makes type checkers accept the names that the loop above sets."""
     raise AttributeError(name)
 
 

@@ -7,7 +7,7 @@ log(measured / predicted tokens/s). With
     y(K) = a + b(K),   a ~ N(0, A^2),   cov(b(K), b(K')) = B^2 exp(-|log K - log K'|),   y seen with noise N^2 / steps
 
 the estimate is the mean of y(K) given all measurements. So if a swarm is slower than predicted with one number of
-stages, other numbers become more attractive, and it tries one.
+stages, other numbers become more attractive, and the swarm tries one.
 
 Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted."""
 
@@ -29,13 +29,13 @@ _NOISE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ForecastBias:
-    """The measured errors of the objective. It derives the errors to expect."""
+    """The measured errors of the objective, from which this class derives the errors to expect."""
 
     seen: tuple[tuple[int, float, int], ...] = ()
     """(number of stages, log(measured / predicted tokens/s), measured steps); each number of stages occurs once."""
 
     def factor(self, num_stages: int) -> float:
-        """Return the ratio of measured to predicted tokens/s to expect of a layout of `num_stages` stages."""
+        """Return the expected ratio of measured to predicted tokens/s for layouts with `num_stages` stages."""
         if not self.seen:
             return 1.0
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))

@@ -3,7 +3,7 @@ Pure.
 
 Narrow formats slow learning, so tensors are narrow only where a step waits for them. The choice starts with the
 narrowest formats everywhere, which the search of layouts assumes. It widens gradient sums first, because narrow sums
-slow learning most, then activations. Each widening is judged together with those accepted before it."""
+slow learning most, then activations. Each widening is judged together with the widenings accepted before."""
 
 import math
 
@@ -25,8 +25,8 @@ def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the widest formats that leave the placement at least `SPARED` (or `KEPT`) of the tokens/s that it has with
-    the narrowest formats. Called again with the same figures and its result as `kept`, it chooses the same, unless
-    `TRIES_MAX` ended it. If the objective cannot predict the placement, all formats are the narrowest.
+    the narrowest formats. A second call with the same figures and the first result as `kept` chooses the same, unless
+    `TRIES_MAX` ended the first. If the objective cannot predict the placement, all formats are the narrowest.
     Args: takes: the bytes in each format. kept: the current formats of a live layout with these stages."""
     K, cuts, sums = len(placement.stages), [*takes.cuts], [*takes.sums]
     objective = ThroughputObjective(topology, workload)
@@ -45,15 +45,15 @@ def formats_of(
 
     def step_s(wide: frozenset[int]) -> float:
         """Return the seconds of a step: the prediction or the search's T, whichever is shorter. If the pipeline's
-        control lets little run ahead, the prediction exceeds T, and more so with narrow formats; no run has confirmed
-        that."""
+        control lets little run ahead, the prediction exceeds T, with narrow formats even more. No run has confirmed
+        that excess."""
         nonlocal tries
         tries += 1
         cost = objective.cost(placement, takes.under(formats(wide)))
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` with the accepted ones of `things`: all of them, or else those accepted of each half."""
+        """Return `wide` with the accepted tensors of `things`: all of them, or else the accepted ones of each half."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

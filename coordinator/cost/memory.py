@@ -1,12 +1,12 @@
 """Counts the bytes that a replica holds for each parameter of its stage, term by term, at the peak.
 
 The peak is during the reduction: the gradient sum in reduction and its result exist while the device runs a microbatch
-of the next step, with that step's sum and weights. The optimizer's step takes less: it frees the sum first and replaces
-the state layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
-`tests/peer/pipeline/test_step_memory.py` tensor by tensor.
+of the next step, with that step's sum and weights. The optimizer's step takes less memory: it frees the sum first and
+replaces the state layer by layer. `tests/bench/memory.py` checks the total against real peers (`MEASURED.md`), and
+`tests/peer/pipeline/test_step_memory.py` checks single tensors.
 
-With a GPU, the reduced gradient is in host memory. If the card is full, so are the optimizer's moments and the
-*places*, which compensate staleness (`peer/pipeline/offload.py`)."""
+With a GPU, the reduced gradient is in host memory. If the card is full, the optimizer's moments and the *places* (sums
+that compensate staleness) are in host memory, too (`peer/pipeline/offload.py`)."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -69,7 +69,7 @@ class FrozenBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The terms of which the memory of any stage is made up."""
+    """The terms that add up to the memory of any stage."""
 
     layer_held_bytes: tuple[float, ...]
     """[L], the bytes that a layer keeps of a microbatch from forward to backward."""
@@ -93,16 +93,16 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans count: what must be on the card at least. A peer with less reports that, and
-        gets fewer layers (`Claims.memory_bytes`). With adapters, plans count all memory: a full card could offload only
-        activations, and plans do not know how much longer its jobs would take."""
+        """Return the memory that plans count: the least that must be on the card. A peer with less free memory reports
+        that (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a full card could
+        offload only activations, and plans do not know how much longer its jobs would take."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
 
     @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that real peers need in all (`tests/bench/memory.py`)."""
+        """Return all memory that real peers need, on the card and in the host (`tests/bench/memory.py`)."""
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=resident_terms(spec).total,
@@ -115,8 +115,8 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """Return the GPU memory that real peers need, with the reduced gradient in host memory.
-        Args: is_full: True: the card is too small for the rest, so moments and places are in host memory, too, and jobs
-        recompute layer by layer."""
+        Args: is_full: True: the card is too small for the rest, so the optimizer's moments and the `places` are in host
+        memory, too, and jobs recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
         job = job_bytes(spec, experts_held=experts_held, is_full=is_full)
@@ -130,7 +130,7 @@ class StageMemory:
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """Return the terms of a run. If each peer chooses its compute format, return those with the larger total."""
+    """Return the memory terms of a run: those with the larger total if each peer chooses its compute format."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))
@@ -171,7 +171,7 @@ def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
 
 def held_bytes(spec: RunSpec) -> tuple[float, ...]:
     """Return [L], the bytes that autograd keeps of a microbatch from forward to backward. With recomputation this is
-    the input of each layer; a run that keeps only the stage's input counts the same."""
+    the input of each layer; a run that keeps only the stage's input is counted in the same way."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     if spec.training.recomputes:
         return (FP32 * tokens * model.dim,) * model.num_layers
@@ -180,10 +180,10 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
-    recomputed, this is the graph of each layer; on a card that `is_full`, only each layer's input, since one layer's
-    graph is enough then (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
-    beyond that of another layer. The last layer adds the same for the head, or the head's gradient and logits if these
-    are more."""
+    recomputed, this is the graph of each layer. On a card that `is_full` it is only each layer's input: there one
+    layer's graph is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
+    beyond that of another layer. The last layer adds the same for the step of the head, or the head's gradient and
+    logits if these are more."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

@@ -175,8 +175,8 @@ ENTRIES = ("build", "evaluate")
 
 
 def build(P, S, stage, bounds):
-    """Set S to a placement, with all values dirty. Args: stage: int64 [N], the stage of each unit, or -1. bounds:
-    int64 [K + 1]."""
+    """Set S to a placement, and mark all values as dirty (to be computed). Args: stage: int64 [N], the stage of each
+    unit, or -1. bounds: int64 [K + 1]."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -195,7 +195,8 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates of stage k's members to both neighbours, and their parts of its reduction. Returns: work."""
+    """Compute the rates of stage k's members to both neighbouring stages, and their parts of its reduction. Returns:
+    work."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):
@@ -225,7 +226,7 @@ def scan_paths(P, S, k):
 
 
 def _scan_mates(P, S, k):
-    """Compute each member's part of the reduction, and its cost for each byte of the gradient. Returns: work."""
+    """Compute each member's part of stage k's reduction, and its cost for each byte of the gradient. Returns: work."""
     n = S.count[k]
     whole = 0.0
     for a in range(n):
@@ -269,7 +270,7 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute the traffic for the shared matrix at the members of the first and the last stage. Returns: work."""
+    """Compute the traffic for a tied model's shared matrix at members of the first and last stage. Returns: work."""
     K = len(S.count)
     # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
     tied_bytes = max(S.sum_bytes[0], S.sum_bytes[K - 1]) * P.costs[TIED_PARAMETERS]
@@ -447,10 +448,10 @@ def _pair(P, S, k):
 
 
 def fill(supply, demand, path):
-    """Compute a flow from senders to receivers. It starts in proportion to the demands; what a path cannot carry is
-    offered to receivers that can take more, in up to `FLOW_ROUNDS` rounds. The result is never above the maximum flow,
-    and equal to it if no path limits.
-    Args: supply: [n], of each sender. demand: [m], of each receiver. path: [n, m], capacities; all in the same unit.
+    """Compute a flow from senders to receivers. It starts in proportion to the demands. In up to `FLOW_ROUNDS` rounds,
+    what a path cannot carry is offered to other receivers. The result is at most the maximum flow, and equal if no path
+    limits.
+    Args: supply: [n], for each sender. demand: [m], for each receiver. path: [n, m], capacities; all in one unit.
     Returns: (flow [n, m], rounds)."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
@@ -492,7 +493,7 @@ def fill(supply, demand, path):
 
 
 def evaluate(P, S, work):
-    """Compute all dirty values again. Returns: (cost with that of moving, the figure that local search minimises).
+    """Compute all dirty values. Returns: (cost with that of moving state, the figure that local search minimises).
     Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
@@ -578,7 +579,7 @@ def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
 
 
 def joined(a: float, b: float) -> Any:
-    """Return the 4-norm by square roots, which are the same on every machine; powers are not."""
+    """Return the 4-norm of a and b by square roots, which give the same bits on every machine; powers do not."""
     larger = max(a, b)
     square = (min(a, b) / larger) ** 2
     return larger * np.sqrt(np.sqrt(1.0 + square * square))
@@ -592,7 +593,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute `BESIDE`: the commit of stage k if its reduction gets the part of each card that activations leave."""
+    """Compute `BESIDE`: the seconds of stage k's commit if its reduction gets what activations leave of each card."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):
@@ -613,7 +614,7 @@ def _commit_beside(P, S, k, flow_s):
 
 
 def resident_bytes(P, S, k, first, last):
-    """Return the bytes that a member of stage k needs besides microbatches, as `Workload.resident_bytes` does."""
+    """Return the bytes that a member of stage k needs without its microbatches, as `Workload.resident_bytes` does."""
     devices = 0.0
     for a in range(S.count[k]):
         devices += P.units[WEIGHT, S.members[k, a]]
@@ -641,8 +642,8 @@ def _memory(P, S, step_s):
 
 
 def _moving_s(P, S):
-    """Return the cost of moving here from the current plan: the work that units leave undone while they fetch missing
-    layers, in seconds of the whole swarm's work. Newcomers did no work before, so they cost nothing."""
+    """Return the cost of moving from the current plan to this placement, in seconds of the whole swarm's work: the work
+    that units do not do while they fetch missing layers. Newcomers did no work before, so they cost nothing."""
     lost_s = 0.0
     if P.costs[HORIZON_S] == np.inf:
         return 0.0

@@ -8,13 +8,13 @@ from typing import Protocol
 from shoal.protocol.plan import Bound
 
 Bottleneck = tuple[Bound, int]
-"""What limits a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
+"""The limit of a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
 last stage, those to the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The assignment of layers to devices, which are indexes of one `Topology`."""
+    """The assignment of layers to devices, which are given by their indexes in one `Topology`."""
 
     stages: tuple[tuple[int, ...], ...]
     """The members of each stage, in ascending order; stages are in pipeline order."""
@@ -30,7 +30,7 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with each device of `stage_of` in its stage there. The device may be placed or not."""
+        """Return the placement with each device of `stage_of`, placed or not, put into the stage that it maps to."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)
@@ -59,7 +59,8 @@ class Cost:
 
 
 class Objective(Protocol):
-    """A formula over placements of one topology. Pure: the same placement costs the same, bit for bit."""
+    """A formula for the cost of placements on one topology. Pure: equal placements cost the same, bit for bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost. This is slow; searches compute it incrementally, and are tested against it."""
+        """Return the exact cost of a placement. Searches compute it incrementally, which is faster; tests compare
+        both."""

@@ -24,12 +24,12 @@ def problem_of(
     horizon_s: float = np.inf,
     cuts: Sequence[float] = (),
 ) -> PipelineInput:
-    """Return the tables of a swarm.
+    """Return the tables of `pipeline.py` for a swarm and a workload.
 
     Args:
         weight: int64 [N], the number of devices in each unit of `topology` (`allocate/planner.py`); None: 1 each.
             FLOP/s and cards of a unit are sums, memory and paths are those of one device.
-        current: the placement in force; the cost of moving state from there is spread over `horizon_s`.
+        current: the placement in force; the cost of moving state to another placement is spread over `horizon_s`.
         cuts: bytes of a microbatch over a cut, for each format in use besides the workload's.
     """
     t, w, n = topology, workload, topology.num_devices
@@ -78,7 +78,7 @@ def state_of(
     problem: PipelineInput, workload: Workload, num_stages: int, wire: WireBytes | None = None
 ) -> PipelineState:
     """Return an empty placement on `num_stages` stages. Args: wire: bytes of each cut and each reduction (`problem`
-    must have the cuts' sizes); None: those of the workload."""
+    must have the cuts' sizes); None: the workload's bytes."""
     n, K = len(problem.card), num_stages
     wire = wire or WireBytes.same(workload, K)
     known = problem.cut_bytes.tolist()
@@ -99,16 +99,16 @@ def state_of(
 
 
 def _fixed(array: Floats) -> Floats:
-    """Return a read-only view in C order, always the same kind of array: numba compiles anew for each kind."""
+    """Return a read-only view in C order, so always one kind of array: numba compiles anew for each kind."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
 
 
 def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> Floats:
-    """Return `P.q`: frames a second in the slower direction, because a gradient of the same size answers each
-    activation. A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame. A frame's
-    credit returns after its own time on the path and a round trip (`protocol/frames.py`)."""
+    """Return `PipelineInput.q`: frames a second in the slower direction, because a gradient of the same size answers
+    each activation. A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame. A
+    frame's credit returns after its own time on the path and a round trip (`protocol/frames.py`)."""
     rate, latency, n = topology.bytes_per_s, topology.latency_s, topology.num_devices
     q = np.zeros((len(sizes), n, n), dtype=rate.dtype)
     for first in range(0, n, _ROWS):
@@ -127,8 +127,8 @@ def _both_ways(topology: Topology, weights: Floats, sizes: Sequence[float]) -> F
 
 
 def _homes(topology: Topology, rate: Floats, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """Return for each device (range of its layers in `current` [2, N], bytes/s at which it can fetch other layers [N],
-    its share of its stage's work [N]). Args: rate: float [N, N], bytes/s between two devices."""
+    """Return (each device's range of layers in `current` [2, N], its bytes/s for fetching other layers [N], its share
+    of its stage's work [N]). Args: rate: float [N, N], bytes/s between two devices."""
     n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:

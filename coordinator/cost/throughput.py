@@ -10,7 +10,7 @@ of a step, but before the commit of that step, runs on an older version:
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
 The control of the pipeline (`peer/replica/flow.py`) weighs the steps that staleness costs (`protocol/staleness.py`)
-against the time that it saves; plans ignore them ([`DECISIONS.md`](DECISIONS.md)).
+against the time that it saves; plans ignore those steps ([`DECISIONS.md`](DECISIONS.md)).
 
 **What limits a step.** If T_flow is longer than T_chain, the slowest stage or the slowest pair of neighbouring stages
 limits it. Within a stage it is the resource with the longest time for a step's work:
@@ -88,24 +88,25 @@ class ThroughputObjective:
         """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
-        """Return the cost. Args: wire: bytes of each cut and each reduction; None: those of the workload."""
+        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's."""
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
 
     def step_s(self, placement: Placement) -> float:
-        """Return T alone, in a fifth of the time of `cost`; inf if the placement is impossible."""
+        """Return only T (seconds), in a fifth of the time of `cost`; inf: the placement is impossible."""
         seconds = np.inf if self._obstacle(placement) else self._evaluated(placement).seconds
         return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many."""
+        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many
+        bytes."""
         evaluation = self._evaluated(placement)
         return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
         """Return the bytes of memory that each member needs, with its microbatches in flight; None: the placement is
-        impossible. Args: memory: the terms to count. Whether the placement is possible depends on `workload.memory`."""
+        impossible. Args: memory: the terms to count; `workload.memory` still decides if the placement is possible."""
         if self.cost(placement).why:
             return None
         other = ThroughputObjective(self.topology, replace(self.workload, memory=memory))
@@ -113,8 +114,8 @@ class ThroughputObjective:
         return tuple(tuple(needed[list(members)].tolist()) for members in placement.stages)
 
     def split(self, placement: Placement) -> "Split":
-        """Return the shares of the work that the objective assumes: each member's in proportion to its capacity for a
-        step. Every plan gets these. No stage may be empty."""
+        """Return the shares of the work that the objective assumes, in proportion to each member's capacity in a step.
+        Every plan gets these shares. No stage may be empty."""
         evaluation = self._evaluated(placement)
         return Split(shares=tuple(map(evaluation.shares, range(len(placement.stages)))), parts=evaluation.parts)
 
@@ -156,14 +157,14 @@ class _Evaluation:
 
     @cached_property
     def _computes_s(self) -> list[float]:
-        """The compute time of each stage's devices, seconds a step."""
+        """[K], the seconds a step for which each stage's devices compute."""
         M, flop_per_s = self._workload.microbatches, self._topology.flop_per_s
         jobs = [self._workload.job_flop(first, last) for first, last in pairwise(self._bounds)]
         return [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
-        """The part of the reduction that each member adds up."""
+        """The part of its stage's gradient that each member adds up in the reduction."""
         return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
 
     def shares(self, k: int) -> tuple[float, ...]:
@@ -294,7 +295,7 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
 
 
 def _loops(num_devices: int) -> Any:
-    """Return the module `pipeline`, or its compiled twin if that is ready or the swarm is large. Both compute the same
+    """Return the module `pipeline`, or its compiled twin if the twin is ready or the swarm is large. Both give the same
     bits."""
     # Another thread may be importing the module, which then lacks its functions.
     is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)

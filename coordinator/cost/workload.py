@@ -36,7 +36,7 @@ class PlacedExperts:
     """[L], the parameters of one expert in each layer."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts beyond `held` each of `members` members must hold, to place all replicas."""
+        """Return how many experts beyond `held` each of `members` members must hold to place all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
@@ -61,7 +61,7 @@ class Workload:
     """The FLOP of a backward divided by those of a forward: 2 (1 with adapters), and 1 more with recomputation. The
     last stage recomputes only if `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
-    """[L], the trained parameters of one replica. Of placed experts only those at one member count."""
+    """[L], the trained parameters of one replica. Of placed experts only those that one member holds count."""
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way, for each parameter."""
     memory: StageMemory
@@ -101,7 +101,7 @@ class Workload:
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], the bytes of a layer that a new holder downloads, with the frozen base, as if it had none of it yet."""
+        """[L], the bytes of a layer, frozen base included, that a new holder without any of it downloads."""
         state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
         if self.memory.base is None:
             return tuple(state)
@@ -109,7 +109,7 @@ class Workload:
 
     @property
     def state_bytes_per_parameter(self) -> float:
-        """The bytes that travel with moved layers for each of their trained parameters, averaged over all layers."""
+        """The bytes that travel for each trained parameter of a layer that moves, averaged over all layers."""
         if self.memory.base is None:
             return STATE_BYTES_PER_PARAMETER
         return sum(self.layer_state_bytes) / sum(self.layer_parameters)
@@ -120,8 +120,8 @@ class Workload:
 
     @property
     def needed_first(self) -> float:
-        """The part of the state that a newcomer needs to compute as a learner (with weights alone, in bfloat16;
-        `peer/membership/learner.py`); 1 if the run cannot have learners."""
+        """The share of the state that a newcomer needs to compute as a learner, which has only bfloat16 weights
+        (`peer/membership/learner.py`); 1 if the run cannot have learners."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0
@@ -221,7 +221,7 @@ class FormatBytes:
         return Formats.same([*self.cuts][-1], [*self.sums][-1], num_stages)
 
     def under(self, formats: Formats) -> WireBytes:
-        """Return the bytes with a plan that has these formats."""
+        """Return the bytes on the wire with a plan that has `formats`."""
         return WireBytes(
             tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
         )
@@ -257,7 +257,7 @@ def _backward_per_forward(*, adapts: bool) -> float:
 
 
 def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
-    """Return the trained parameters of each layer; of placed experts only those at one member."""
+    """Return [L], the trained parameters of each layer; of placed experts only those that one member holds."""
     model = spec.model
     if spec.adapter is not None:  # embedding and head have no adapters
         return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))

@@ -1,8 +1,8 @@
 """Records how long each peer was seen and how often it failed, and derives its probability of failure. Pure.
 
 The coordinator adds up the time between a peer's heartbeats. If its plan leaves out a peer that neither drained nor
-said good-bye, that is a failure. At a hand-over the records go to the next coordinator. After a crash, the successor
-goes on with the records of its own last term, or with the prior if it has none.
+said good-bye, that is a failure. When the role is handed over, the records go to the next coordinator. After a crash,
+the successor goes on with the records of its own last term as coordinator, if any, or with the prior (an assumed rate).
 
 A record belongs to an identity, across restarts of the peer's process. After `SEEN_S_MAX` older failures count less and
 less, so a machine that moved to a better place recovers."""
@@ -57,13 +57,13 @@ class FailureRecords:
             past.seen_s = SEEN_S_MAX
 
     def lost(self, peer: PeerID) -> None:
-        """Record a failure: a plan left `peer` out, and it had said no good-bye."""
+        """Record a failure of `peer`: a plan left the peer out, and it had said no good-bye."""
         past = self._past(peer)
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
     def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
         """Return for each of `peers` the probability that it fails within `HORIZON_S`. The shorter a peer's record, the
-        more the mean over all peers of this swarm counts, lost ones included."""
+        more the mean over all peers of this swarm (lost ones included) counts."""
         failures = sum(past.failures for past in self._pasts.values())
         seen_s = sum(past.seen_s for past in self._pasts.values())
         prior_s = (seen_s + PRIOR_S) / (failures + 1.0)
@@ -77,8 +77,8 @@ class FailureRecords:
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)
 
     def take_over(self, records: Iterable[FailureRecord]) -> None:
-        """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer.
-        Figures are never added, so a record received twice counts once."""
+        """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer. The
+        figures of two records are never added up, so a record received twice counts once."""
         for past in self._pasts.values():
             past.heard_s = None  # the received records include the time since that heartbeat
         for record in islice(records, HANDED_OVER_MAX):
@@ -108,8 +108,8 @@ def failure_probability(num_failures: float, seen_s: float, *, prior_s: float = 
     """Return the probability of a failure within `HORIZON_S`, if failures come at a constant rate. The prior of the
     rate is a gamma distribution worth one failure in `prior_s` seconds. After a day or two the peer's own record
     dominates.
-    Args: num_failures: the peer's failures while it was seen for `seen_s` seconds. prior_s: the time in which similar
-    nodes fail once."""
+    Args: num_failures: the peer's failures while it was seen for `seen_s` seconds. prior_s: the mean seconds between
+    failures of similar nodes."""
     return -math.expm1(-(num_failures + 1.0) / (seen_s + prior_s) * HORIZON_S)
 
 

@@ -1,8 +1,8 @@
 """Makes the expert groups of a plan: which members of a stage hold which expert, by measured load. Pure.
 
 The placement stays while it is good enough (`replan.py`). A member that is new in a group fetches the expert's state
-from the present holders, which stay until then. If layers move to other stages, a member keeps its experts of those
-layers that are in its new stage, and each layer takes its part of the measured loads along."""
+from the present holders, which stay in the group until then. If layers move to other stages, a member keeps its experts
+of those layers that are in its new stage, and each layer takes its part of the measured loads along."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class ExpertPlaces:
             self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens are discounted."""
+        """Add the tokens that a peer has sent to each expert since its last heartbeat; older tokens then count less."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
@@ -77,19 +77,19 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return the loads by stage and expert, for the next coordinator; empty if they would be too many."""
+        """Return the loads by stage and expert, for the next coordinator; empty if there are too many to send."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take over the previous coordinator's loads: without them every share would change for no reason."""
+        """Take over the previous coordinator's loads: otherwise every share would change for no reason."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
 
     def rest(self) -> None:
-        """Forget all counts when another peer becomes coordinator: they will be old when the role returns."""
+        """Forget all counts when another peer becomes coordinator: they will be old when this peer leads again."""
         self._told.clear()
         self._loads.clear()
 
@@ -117,8 +117,8 @@ class ExpertPlaces:
         """Return the groups of all stages.
 
         Args:
-            before: the previous plan; None: its expert holders do not have their state any more, or there is none.
-            sequence: the number of the new plan, from which on new members belong to their groups.
+            before: the previous plan; None: there is none, or its expert holders have lost their state.
+            sequence: the number of the new plan, with which new members join their groups.
             begins: True if an era begins with the new plan: then all members take their places at once, and the stages
                 may be different ones.
         """
@@ -132,7 +132,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return for each expert {peer: member} of the previous holders in any layer of `stage`."""
+        """Return for each expert {peer: member}, its holders in plan `before` for any layer of `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:
@@ -190,7 +190,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage for other bounds: each layer takes its part along."""
+        """Return the measured loads by stage, if stages get other `bounds`: each layer takes its part along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -208,8 +208,7 @@ def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
     """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Lost: one more slot for each expert in turn: experts moved without a change in
-    load.)"""
+    busiest experts, as at placement. (Free slots in turn to all experts moved experts without a change in load.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

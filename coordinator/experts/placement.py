@@ -26,8 +26,8 @@ SLOTS_TRIED = 60
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
     """Return the number of replicas of each expert that makes the busiest replica least busy. Each slot beyond the
-    minimum goes to the expert with the largest load per replica so far. This is optimal: each of these experts had at
-    least the final largest load per replica when it got the slot, so it needed the slot.
+    minimum goes to the expert with the largest load per replica so far. This is optimal: an expert that got a slot had
+    at least the final largest load per replica at that time, so it needed the slot.
 
     Args:
         loads: the load of each expert, as tokens or any other measure, finite and >= 0.
@@ -61,8 +61,8 @@ def _check(loads: Sequence[float], num_slots: int, min_replicas: int) -> None:
 
 
 def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
-    """Return the largest load per replica, divided by the mean load of a slot: 1 is ideal. It is 1 without any load.
-    Experts without replicas are ignored."""
+    """Return the largest load per replica, divided by the mean load of a slot: 1 is ideal. Without any load the result
+    is 1. Experts without replicas are ignored."""
     total, num_slots = math.fsum(loads), sum(replicas)
     if total <= 0.0 or num_slots == 0:
         return 1.0
@@ -81,11 +81,11 @@ def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
 
 
 def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
-    """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order.
+    """Place replicas by the rule of maximum rank overlap; those left over fill the remaining slots in order.
 
     Experts come in ascending order of replicas, in groups. A group takes as many nodes as its rarest expert has
-    replicas, and has as many experts as the smallest of these nodes has slots. So only the failure of all of these
-    nodes loses experts of the group.
+    replicas, and has as many experts as the smallest of those nodes has slots. So experts of the group are lost only if
+    all its nodes fail.
 
     Args: order: the nodes, those for the rarest experts first; default: in ascending order.
     Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled."""
@@ -102,7 +102,7 @@ def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] |
 
 
 def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
-    """Deal the replicas round the nodes, one expert after the other; the one with most replicas comes first."""
+    """Deal the replicas to the nodes in turn, one expert after the other; the expert with most replicas comes first."""
     table = _Table(replicas, slots)
     nodes = [node for turn in range(max(slots)) for node, count in enumerate(slots) if turn < count]
     experts = [expert for expert in reversed(table.rarest_first) for _ in range(replicas[expert])]
@@ -164,7 +164,7 @@ class _Table:
 
     def put_groups(self, order: Sequence[int], *, size: int, num_groups: int) -> None:
         """Put groups of `size` experts, the rarest first, each on the first nodes of `order` that have room for the
-        whole group. If too few nodes have, the group is smaller."""
+        whole group. If too few nodes have such room, the group is smaller."""
         experts = self.rarest_first
         for _ in range(num_groups):
             rooms = sorted(filter(None, self.room), reverse=True)
@@ -176,14 +176,15 @@ class _Table:
             experts = experts[fitting:]
 
     def put_minimum(self, min_replicas: int) -> None:
-        """Put each expert on the `min_replicas` nodes with most room. If any choice fits, this does (Gale, Ryser)."""
+        """Put each expert on the `min_replicas` nodes with most room. If any choice works, this one does (Gale,
+        Ryser)."""
         for expert in self.rarest_first:
             for node in heapq.nsmallest(min_replicas, range(len(self.room)), key=lambda node: -self.room[node]):
                 self.put(expert, node)
 
     def deal(self, order: Sequence[int], chances: Sequence[float]) -> None:
-        """Put one replica after the other, each of the expert with the most probable loss so far, on the first node of
-        `order` that has room and lacks the expert. Args: chances: the failure probability of each node."""
+        """Put replicas one by one: always of the expert that is most probably lost so far, on the first node of `order`
+        that has room and lacks this expert. Args: chances: the failure probability of each node."""
         lost = [1.0] * len(self.left)
         for node, held in enumerate(self.held):
             for expert in set(held):
@@ -200,7 +201,7 @@ class _Table:
                     heapq.heappush(waiting, (p * chances[free], expert))
 
     def fill(self) -> None:
-        """Put the remaining replicas, the rarest expert first, in the remaining slots."""
+        """Put the remaining replicas in the remaining slots, those of the rarest expert first."""
         experts = [expert for expert in self.rarest_first for _ in range(self.left[expert])]
         nodes = [node for node, room in enumerate(self.room) for _ in range(room)]
         for expert, node in zip(experts, nodes, strict=True):
@@ -219,7 +220,7 @@ def place(
     seed: int = 0,
     patience: int = PATIENCE,
 ) -> ExpertPlacement:
-    """Put every replica in a slot: by `mro`, by `spread`, or by the best mixture of groups and single experts found.
+    """Put every replica in a slot, in the safest way found: `mro`, `spread`, or a mixture of groups and single experts.
 
     Args:
         replicas: int [E], the replicas of each expert, >= 1; they fill the slots exactly.

@@ -1,8 +1,8 @@
-"""Computes which failures a placement of experts survives: no expert may lose all of its holders. Pure.
+"""Computes which failures of nodes a placement of experts survives: each expert must keep a holder. Pure.
 
-Here an expert is the set of its holders (a mask: bit j for node j). Only minimal sets matter: if a larger set fails, so
-does each set within it. Sets that share nodes, directly or through other sets, form a *component*. Components fail
-independently, so each is solved by itself: exactly if it is small, else by an upper bound."""
+Here an expert is the set of its holders (a mask: bit j for node j). Only minimal sets matter: when all nodes of a
+larger set fail, those of any set within it have failed. Sets that share nodes, directly or through other sets, form a
+*component*. Components fail independently, so each is solved by itself: exactly if small, else by an upper bound."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[i
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Return the masks that contain no other mask, without duplicates, the smallest first."""
+    """Return those of `masks` that contain no other mask, without duplicates, the smallest first."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(small & mask == small for small in kept):
@@ -72,8 +72,8 @@ def loss_probability(masks: Iterable[int], failure_probability: Sequence[float])
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """Return float [N + 1]: entry k is the probability of no loss if k nodes fail, all sets of k nodes being equally
-    probable. None: a component has more than `NODES_EXACT_MAX` nodes."""
+    """Return float [N + 1]: entry k is the probability that no expert is lost if k nodes fail and all sets of k nodes
+    are equally probable. None: a component has more than `NODES_EXACT_MAX` nodes."""
     num_nodes = len(placement)
     masks = minimal_masks(holder_masks(placement, num_experts))
     if masks and not masks[0]:
@@ -93,7 +93,7 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
 
 
 def _components(masks: Iterable[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the components: (nodes, masks in which bit i stands for the i-th of these nodes)."""
+    """Return the components of `masks`, each as (its nodes, its masks with bit i for the i-th of its nodes)."""
     groups: list[tuple[int, list[int]]] = []
     for mask in masks:
         joined, members, apart = mask, [mask], []
@@ -132,7 +132,7 @@ def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=8)
 def _set_weights(chance: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail."""
+    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail, by each node's `chance`."""
     weights = np.ones(1)
     for p in chance:
         weights = np.concatenate([weights * (1.0 - p), weights * p])
@@ -140,7 +140,7 @@ def _set_weights(chance: tuple[float, ...]) -> NDArray[np.float64]:
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Multiply two polynomials in Python's integers: numpy's would overflow."""
+    """Multiply two polynomials, given by their coefficients, in Python's integers: numpy's would overflow."""
     product = [0] * (len(a) + len(b) - 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b):

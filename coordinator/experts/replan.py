@@ -1,4 +1,4 @@
-"""Decides whether to move experts now, and to where; called every `LOOK_STEPS` steps and at every failure. Pure."""
+"""Decides, every `LOOK_STEPS` steps and at every failure, whether experts move now, and where to. Pure."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -28,10 +28,10 @@ def replan(
     slots: int,
     min_replicas: int,
 ) -> dict[str, tuple[int, ...]]:
-    """Keep the placement while it is good enough; else repair it; else place anew with the fewest fetches.
+    """Keep the placement while it is good enough; otherwise repair it, or place anew with the fewest fetches.
 
     Args:
-        current: the experts in the slots of each peer by the live plan; it includes peers that have left.
+        current: the experts in the slots of each peer by the live plan, peers that have left included.
         loads: float [E], >= 0, measured and smoothed.
         failure_probability: the probability that each live peer fails before the next placement; it is rounded here to
             a power of two.
@@ -86,11 +86,11 @@ def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[
 def fewest_fetches(
     current: Sequence[Collection[int]], target: ExpertPlacement, *, kinds: Sequence[Hashable]
 ) -> ExpertPlacement:
-    """Exchange nodes, and experts, of `target` so that few copies must be fetched.
+    """Exchange nodes, and experts, in placement `target` so that few copies must be fetched.
 
     Nodes of one kind can exchange all their experts, and two experts with equally many replicas can exchange all their
-    places, without a change in load or safety. So there are two assignments: of the parts of `target` to nodes, and of
-    its places to experts. Each is solved exactly given the other, in turns until neither helps.
+    places, without a change in load or safety. So there are two assignments: parts of `target` to nodes, and places of
+    `target` to experts. Each is solved exactly with the other fixed, in turns, until neither helps.
 
     Args: kinds: [N]; node i may take the part of node j if their kinds are equal and the parts equally large.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
@@ -130,7 +130,7 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N]: the column assigned to each row so that the sum of `worth_NN` is largest; both have the same kind."""
+    """Return [N]: a column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}
@@ -149,7 +149,7 @@ def nearest_counts(
     """Change replica counts one by one, until they fill the slots and their `busiest_replica_load_ratio` is at most
     `ratio_max`.
 
-    Args: ratio_max: must be above the ratio of the best counts; then each change leads towards these."""
+    Args: ratio_max: must be above the ratio of the best counts; then each change leads towards the best counts."""
     counts = [max(min_replicas, count) for count in counts]
     while sum(counts) != num_slots or busiest_replica_load_ratio(loads, counts) > ratio_max:
         if sum(counts) >= num_slots:

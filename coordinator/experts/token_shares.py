@@ -10,15 +10,15 @@ def token_shares(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float]
 ) -> tuple[dict[int, float], ...]:
     """Return the shares that minimise the sum over nodes of work^2 / speed, which also minimises the load of the
-    busiest node. Each expert in turn is divided anew so that its holders' work / speed becomes equal, given the work of
-    the other experts (water filling), until nothing changes. The objective is convex and smooth, so this ends at its
-    minimum.
+    busiest node. Each expert's load in turn is divided anew so that its holders' work / speed becomes equal, given
+    their work for other experts (water filling), until nothing changes. The objective is convex and smooth, so this
+    ends at its minimum.
 
     Args:
         placement: the experts on each of N nodes.
         loads: float [E], >= 0.
         speeds: float [N], > 0, the work that a node does in a unit of time.
-    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty without holders."""
+    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty if the expert has no holder."""
     holders: list[list[int]] = [[] for _ in loads]
     for node, experts in enumerate(placement):
         for expert in sorted(set(experts)):
@@ -41,7 +41,7 @@ def token_shares(
 def busiest_node_load_ratio(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], shares: Sequence[dict[int, float]]
 ) -> float:
-    """Return the longest time of a node / the time if all shared the total work in proportion to speed; >= 1."""
+    """Return the busiest node's time, divided by the time if all shared the total work in proportion to speed; >= 1."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]
     if math.fsum(held) <= 0.0:
         return 1.0

@@ -1,4 +1,4 @@
-"""Tabulates how many layers of a model each card (GPU) holds, its speed, and a newcomer's download
+"""Makes tables of cards (GPUs): the layers of a model that each one holds, its speed, and a newcomer's download
 (`shoal plan --cards`).
 
 All of it is arithmetic. It uses the memory that the coordinator predicts for real peers, a share of the makers' rates
@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards cannot hold it, all but `card` and `layers` are null."""
+    """The figures of one card for one model. If it cannot hold the model, all but `card` and `layers` is null."""
 
     card: str
     layers: int
@@ -88,8 +88,8 @@ class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_models() -> list[tuple[str, RunSpec]]:
-    """Return (name, spec) of models shaped like Llama, with the settings that save most memory: 1, 8 and 30 billion
-    parameters, all trained, and 8 billion with adapters; each with all `CONTEXTS`."""
+    """Return (name, spec) of models shaped like Llama, with the settings that save most memory. Models of 1, 8 and 30
+    billion parameters train all weights, one of 8 billion trains adapters; each comes with all `CONTEXTS`."""
     shapes = (
         ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
         ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
@@ -131,7 +131,7 @@ def cards_table(name: str, spec: RunSpec, cards: Sequence[Card] = CARDS) -> Card
 
 
 def figures_of(card: Card, workload: Workload) -> CardFigures:
-    """Return the card's figures. The embedding counts as part of the first layer, the head of the last."""
+    """Return the card's figures. The embedding counts as part of the first layer, the head as part of the last."""
     free_bytes = card.memory_gb * 1e9 - KEPT_BYTES
     stages = stages_of(workload, free_bytes)
     first = min(1, workload.num_layers - 1)
@@ -154,8 +154,8 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of the fewest stages that fit, as even as possible; None if a layer does not
-    fit."""
+    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that fit into
+    `free_bytes`; None if a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
@@ -169,7 +169,7 @@ def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | 
 
 
 def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
-    """Return how many layers fit from `begin` on."""
+    """Return how many layers fit into `free_bytes`, counted from layer `begin` on."""
     return sum(_fits(workload, begin, end, free_bytes) for end in range(begin + 1, workload.num_layers + 1))
 
 
@@ -183,7 +183,8 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
-    """Print the tables. Args: path: a run file; None: `usual_models`. Raises: SpecError: the run file is invalid."""
+    """Print the tables. Args: path: a run file with the model; None: `usual_models`. Raises: SpecError: the file is
+    invalid."""
     models = usual_models() if path is None else [(path.name, load_spec(path))]
     tables = [cards_table(name, spec) for name, spec in models]
     if as_json:

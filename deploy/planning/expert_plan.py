@@ -1,4 +1,4 @@
-"""Plans the replicas of experts on nodes, and computes the failures that they survive (`shoal plan --experts
+"""Plans which nodes hold replicas of experts, and computes which node failures lose no expert (`shoal plan --experts
 FILE.json`)."""
 
 from collections import Counter
@@ -88,7 +88,7 @@ def read_experts(path: Path) -> ExpertsFile:
 
 
 def _wrong(asked: ExpertsFile) -> str:
-    """Return what is wrong with a file; empty: nothing. `replica_counts` checks the loads."""
+    """Return what is wrong with the contents of a file; empty: nothing. `replica_counts` checks the loads."""
     chances = asked.failure_probability
     if not 0 < len(asked.slots) <= NODES_MAX:
         return f"slots: between 1 and {NODES_MAX} nodes, each with its number of slots"

@@ -37,11 +37,11 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str, bool]:
-    """Return (goal in tokens, the reason for it, True if it is assumed). The goal is that of the command line; else
-    that of the run's explicit steps; else an assumed one.
+    """Return (goal in tokens, reason for the goal, True if the goal is assumed). The goal comes from the command line,
+    or else from the run's explicit number of steps, or else is assumed.
 
     The assumed goal is 20 tokens a parameter for training from scratch. A run that begins with trained weights needs
-    fewer: it gets the default number of steps.
+    fewer tokens: those of the default number of steps.
     """
     if wishes.tokens is not None:
         return wishes.tokens, "", False
@@ -97,12 +97,12 @@ def figures_of(
     sent_bytes: dict[int, float],
     received_bytes: dict[int, float],
 ) -> Figures:
-    """Compute the figures.
+    """Compute the figures of a plan.
 
     Args:
         watts: [N], the power of each device; None: unknown.
         parameters: the number of parameters of the model.
-        sent_bytes, received_bytes: bytes per step of each device with a stage; others are not in it.
+        sent_bytes, received_bytes: bytes per step by device, only for devices with a stage.
     """
     goal_tokens, goal_why, goal_is_assumed = _goal(wishes, spec, parameters)
     per_day = tokens_per_s * _SECONDS_A_DAY
@@ -175,7 +175,7 @@ def said_days(days: float) -> str:
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
-    """Return a range in words: `1,200` or `1,200 to 3,400`."""
+    """Return a range of gigabytes in words: `1,200` or `1,200 to 3,400`."""
     least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
     return least if least == most else f"{least} to {most}"
 

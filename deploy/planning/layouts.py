@@ -66,7 +66,8 @@ class LayoutRequest:
 
     @property
     def constants(self) -> WorkloadEntry:
-        """The constants of the DT-FM objective: `paper`, or else derived from `workload`. Raises: LocalError."""
+        """The constants of the DT-FM objective: `paper`, or else from `workload`. Raises: LocalError: more stages than
+        devices or layers."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages
@@ -79,7 +80,7 @@ class LayoutRequest:
 
 
 def layout(name: LayoutName, request: LayoutRequest) -> Placement:
-    """Make the layout of this name. Raises: LocalError, NoLayout: it is impossible."""
+    """Make the layout `name`. Raises: LocalError, NoLayout: the layout is impossible."""
     return _LAYOUTS[name](request)
 
 
@@ -110,7 +111,7 @@ def _dtfm(request: LayoutRequest) -> Placement:
 
 
 def _greedy(request: LayoutRequest) -> Placement:
-    """Return the layout by speed alone, that of the live coordinator's rule for a change."""
+    """Return the layout by speed alone: the live coordinator answers a change of members with the same rule."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(

@@ -1,7 +1,7 @@
-"""Finds why a plan leaves devices out, and the least line rate, memory or speed with which one would help. Pure.
+"""Finds why a plan leaves devices out, and the least line rate, memory or speed that would make one useful. Pure.
 
-It puts the device into every place of the plan (`joins` of `allocate/at_once.py`), as it is and improved, and computes
-the step with the search's objective. Bisection finds the least improvement that helps.
+It tries a left-out device, as it is and improved, in every place of the plan (`joins` of `allocate/at_once.py`), and
+computes the step by the search's objective. Bisection finds the least improvement that helps.
 """
 
 import math
@@ -64,12 +64,12 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the best step with one of these devices as it is; None: it fits into no place."""
     why: str
     needs: tuple[Need, ...]
-    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or nothing makes it."""
+    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change helps."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
     """Yield an explanation for each kind of device that the plan leaves out, the largest group first, at most twelve.
-    Each takes seconds."""
+    Each explanation takes seconds of computing."""
     goal_s = ThroughputObjective(topology, workload).cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:12]:
         yield _Examined(topology, workload, placement, devices, goal_s).explained()
@@ -126,8 +126,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` that help, all at the same fraction of their ranges; None: even the
-        largest values do not help."""
+        """Return the least values of `resources` with which the device helps, all at the same fraction of their ranges;
+        None: even the largest values do not suffice."""
         has = self.has()
 
         def helps(part: float) -> bool:
@@ -143,7 +143,7 @@ class _Examined:
         return Need(line_mbps=values.get("line"), memory_gb=values.get("memory"), tflops=values.get("speed"))
 
     def best(self, topology: Topology) -> Cost:
-        """Return the cost with the device in its best place, or in the first place that meets the goal."""
+        """Return the cost of the plan with the device in its best place, or in the first place that meets `goal_s`."""
         objective = ThroughputObjective(topology, self.workload)
         best = Cost.impossible("it has no place")
         for tried in joins(topology, self.workload, self.placement, self.device):
@@ -155,7 +155,7 @@ class _Examined:
         return best
 
     def has(self) -> dict[Resource, float]:
-        """Return the device's present values: Mbit/s of the slower direction, GB, TFLOP/s."""
+        """Return the device's present values: Mbit/s of its line's slower direction, GB of memory, TFLOP/s."""
         topology, device = self.topology, self.device
         card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
         if not math.isfinite(card):
@@ -168,15 +168,15 @@ class _Examined:
         }
 
     def values(self, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-        """Return values of `resources` at the fraction `part` of the way, in logarithms, from the device's present
-        value to the largest; rounded up to two digits, as printed."""
+        """Return for each of `resources` the value at the fraction `part` between the device's present value and the
+        largest, on a logarithmic scale, rounded up to two digits as in print."""
         has = self.has()
         most = {resource: max(_MOST[resource], has[resource]) for resource in resources}
         return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}
 
     def improved(self, values: dict[Resource, float]) -> Topology:
-        """Return the network with these values of the device. The line rate is that of its network card or, if the card
-        does not limit it, of its paths."""
+        """Return the network with the device improved to `values`. The line rate goes to its network card or, if the
+        card has no limit, to its paths."""
         topology, device = self.topology, self.device
 
         def at(array: Floats, where: Any, value: float) -> Floats:
@@ -204,7 +204,7 @@ class _Examined:
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """Return a phrase that names the resources in all of the needs; empty: there is none."""
+    """Return a phrase that names the resources which occur in all of `needs`; empty: there is no such resource."""
     lacks = [
         what
         for what, values in (
@@ -238,7 +238,7 @@ def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def said_of_needs(group: LeftOut) -> str:
-    """Return the needs in words: `one would help from 410 Mbit/s both ways, or from 48 GB of memory`."""
+    """Return the group's needs in words: `one would help from 410 Mbit/s both ways, or from 48 GB of memory`."""
     if group.why.startswith("the search has missed it"):
         return "it helps as it is: search longer with --seconds"
     if not group.needs:

@@ -58,7 +58,7 @@ def seconds(value: float) -> str:
 
 
 def figures_view(figures: Figures) -> RenderableType:
-    """Return the plan's figures: for the run, then for each class of members."""
+    """Return a view of the plan's figures: those of the run, then those of each class of members."""
     run = Table(Head(no_wrap=True), Head(overflow="fold"), box=None, pad_edge=False, show_header=False)
     for what, how_much in lines_of(figures):
         run.add_row(what, how_much)
@@ -116,7 +116,7 @@ def _figure(name: str, value: float) -> str:
 
 
 def compared_cells(report: PlanReport, first_s: float) -> tuple[tuple[str, ...], str]:
-    """Return (cells of the columns `COMPARED`, why the layout is impossible or an empty string).
+    """Return (cells of the columns `COMPARED`, why the layout is impossible; empty: it is possible).
     Args: first_s: the seconds of a step in the first row."""
     name, stages, took = shown_name(report.layout), str(len(report.stages) or "none"), seconds(report.took_s)
     if report.cost_s is None:

@@ -28,7 +28,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The GB that a real peer needs with all state on its card, at the member with the fullest card; null: not
     computed."""
     least_gb: float | None = None
-    """The same if the card is full and the optimizer's moments are in the machine's memory."""
+    """The GB needed on a full card, with the optimizer's moments in the machine's memory."""
     has_gb: float | None = None
     """The GB of this member's card."""
 
@@ -62,8 +62,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step, for people. The search compares layouts by `cost_s`, a slightly different
-        figure."""
+        """The predicted seconds of a step, for people. The search compares layouts by another, slightly different
+        figure, `cost_s`."""
         return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
 
     @property
@@ -75,8 +75,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def propose(name: LayoutName, request: LayoutRequest, judge: Objective, *, objective: str) -> PlanReport:
-    """Make and score a layout. An impossible layout is reported, too, with the reason.
-    Args: judge: the objective that scores it. objective: the name of `judge`."""
+    """Make and score the layout `name`. An impossible layout is reported, too, with the reason.
+    Args: judge: the objective that scores the layout. objective: the name of `judge`."""
     begun_s = time.process_time()
     placement, why = None, ""
     try:
@@ -157,7 +157,7 @@ def said_of_formats(placement: Placement, request: LayoutRequest, spec: RunSpec)
 def predicted_figures(
     placement: Placement, request: LayoutRequest, watts: Sequence[float | None], wishes: Wishes, spec: RunSpec
 ) -> Figures:
-    """Return the figures by the throughput objective, even if the search used another one.
+    """Return the figures of a placement by the throughput objective, even if the search used another objective.
     Raises: LocalError: the layout is impossible."""
     cost = request.objective.cost(placement)
     if not math.isfinite(cost.seconds):

@@ -1,4 +1,4 @@
-"""Prints a table row by row, as rows arrive; so the widths of its columns are fixed in advance."""
+"""Prints a table row by row, as the rows arrive; so the widths of the columns are fixed in advance."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Prints the headings of `columns`, then rows. Args: last: the heading of a last column, with text that wraps."""
+    """Prints the headings of `columns`, then rows. Args: last: the heading of a last column, in which text wraps."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console

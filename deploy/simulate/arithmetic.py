@@ -1,8 +1,8 @@
-"""The compute of a modelled peer: its values have the right size and version, but no contents.
+"""The compute of a modelled peer. Its results have the right size and version, but no contents.
 
-Vectors are `Extent` objects. Payloads, activations and tokens are phantoms: only their length exists, by which they
-take time on a link (`extents.py`). The simulated device takes time for a job by its FLOP. `routing.py` draws the tokens
-of each placed expert.
+Vectors are `Extent` objects. Payloads, activations and tokens are phantoms (`extents.py`): they have only a length,
+which sets their time on a link. The simulated device computes a job in a time by the job's FLOP. `routing.py` draws the
+tokens of each placed expert.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from shoal.protocol.wire_format import WireFormat
 
 
 class _ModelledStage(ModelledShard, StageShard):
-    """A modelled stage: its jobs take activations and pass phantoms on. Every loss is 0, since nothing is learnt."""
+    """A modelled stage: its jobs return activations without contents. Every loss is 0, since nothing is learnt."""
 
     def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, vectors: Vectors) -> None:
         super().__init__(spec, keys, first_layer=first_layer, corpus=None, device=NOWHERE, vectors=vectors)
@@ -52,7 +52,7 @@ class _ModelledStage(ModelledShard, StageShard):
 
 
 class ModelledRuntime(_ModelledStage):
-    """The modelled twin of `StageRuntime`."""
+    """Replaces `StageRuntime` in a simulation."""
 
     def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
@@ -78,7 +78,7 @@ class ModelledRuntime(_ModelledStage):
 
 
 class ModelledTrunk(_ModelledStage):
-    """The modelled twin of `StageTrunk`; `routing` draws the tokens of each expert."""
+    """Replaces `StageTrunk` in a simulation; `routing` draws the tokens of each expert."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: SimulatedRouting
@@ -124,7 +124,7 @@ class ModelledTrunk(_ModelledStage):
             self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
 
     def _calls(self, microbatch: Microbatch, *, backward: bool) -> Calling[None]:
-        """Call the experts of all layers, in a backward those of the last layer first."""
+        """Call the experts of all layers; a backward starts with the experts of the last layer."""
         tokens = self._routing.tokens
         for layer in reversed(self._layers) if backward else self._layers:
             counts = self._routing.counts_of(microbatch, layer)
@@ -132,8 +132,8 @@ class ModelledTrunk(_ModelledStage):
 
 
 class ModelledArithmetic(Arithmetic):
-    """The computations of one modelled peer. Args: routing: draws the tokens of experts; needed if the run places
-    experts."""
+    """The computations of one modelled peer. Args: routing: draws the number of tokens for each expert; needed if the
+    run places experts."""
 
     def __init__(
         self,

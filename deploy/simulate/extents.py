@@ -23,8 +23,7 @@ NOWHERE: Final = torch.device("meta")
 class Extent:
     """A flat tensor that has a size but no numbers; operations on its numbers do nothing.
 
-    A tensor on torch's `meta` device would do the same, but an addition takes it 100 us.
-    """
+    A tensor on torch's `meta` device would do the same, but each addition of such tensors takes 100 us."""
 
     __slots__ = ("_size",)
     device: Final = NOWHERE
@@ -64,7 +63,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Return a digest of the size, so that all replicas and versions agree: there are no numbers that differ."""
+        """Return a digest of the layer's size: it has no numbers, so the digests of replicas and versions agree."""
         return _digest_of(self.param_N.numel())
 
     def secure_digest(self) -> str:
@@ -104,7 +103,7 @@ class ModelledVectors(Vectors):
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return the payload of a format in few bits, else None. The mean stays, since it has no numbers to round."""
+        """Return a payload of a mean in `form` if that has few bits, else None. The mean has no numbers to round."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
@@ -139,7 +138,7 @@ class ModelledVectors(Vectors):
 
 
 class ModelledBase:
-    """Implements `InitialWeights`: the frozen base of adapters, of which only the size exists."""
+    """Implements `InitialWeights`: the frozen base of adapters, which has only a size."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -149,8 +148,8 @@ class ModelledBase:
 
 
 def with_modelled_base(spec: RunSpec) -> RunSpec:
-    """Return a spec with which peers download the base of adapters, and do not build it from the seed. A spec without
-    adapters is returned as it is."""
+    """Return `spec` changed so that peers download the base of adapters instead of building it from the seed. A spec
+    without adapters is returned as it is."""
     if spec.adapter is None:
         return spec
     digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))
@@ -158,5 +157,5 @@ def with_modelled_base(spec: RunSpec) -> RunSpec:
 
 
 def phantom(nbytes: int) -> Payload:
-    """Return a payload that has only a length. Modelled peers use nothing else of a payload."""
+    """Return a payload that has only a length: modelled peers use nothing else."""
     return cast(Payload, cast(Any, Phantom(nbytes)))

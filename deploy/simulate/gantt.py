@@ -31,7 +31,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """The timelines of the devices. `start` and `end` are virtual times; `unit` is the seconds of one unit of time."""
+    """The timelines of devices. `start` and `end` are in virtual seconds; `unit` is the seconds of one chart unit."""
 
     start: float = msgspec.field(name="from")
     end: float = msgspec.field(name="to")
@@ -40,8 +40,8 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chart_of(result: SimResult, placement: Placement | None, topology: Topology) -> Chart:
-    """Return the timelines of as many of the last steps as fit, in the order of stages, without spares and devices that
-    did nothing."""
+    """Return the timelines of the last steps, as many as fit on the page. Devices are in the order of stages, without
+    spares and devices that did nothing."""
     devices = _devices(result, placement)
     start_s, end_s = _window(result, devices)
     unit_s = max(end_s - start_s, 1e-9) / _UNITS
@@ -57,8 +57,8 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
-    """Return (kind, start, end) of the jobs. The pause before each optimizer step becomes a `wait` for the
-    reduction."""
+    """Return (kind, start, end) of the jobs, with an added `wait` (for the reduction) in the pause before each
+    optimizer step."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:
@@ -84,8 +84,8 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """Return (start, end) of the time to show: it begins at a commit and ends at the last one. A run with fewer than
-    two commits is shown as a whole."""
+    """Return (start, end) of the time to show: it begins at a commit, and ends at the last commit. A run with fewer
+    than two commits is shown as a whole."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ending.at_s, 1e-9)

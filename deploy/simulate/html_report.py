@@ -1,4 +1,4 @@
-"""Makes one HTML file that shows a comparison of strategies. It loads nothing, and escapes all names from users.
+"""Makes one HTML file that shows a comparison of strategies. It loads no other file, and escapes all names from users.
 
 `page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
 """
@@ -34,7 +34,7 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """The page's data on one strategy."""
+    """The data that the page shows of one strategy."""
 
     name: str
     about: str
@@ -49,7 +49,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of the first strategy that has a pace; empty: no strategy has one."""
+    """The figures of the first strategy with a measured pace; empty: no strategy has one."""
 
     strategy: str = ""
     lines: Sequence[tuple[str, str]] = ()
@@ -127,7 +127,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 
 
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
-    """Return the intervals (from, to, tokens/s) between commits; in a long run each spans several steps."""
+    """Return the intervals (from, to, tokens/s) between commits; in a long run each interval spans several steps."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
     every = max(1, len(commits_s) // 400)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
@@ -139,7 +139,7 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
-    """Return the maps by region, by stage and by device, as far as these exist and a map is small enough."""
+    """Return the maps by region, by stage and by device, without those that have no data or are too large."""
     moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:

@@ -63,7 +63,7 @@ class SimLedger:
         self._note("left", device, name)
 
     def obeyed(self, plan: Plan) -> None:
-        """Record a plan. Every node reports every plan, so all reports but the first are ignored."""
+        """Record that a plan is in force. Every node reports every plan, so all reports but the first are ignored."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -135,7 +135,7 @@ class SimLedger:
 
 
 def traffic_matrix(sent: Mapping[tuple[int, int], int], num_devices: int) -> npt.NDArray[np.int64]:
-    """Return the sent bytes [N, N], row = sender. Args: sent: (sender, receiver) -> bytes."""
+    """Return the sent bytes as a matrix [N, N], row = sender. Args: sent: (sender, receiver) -> bytes."""
     matrix = np.zeros((num_devices, num_devices), dtype=np.int64)
     for (source, destination), nbytes in sent.items():
         matrix[source, destination] = nbytes

@@ -1,5 +1,5 @@
-"""Runs shoal's own peers and coordinators on modelled devices, in virtual time: a network, a run spec and a layout go
-in, a result comes out.
+"""Runs shoal's own peers and coordinators on modelled devices, in virtual time. Takes a network, a run spec and a
+layout, and returns a `SimResult`.
 
 The nodes are those of `shoal join`, but they compute without numbers (`arithmetic.py`). So a thousand nodes, with a
 model too large for this machine, fit into one process.
@@ -63,7 +63,7 @@ class RunLimits:
     """The virtual seconds between two calls of `is_enough`. At the same times the devices' jobs are added up and,
     unless a timeline is wanted, dropped."""
     is_enough: Callable[[], str] = lambda: ""
-    """A function that returns why to end the run; empty: it goes on."""
+    """A function that returns why to end the run; empty: the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,8 +97,8 @@ def chunk_bytes_on(topology: Topology) -> int:
     """Return the piece size of sums and states on this network, in bytes of fp32.
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
-    frames have to wait for a piece, while a real line is free again after 25 ms. So the slowest uplink takes 0.4 s for
-    a piece in fp32 (an eighth of that in 4 bits). No piece is smaller than a real peer's.
+    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece in fp32
+    is at most what the slowest uplink sends in 0.4 s (in 4 bits, an eighth of 0.4 s), but at least a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))
@@ -197,7 +197,7 @@ def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
-    """Wait until the run ends. Returns: why it was cut off; empty: it was not."""
+    """Wait until the run ends. Returns: why the run was cut off; empty: it was not."""
     until_s = math.inf if run.limits.seconds is None else run.limits.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
@@ -211,7 +211,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:
-    """Return the spec of `run` as the simulated nodes get it. Raises: LocalError: it is invalid."""
+    """Return the spec of `run` as the simulated nodes get it. Raises: LocalError: the spec is invalid."""
     spec, here = run.spec, run.topology.num_devices - len(absent_at_first(run.churn))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}
@@ -246,8 +246,8 @@ def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Make Python collect reference cycles rarely: a collection inspects all objects, and those of a world of a
-    thousand peers live to the end."""
+    """Make Python collect reference cycles rarely: a collection inspects all objects, and the objects of a thousand
+    simulated peers live to the end."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

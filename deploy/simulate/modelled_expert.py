@@ -1,4 +1,4 @@
-"""A modelled expert at a peer that holds it, and token payloads that have only a size."""
+"""Modelled experts, and payloads of tokens that have only a size."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -38,7 +38,7 @@ class ModelledTokenWire(TokenWire):
 
 
 class ModelledExpert(ExpertShard, ModelledShard):
-    """An expert at a peer that holds it. It returns its input as its output."""
+    """An expert at a peer that holds it. Its output is its input."""
 
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
         return x_ND

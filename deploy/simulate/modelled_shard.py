@@ -1,4 +1,4 @@
-"""A shard (the layers or experts that a peer holds) with states and gradients that have only a size."""
+"""A modelled shard (the layers or experts that a peer holds): its states and gradients have only a size."""
 
 from collections.abc import Mapping
 

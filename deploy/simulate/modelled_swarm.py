@@ -1,4 +1,4 @@
-"""Runs nodes on modelled devices in one world: launches and removes them, and records their actions."""
+"""Runs nodes on modelled devices in one simulated world: launches nodes, removes them, and records their actions."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,9 +31,8 @@ class ModelledSwarm:
     """The nodes of one run. Device i of the topology is the peer `name_of(i)`.
 
     Args:
-        routing: draws the tokens of experts; needed if the run places experts.
-        dirt: a function of a device that returns its disturbances, and the processor cores that it shares with other
-            devices, or None.
+        routing: draws the number of tokens for each expert; needed if the run places experts.
+        dirt: maps a device to (its disturbances, the processor cores that it shares with other devices or None).
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class ModelledSwarm:
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as a real one does at its first signal. If its node has not started
-        yet, end the process at once."""
+        """Let the device's process say good-bye, as a real process does at its first signal. If the node has not
+        started yet, end the process at once."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:
             self.remove(device)
@@ -185,7 +184,7 @@ def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
 
 
 def check_devices(topology: Topology, devices: set[int], what: str) -> None:
-    """Check device numbers. Raises: LocalError: `what` names a device that the topology does not have."""
+    """Check device numbers. Raises: LocalError: the topology lacks a device that `what` names."""
     strange = sorted(device for device in devices if not 0 <= device < topology.num_devices)
     if strange:
         raise LocalError(f"{what} names device {strange[0]}, the network has {topology.num_devices}")

@@ -29,7 +29,7 @@ _BOUNDS: dict[Bound, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy with its layout and prediction, and after the simulation with its result."""
+    """A strategy with its layout and its prediction; after the simulation, also with its result."""
 
     strategy: Strategy
     spec: RunSpec
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def run(self) -> object:
-        """A key: outcomes with equal keys have the same run; None: this one cannot be run."""
+        """A key: outcomes with equal keys have the same run. None: this outcome's strategy cannot be run."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
@@ -155,8 +155,8 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def bound_by(cost: Cost | None) -> str:
-    """Return what limits a step by the throughput objective, or why no step is possible; empty: nothing was
-    predicted."""
+    """Return what limits a step by the throughput objective, or why no step is possible. Empty: `cost` predicts
+    nothing."""
     if cost is None or cost.bound is None:
         return cost.why if cost is not None else ""
     bound, stage = cost.bound
@@ -164,7 +164,7 @@ def bound_by(cost: Cost | None) -> str:
 
 
 def _seen(outcome: Outcome) -> str:
-    """Return a summary of the events, for runs without a prediction."""
+    """Return a summary of a run's events, for runs without a prediction."""
     result = outcome.result
     if result is None:
         return ""
@@ -183,8 +183,8 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """Return an upper bound of tokens/s after a single step: the second step takes longer than the time that was left.
-    (The first does not count, since it includes joining.)"""
+    """Return an upper bound of tokens/s for a run that committed one step: the second step would have taken longer than
+    the time left. (The first does not count, since it includes joining.)"""
     if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)

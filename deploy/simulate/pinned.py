@@ -11,7 +11,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator`. Absent devices are left out; peers without a place are spares.
+    """Implements `Allocator`. Absent devices are left out of the placement; peers without a place in it are spares.
 
     Args:
         peers: device index -> peer.

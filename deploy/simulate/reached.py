@@ -1,7 +1,7 @@
-"""Compares a live run, in which the swarm's own coordinators choose the layouts, with the planned layout, held from the
-beginning.
+"""Compares a live run, in which the swarm's own coordinators choose the layouts, with a run that has the planned layout
+from the beginning.
 
-`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its own rows.
+`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its table's rows.
 """
 
 import math
@@ -82,7 +82,7 @@ def _alike(one: Outcome, other: Outcome) -> bool:
 
 
 def said_of(found: Reached) -> str:
-    """Return the comparison in sentences."""
+    """Return the comparison `found` in sentences."""
     shorter = ""
     if found.from_s < SETTLED_S:
         shorter = f", though a swarm has {SETTLED_S:,.0f} s to settle as a rule (--patience lets it run longer)"
@@ -113,8 +113,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_step: int) -> Reached:
-    """Read the comparison in a file of `shoal simulate --json`. Raises: LocalError, in one line: there is no such file,
-    it is of another swarm, or it has no live run."""
+    """Read the comparison in a file of `shoal simulate --json`. Raises: LocalError, in one line: the file is missing,
+    is of another swarm, or has no comparison with a live run."""
     try:
         with or_say(f"cannot read {path}"):
             found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
@@ -131,7 +131,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return sentences that place the live run among rows. Args: tokens_per_s: name of a row -> its predicted rate."""
+    """Return sentences on where the live run is among a plan's rows. Args: tokens_per_s: row -> its predicted rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []
@@ -149,7 +149,7 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 
 
 def said_of_none(scenario: str) -> str:
-    """Return sentences that tell how to simulate a live run."""
+    """Return sentences that tell people how to simulate a live run of `scenario`."""
     return (
         "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "

@@ -69,7 +69,7 @@ class Region(Section, frozen=True):
 
 
 class Elsewhere(Section, frozen=True):
-    """The path between two places for which the file gives none."""
+    """The path between two places for which the file gives no path."""
 
     latency_ms: float
     mbps: float
@@ -80,7 +80,7 @@ class Elsewhere(Section, frozen=True):
 
 
 class Path(Elsewhere, frozen=True):
-    """A path between two places, or inside one place, which is then named twice."""
+    """A path between two places, or inside one place, if the path names that place twice."""
 
     between: tuple[str, str]
     back_mbps: float | None = None
@@ -120,7 +120,7 @@ class NetworkSection(Section, frozen=True):
 
 
 def topology_of(network: NetworkSection) -> Topology:
-    """Return the topology. Devices are in the order of their regions, named `region-number`.
+    """Return the topology of `network`. Devices are in the order of their regions, named `region-number`.
 
     Raises: LocalError: two places have no path, or `Topology` refuses a value.
     """
@@ -161,7 +161,7 @@ def topology_of(network: NetworkSection) -> Topology:
 
 
 def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
-    """Return (one-way latency in seconds, bytes/s) between regions, each [R, R], without last miles.
+    """Return (one-way latency in seconds, bytes/s) between regions, each [R, R], without the latency of last miles.
     Raises: LocalError: two places have no path."""
     regions, elsewhere = network.region, network.elsewhere
     paths: dict[tuple[str, str], tuple[float, float]] = {}

@@ -64,14 +64,14 @@ class Ending(NamedTuple):
     cut_off: str = ""
     """Why the run was ended early; empty: it reached its number of steps or its time."""
     standstill: str = ""
-    """Why the run has too few steps for a figure; empty: it has enough."""
+    """Why the run has too few steps for a figure; empty: it has enough steps."""
     undone: tuple[StepCommitted, ...] = ()
     """The committed steps that a return to an earlier version undid."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """The result of a run. Seconds are virtual and begin at the start of the world; devices are indexes of the
+    """The result of a run. Seconds are virtual and count from the start of the simulation; devices are indexes of the
     topology."""
 
     steps: tuple[StepCommitted, ...]
@@ -120,19 +120,19 @@ class SimResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate if each step takes `step_s`."""
+        """Tokens/s if each step takes `step_s`."""
         return self.tokens_per_step / self.step_s
 
     def tokens_by(self, at_s: float) -> float:
         """Return the tokens of the steps committed by `at_s`. The step in flight at that time counts for the elapsed
-        part of its time; the first step begins with the world. Undone steps do not count."""
+        part of its time; the first step begins when the simulation does. Undone steps do not count."""
         times_s = np.concatenate([[0.0], self._times_s()])
         return self.tokens_per_step * float(np.interp(at_s, times_s, np.arange(len(times_s))))
 
     def tokens_per_s_from(self, from_s: float) -> float:
         """Return the rate after `from_s`, standstills included; NaN: less than a whole step was committed.
 
-        The measured time ends with the last commit, or with the run if that stood still after the last commit.
+        The measured time ends with the last commit, or with the run's end if the run stood still after that commit.
         """
         times_s = self._times_s()
         until_s = max(from_s, float(times_s.max(initial=0.0)))
@@ -143,13 +143,13 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """The start of the measured time: `SETTLED_S`, or at most half of a run without a whole step after that."""
+        """The start of the measured time: `SETTLED_S`; at most half of the run if no whole step follows `SETTLED_S`."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property
     def standstill_s(self) -> float:
-        """The total standstill after the first step: for each step that counts as a standstill, its time beyond the
-        usual pace."""
+        """The seconds of standstill after the first step: the time beyond the usual pace, over all steps that count as
+        standstills."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
@@ -162,13 +162,13 @@ class SimResult:
         return np.array([step.committed_at_s for step in self.steps])
 
     def count(self, change: Change) -> int:
-        """Count the events of this kind."""
+        """Return the number of events of kind `change`."""
         return sum(event.change == change for event in self.events)
 
 
 def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
-    """Return the usual pace around `took_s[index]`: the slower of the medians before and after it; inf: it has no
-    neighbours.
+    """Return the usual seconds a step around `took_s[index]`: the larger of the medians before and after that entry;
+    inf: there are no other entries.
 
     Args:
         took_s: [S], the seconds from each commit to the next.

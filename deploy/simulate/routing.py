@@ -1,5 +1,5 @@
-"""Draws the number of tokens of a microbatch for each expert. It is a pure function of the run's seed, so a microbatch
-that is repeated sends the same numbers."""
+"""Draws how many tokens of a microbatch each expert gets. The draw is a pure function of the run's seed, so a repeated
+microbatch sends the same numbers."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -37,7 +37,7 @@ class SimulatedRouting:
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
         """Return the number of rows of each expert, from independent draws. An expert gets at most one row of each
-        token; further rows go to the less loaded experts."""
+        token; rows beyond that go to less loaded experts."""
         # The first number separates these draws from others of the run's seed.
         rng = np.random.default_rng((0x5EED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)

@@ -1,8 +1,8 @@
 """Reads a scenario from a TOML file, a network file or the name of a shipped scenario.
 
 `SCENARIOS.md` explains the file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
-(`protocol/spec.py`); `regions.py` defines `[network]`, and `strategy.py` `[[strategy]]`. The fields of `[experts]` set
-those of the run spec's `swarm`.
+(`protocol/spec.py`); `regions.py` defines `[network]`, and `strategy.py` `[[strategy]]`. `[experts]` sets fields of the
+run spec's `swarm`.
 """
 
 import math
@@ -49,7 +49,7 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """The `[experts]` table: experts are placed on members of each stage. `[model]` has their number."""
+    """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
     """The number of experts that a member holds of each of its layers."""
@@ -143,7 +143,7 @@ class Scenario:
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The constants of the DT-FM objective in the network file; None: it has none, or there is no such file."""
+        """The constants of the DT-FM objective in the network file; None: the file has none, or there is no file."""
         return self.network.file.workload if self.network is not None else None
 
     @property
@@ -159,7 +159,7 @@ def shipped_names() -> tuple[str, ...]:
 def find_scenario(what: str) -> Scenario:
     """Return the scenario that `what` names: a scenario file, a network file, or a shipped scenario.
 
-    Raises: LocalError, in one line: there is no such scenario, or it is invalid.
+    Raises: LocalError, in one line: there is no such scenario, or the scenario is invalid.
     """
     path = Path(what).expanduser()
     if path.suffix == ".json":
@@ -172,7 +172,7 @@ def find_scenario(what: str) -> Scenario:
 
 
 def read_scenario(path: Path) -> ScenarioFile:
-    """Read a scenario file. Raises: LocalError."""
+    """Read a scenario file. Raises: LocalError: the file is missing or invalid."""
     try:
         with or_say(f"cannot read the scenario {path}"):
             return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
@@ -188,7 +188,7 @@ def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Load a scenario with its network and trace. Raises: LocalError."""
+    """Load a scenario with its network and trace. Raises: LocalError: a file is missing or invalid."""
     file = read_scenario(path)
     network: ReadNetwork | None = None
     watts = tuple(region.watts for region in file.network.region for _ in range(region.count))
@@ -253,8 +253,8 @@ def _of_network(path: Path) -> Scenario:
 def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpec]:
     """Return a decoder with the size that a network file gives, trained in microbatches of one sample.
 
-    In the papers, the feed-forward part of a layer has two matrices of 4 D² parameters each, in ours three of D · F
-    each; F = 8 D / 3 makes the sizes equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    A feed-forward part of the papers has two matrices of 4 D² parameters each, one of ours three of D · F each; F = 8 D
+    / 3 makes the sizes equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048

@@ -1,7 +1,7 @@
-"""Explains in a sentence why a simulated run has committed no step, or no further one. Pure.
+"""Explains in a sentence why a simulated run has committed no step, or no further step. Pure.
 
 It gives the first reason that applies, and uses only facts that are visible from outside: the present devices, the last
-plan, and the planner's estimate for it.
+plan, and the planner's estimate for that plan.
 """
 
 import math
@@ -67,7 +67,7 @@ def _why_no_plan(topology: Topology, wanted: int, present: set[int]) -> str:
 
 
 def _minority(planned: set[int], present: set[int]) -> str:
-    """Return a clause if too few members of the last plan are present to vote for a new plan; else an empty string."""
+    """Return a clause that says so if too few members of the last plan are present to vote for a new plan; else ""."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
         return ""

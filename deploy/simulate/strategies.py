@@ -1,4 +1,4 @@
-"""Runs strategies, all in the same way: it makes a layout, then simulates one run."""
+"""Runs strategies, all in the same way: makes a strategy's layout, then simulates one run."""
 
 import asyncio
 import math
@@ -44,11 +44,11 @@ class StrategyOptions:
     """The disturbances of all devices and lines."""
     wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
-    """Called during a run with the share of it that is over, in [0, 1]."""
+    """Called during a run with the share of the run that is over, in [0, 1]."""
 
 
 def parse_dirt(text: str | None) -> Dirt:
-    """Return the disturbances that `FIELD=NUMBER,…` describes; the fields are those of `Dirt`. Raises: LocalError."""
+    """Return the disturbances that `FIELD=NUMBER,…` describes; fields as in `Dirt`. Raises: LocalError: bad `text`."""
     try:
         fields = dict(part.strip().split("=") for part in text.split(",")) if text else {}
         return msgspec.convert(fields, Dirt, strict=False)
@@ -59,7 +59,7 @@ def parse_dirt(text: str | None) -> Dirt:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPatience:
-    """The limits for strategies after the first, so that a far slower strategy is cut off."""
+    """The limits for the strategies after the first one: a far slower strategy is cut off."""
 
     name: str
     """The name of the first strategy."""
@@ -72,7 +72,7 @@ class StrategyPatience:
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Return the limits after the first strategy; None: it has no pace. Args: real_seconds: the least `real_s`."""
+        """Return the limits for later strategies; None: `first` has no pace. Args: real_seconds: the least `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None
@@ -107,10 +107,10 @@ LIVE_MEASURED_S = 60.0
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
-    """Return the strategies of the comma-separated `names`, from the scenario or else from `strategy.KNOWN`; without
-    `names` all of the scenario, or else the default ones.
+    """Return the strategies with the comma-separated `names`, from the scenario or else from `strategy.KNOWN`. Without
+    `names`, return all strategies of the scenario, or else the default ones.
 
-    Raises: LocalError: there is no strategy of a name.
+    Raises: LocalError: a name is unknown.
     """
     if names is None:
         default = DEFAULT if scenario.trace is None else CHURN_DEFAULT
@@ -126,8 +126,8 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
 
 
 def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
-    """Return the scenario with the length that `options` ask for. A time or a trace among them replaces the scenario's
-    number of steps. Raises: LocalError: the run is too short for a figure."""
+    """Return the scenario with the run length that `options` ask for. A time or a trace in `options` replaces the
+    scenario's number of steps. Raises: LocalError: the run is too short for a figure."""
     training = scenario.spec.training
     trace = options.trace or scenario.trace
     seconds = options.seconds or scenario.seconds
@@ -148,7 +148,7 @@ def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
 
 
 def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
-    """Return the events of the scenario's trace, if it has one. Raises: LocalError: the trace is invalid."""
+    """Return the events of the scenario's trace; none without a trace. Raises: LocalError: the trace is invalid."""
     if scenario.trace is None:
         return ()
     section = scenario.churn
@@ -162,7 +162,7 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
 
 
 def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: StrategyOptions) -> Outcome:
-    """Make the layout of a strategy. A failure becomes the outcome's `problem`, so that other strategies go on."""
+    """Make the layout of a strategy. A failure becomes the outcome's `problem`: the other strategies still run."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
@@ -195,7 +195,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 
 def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) -> tuple[Placement, Cost] | None:
-    """Return the layout by rule, without a search, and its cost; None if no layout is possible."""
+    """Return (layout by rule, without a search; its cost); None if no layout is possible."""
     request = _request(
         scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
     )
@@ -208,7 +208,7 @@ def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) ->
 def play(
     scenario: Scenario, prepared: Outcome, options: StrategyOptions, *, patience: StrategyPatience | None = None
 ) -> Outcome:
-    """Simulate a prepared strategy, and return it with its result. Args: patience: limits of the run; None: none."""
+    """Simulate a prepared strategy, and return its outcome with the result. Args: patience: limits; None: no limits."""
     if prepared.problem:
         return prepared
     strategy, spec = prepared.strategy, prepared.spec
@@ -264,7 +264,7 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
 def _request(
     scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: StrategyOptions
 ) -> LayoutRequest:
-    """Return a request for a layout of the devices in `present`. Raises: LocalError: there is none."""
+    """Return a request for a layout of the devices in `present`. Raises: LocalError: `present` is empty."""
     if not present:
         raise LocalError("no device is present at the beginning")
     return LayoutRequest(

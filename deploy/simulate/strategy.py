@@ -1,4 +1,4 @@
-"""Defines the strategies of a simulation: a layout, a staleness, wire formats, a subspace, with churn or without."""
+"""Defines the strategies of a simulation: each has a layout, staleness, wire formats, a subspace, churn or none."""
 
 from typing import Literal
 

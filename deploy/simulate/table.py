@@ -1,4 +1,4 @@
-"""Makes the table of a comparison for a terminal, and all figures as JSON."""
+"""Makes the table that compares strategies on a terminal, and the JSON of all figures."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ LAST = "bound by"
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of strategies, as `--json` prints it."""
+    """The comparison of strategies, in the form that `--json` prints."""
 
     scenario: str
     title: str
@@ -66,7 +66,7 @@ def headings() -> tuple[str, ...]:
 
 
 def cells(row: OutcomeRow) -> tuple[str, ...]:
-    """Return a figure or a word for each of `headings`, without control characters."""
+    """Return the row's cells: a figure or a word for each of `headings`, without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"
     if row.tokens_per_s is not None and row.step_s is not None:
@@ -89,17 +89,17 @@ def cells(row: OutcomeRow) -> tuple[str, ...]:
 
 
 def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
-    """Return the cells of the row that is shown before any run, without the last column."""
+    """Return the cells of the row that is shown before any strategy has run, without the last column."""
     return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 
 def seconds(value: float) -> str:
-    """Return three digits with a unit: `12.3 s`, `45.0 ms`."""
+    """Return a duration with three digits and a unit: `12.3 s`, `45.0 ms`."""
     return f"{digits(value)} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 
 def size(value: float) -> str:
-    """Return three digits with a decimal unit: `12.3 GB`."""
+    """Return a number of bytes with three digits and a decimal unit: `12.3 GB`."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{digits(value / scale)} {unit}"

@@ -36,7 +36,7 @@ class TraceEvent(NamedTuple):
 def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     """Return the events of a trace by time. Each node is added and removed in turn, beginning with an `add`.
 
-    Args: seed: draws the nodes that go, if the file gives only their number.
+    Args: seed: draws the nodes that go, if the file gives only the number of available nodes.
     Raises: LocalError, in one line: there is no such file, or it has an unknown header or an invalid line.
     """
     try:
@@ -80,9 +80,9 @@ def replay(
 ) -> tuple[Churn, ...]:
     """Return the comings and goings of `num_devices` devices in `seconds` of a trace.
 
-    A node that comes takes the lowest free device, or none if all are taken. If there are more devices than nodes are
-    ever up at once in the trace, several copies of the trace run side by side. Each has its own devices, and their
-    starts are spread evenly over the trace.
+    A node that comes takes the free device with the lowest number, or none if all are taken. If there are more devices
+    than nodes are ever up at once in the trace, several copies of the trace run side by side. Each has its own devices,
+    and their starts are spread evenly over the trace.
 
     Args:
         seconds: the simulated seconds.
@@ -90,7 +90,7 @@ def replay(
             the first time.
         speedup: the seconds of the trace that pass in one simulated second.
         copies_max: the limit on copies; devices beyond all copies are always present. None: unlimited.
-    Returns: events by time. A device that is absent at the beginning is added later, if need be after the end.
+    Returns: events by time. Each device that is absent at the beginning has a later `add`, if need be after the end.
     Raises: LocalError: there would be too many events.
     """
     assert min(seconds, speedup, num_devices) > 0
@@ -208,7 +208,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the absences of a node with overlapping ones merged: an absence may be listed twice, with two causes."""
+    """Return the absences of a node, with overlapping absences merged: one may be listed twice, with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:
