@@ -1,8 +1,9 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of one of these two files. uv asks PyPI for the hash of every file of every package. Versions
-come from the constraints; torch fixes those of CUDA's libraries. Each WHEEL is a local file to allow although PyPI
-lacks it: torch's CPU build. Its hash stays until torch's version changes. Compare a new hash with PyTorch's page.
+Run this script after each change of one of these two files. uv asks PyPI for the hash of every file of every package.
+Versions come from the constraints; torch fixes the versions of CUDA's libraries. Each WHEEL is a local file to allow
+although PyPI lacks it: torch's CPU build. Its hash stays until torch's version changes. Compare a new hash with
+PyTorch's page.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ def written(locked: Locked) -> str:
 
 
 def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
-    """Return the packages that `source` requires on Linux (x86-64), as PyPI has them.
+    """Return the packages on PyPI that `source` requires on Linux (x86-64).
 
     Args: source: a `pyproject.toml`, of which `extras` are wanted, or a file of requirements.
     """

@@ -1,4 +1,4 @@
-"""Runs child processes that end with this process, and so do their own children.
+"""Runs child processes that end, with all their descendants, when this process ends.
 
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
 order. The children's libp2p daemons lead their own sessions too, so no process group covers them; a token in the
@@ -107,7 +107,7 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait until its daemon ends (1.6 s on an idle machine).
+        """SIGKILL the child alone, as a fault would, and wait until the child's daemon ends (1.6 s on an idle machine).
 
         Returns: the child's descendants that have not ended by themselves; there should be none.
         """

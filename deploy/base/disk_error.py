@@ -8,7 +8,8 @@ from shoal.protocol.errors import LocalError
 
 @contextlib.contextmanager
 def or_say(what: str) -> Iterator[None]:
-    """Raise a LocalError in place of an OSError inside the context. Args: what: begins its sentence (`cannot …`)."""
+    """Raise a LocalError in place of an OSError inside the context. Args: what: the beginning of the error's sentence
+    (`cannot …`)."""
     try:
         yield
     except OSError as error:

@@ -8,8 +8,8 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-Above `CONNECTIONS_MAX` one connection that is no viewer is closed: one of the host with the most connections; of these,
-one that waits rather than one being answered; of these, the oldest. So a flood from one host closes only its own.
+Above `CONNECTIONS_MAX` one connection with a time limit is closed, of the host that has the most of them: the oldest
+that waits for a request, or else the oldest. So a flood from one host closes only its own.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection: waiting for a request, or being answered. Each request begins another."""
+    """The present activity of a connection: waiting for a request, or being answered. Each request begins a new
+    errand."""
 
     connection: H11Protocol
     request: object

@@ -14,7 +14,7 @@ def find_record(wanted: str) -> Path:
     """Find a record.
 
     Args: wanted: a run's name, id or first letters of its id; a record, or a folder with records; empty: the last run.
-    Raises: LocalError: there is none, or `wanted` is ambiguous.
+    Raises: LocalError: no record is found, or `wanted` is ambiguous.
     """
     found = [
         record for path in look_for("record", wanted, has=lambda path: bool(_below(path))) for record in _below(path)
@@ -35,7 +35,8 @@ def records_of(run: str) -> list[Path]:
 
 
 def _below(path: Path) -> list[Path]:
-    """Return the record itself, or the records in a folder, at most as deep as a demo's (`peers/ana/RUN/`)."""
+    """Return [`path`] if `path` is a record, else the records at most three folders below (a demo's:
+    `peers/ana/RUN/`)."""
     if path.is_file():
         return [path]
     return [record for depth in range(4) for record in sorted(path.glob("*/" * depth + RECORD))]

@@ -1,4 +1,4 @@
-"""Writes the run's progress to disk, for commands that ask for it while no peer is up."""
+"""Writes the run's progress to disk, for commands that show this progress while no peer is up."""
 
 import os
 import time

@@ -24,9 +24,10 @@ class _Cause:
 class LogLines(logging.Handler):
     """A log handler that suppresses repeats.
 
-    It looks up `sys.stderr` at each line, because a live view replaces it to write above itself. Lines from one place
-    in the code count as one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`,
-    with the number of suppressed lines since. Control characters become `?`: a line may contain other peers' text.
+    The handler looks up `sys.stderr` at each line, because a live view replaces that stream to write above itself.
+    Lines from one place in the code count as one cause, whichever peer or step they name. A cause is written at most
+    once in `REPEATS_S`, with the number of suppressed lines since. Control characters become `?`: a line may contain
+    other peers' text.
 
     Args: every: write each line (`--verbose`).
     """
@@ -54,7 +55,8 @@ class LogLines(logging.Handler):
             self.handleError(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
-        """Return how many lines of this cause were suppressed since the last one; None: suppress this one too."""
+        """Return the number of lines of this cause suppressed since the last written line; None: suppress `record`
+        too."""
         template = str(record.msg)
         words = re.sub(r"%\S*", "", template)
         text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone does not identify the cause

@@ -56,7 +56,8 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of its tables that fits the width, else the last. Each table shows less than the one before."""
+    """Draws the first of several tables that fits the width, else the last table. Each table shows less than the one
+    before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
