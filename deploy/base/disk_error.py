@@ -8,8 +8,7 @@ from shoal.protocol.errors import LocalError
 
 @contextlib.contextmanager
 def or_say(what: str) -> Iterator[None]:
-    """Raise a LocalError in place of an OSError inside the context. Args: what: the beginning of the error's sentence
-    (`cannot …`)."""
+    """Turn an OSError inside the context into a LocalError. Args: what: its sentence's beginning (`cannot …`)."""
     try:
         yield
     except OSError as error:

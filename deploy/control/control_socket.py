@@ -1,8 +1,8 @@
 """Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
 Each line is one JSON object, and there may be several: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
-{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed. Still, the length
-and the types of a line are checked.
+{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed. Still, the length and the
+types of a line are checked.
 """
 
 import asyncio

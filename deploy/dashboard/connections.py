@@ -32,8 +32,7 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection: waiting for a request, or being answered. Each request begins a new
-    errand."""
+    """The present activity of a connection: waiting for a request or being answered. A request begins a new errand."""
 
     connection: H11Protocol
     request: object

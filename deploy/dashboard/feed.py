@@ -186,8 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List each plan once, and remember the newest: in a demo all peers report every plan, and returning peers old
-        plans."""
+        """List each plan once, and remember the newest: in a demo every peer reports plans, even old ones."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):

@@ -1,7 +1,6 @@
 """Keeps pages of other sites from reading, framing or impersonating the dashboard, and lets the owner pause the peer.
 
-A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks keep
-pages out:
+A page's requests come from the user's browser, so listening on loopback keeps no page out. Three checks refuse them:
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
 127.0.0.1 (DNS rebinding) still sends its own name here.
 - **Origin**, where there is one, must be the Host. No CORS header is ever sent.
@@ -50,8 +49,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """ASGI middleware that checks Host, Origin and Sec-Fetch-Site. Args: names: host names to accept beside addresses
-    and `localhost`."""
+    """ASGI middleware that makes these three checks. Args: names: accepted hosts beside addresses and `localhost`."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app

@@ -155,8 +155,7 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that checks connections. It leaves signals to the peer, so the page also shows the peer
-    drain."""
+    """A uvicorn server that checks connections. It leaves signals to the peer, so the page also shows a drain."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

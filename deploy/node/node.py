@@ -280,8 +280,7 @@ class Node:
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
 
-        Args: within_s: the time limit for the drain; other peers redo unfinished work. The goodbye takes a little
-        longer.
+        Args: within_s: the time for the drain; other peers redo unfinished work. The goodbye takes a little longer.
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
@@ -305,6 +304,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: no valid answer
-        came."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: no status came."""
         return await self.coordination.ask_status()

@@ -1,7 +1,7 @@
 """Renews a member's certificate: the run's owner signs a new one, and the member keeps it on its disk.
 
-A member of the current plan stays in when its certificate expires. It needs a new
-certificate to come back after an absence, when no peer remembers its membership.
+A member of the current plan stays in when its certificate expires. It needs a new certificate to come back after an
+absence, when no peer remembers its membership.
 """
 
 import asyncio
@@ -26,8 +26,7 @@ _LOOK_S = 60.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
-    """Load this peer's kept certificate from `disk` into `members`, if the certificate belongs to the current
-    invite."""
+    """Load the certificate that this peer kept on `disk` into `members`, if it belongs to the current invite."""
     with suppress(OSError, RemoteError):
         members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
 
@@ -55,8 +54,7 @@ class Renewal:
                     await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
-        """Ask the owner once for a certificate. Raises: Unreachable, Refused, RemoteError: none came; OSError: the disk
-        fails."""
+        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: none came; OSError: the disk fails."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

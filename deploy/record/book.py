@@ -88,8 +88,7 @@ class Book:
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return ((era, step), groups without a report) of the oldest step that blocks later ones; None if none
-        blocks."""
+        """Return ((era, step), its missing groups) for the oldest step that blocks others; None if none does."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -160,8 +159,7 @@ class Book:
         return firsts
 
     def _first(self, era: int) -> Key:
-        """Return (era, step) of the next step to release in `era`; a new era begins at the version that its plan
-        names."""
+        """Return (era, step) of the next step to release in `era`; for a new era, its start according to its plan."""
         if era == self._next[0]:
             return self._next
         return era, self._begins.get(era, self._next[1])

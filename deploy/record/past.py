@@ -1,8 +1,8 @@
 """Remembers the commits of a peer's groups, for other peers that keep a record and missed them.
 
-A coordinator hears of all commits of its term, but forgets them when it is killed. Every member of a group
-knows the group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of
-a group are gone.
+A coordinator hears of all commits of its term, but forgets them when it is killed. Every member of a group knows the
+group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of a group
+are gone.
 """
 
 from bisect import bisect_left, insort
@@ -36,8 +36,7 @@ class _Kept(Generic[Report]):
                 del self._reports[self._keys.pop(0)]
 
     def oldest(self, first: tuple[int, ...], now_s: float) -> Iterator[tuple[float, Report]]:
-        """Yield (seconds since its arrival, report) for reports from the key `first` on, as many as fit into a
-        reply."""
+        """Yield (seconds since arrival, report) for reports from the key `first` on, as many as fit into a reply."""
         begin = bisect_left(self._keys, first)
         for key in self._keys[begin : begin + HISTORY_PER_REPLY_MAX]:
             at_s, report = self._reports[key]

@@ -1,7 +1,7 @@
 """Defines the reports of a peer process to its parent: one JSON object a line on its standard output.
 
-`shoal demo` reads them from its children. Every member of a stage's group reports each step, so the parent hears of
-a step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
+`shoal demo` reads them from its children. Every member of a stage's group reports each step, so the parent hears of a
+step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
 """
 
 import sys
@@ -73,8 +73,7 @@ class Validated(_Report, frozen=True):
 class StepDone(_Report, frozen=True, kw_only=True):
     """A step that all stages have committed, reported by the coordinator (`coordinator.ledger.StepRecord`).
 
-    A parent process needs this report if none of its children serves some stage; else it learns the step from
-    `Committed`.
+    A parent needs this report if some stage has none of its children; else it learns the step from `Committed`.
     """
 
     step: int
@@ -222,8 +221,7 @@ _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def write_report(report: Report) -> None:
-    """Write `report` to standard output and flush. A dead parent needs no handling here: its death ends this
-    process."""
+    """Write `report` to standard output and flush. A parent's death needs no handling here: it ends this process."""
     sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
     sys.stdout.flush()
 

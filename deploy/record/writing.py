@@ -104,8 +104,8 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned. In that half, two steps become one line. Dropped are notes,
-    plans with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
+    """Rewrite the record with its older half thinned. In that half, two steps become one line. Dropped are notes, plans
+    with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
 
     Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """

@@ -1,8 +1,7 @@
 """Decides which records a run's directory (a DHT) accepts; each node asks before it keeps, passes on or reads a record.
 
 A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key accepts only
-such copies, so nobody can crowd them out. Each other record is a peer's signed statement about itself, under the peer's
-own ID.
+such copies, so nobody can crowd them out. Any other record is a peer's signed statement about itself, under its ID.
 """
 
 from collections.abc import Mapping

@@ -98,8 +98,8 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """Return the wanted goal (steps, schedule, decay steps). If `asked` has the goal of an earlier revision,
-    the run file was not edited since that revision, so the newest revision's goal is valid."""
+    """Return the wanted goal (steps, schedule, decay steps). If `asked` has the goal of an earlier revision, the run
+    file was not edited since that revision, so the newest revision's goal is valid."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)
     if goal in earlier:
@@ -204,8 +204,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """Return a sentence for a volunteer that finds no peer of a finished run; empty if the run was not finished when
-    last seen."""
+    """Return a sentence for a volunteer that finds no peers; empty if the run was unfinished when last seen."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""

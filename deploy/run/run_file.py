@@ -62,8 +62,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `dump_spec(spec)` (with `comments`, `dump_brief`) to `path`. Raises: LocalError: a path in `spec` is not
-    UTF-8."""
+    """Write `dump_spec` (with `comments`: `dump_brief`) to `path`. Raises: LocalError: `spec` has a non-UTF-8 path."""
     path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 
@@ -73,8 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return `tables` without field `name` of `section`, or unchanged if the field is needed to get `spec` from
-    them."""
+    """Return `tables` without field `name` of `section`, or unchanged if they would then no longer give `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

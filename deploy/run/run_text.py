@@ -33,8 +33,7 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source of text: the amounts read, learnt and left out, and the number of data
-    passes."""
+    """Return sentences about each source of text: how much is read, learnt and left out, and how many passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):

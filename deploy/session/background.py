@@ -17,8 +17,8 @@ def is_working() -> bool:
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread. Unlike with `asyncio.to_thread`, the process can end before `work` does, so
-    `work` must not write files.
+    """Run `work` in a daemon thread. Unlike with `asyncio.to_thread`, the process can end before `work` does, so `work`
+    must not write files.
 
     Raises: whatever `work` raises.
     """

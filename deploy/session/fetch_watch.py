@@ -12,8 +12,7 @@ class FetchWatch:
         self._began_s = 0.0
 
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
-        """Return the new progress of the fetch, or None if there is nothing new. A phase without `part`: the fetch is
-        over."""
+        """Return new progress of the fetch, or None if there is none. A phase without `part`: the fetch is over."""
         if progress is not self._progress:
             self._progress, self._began_s = progress, now_s
             if progress is None:

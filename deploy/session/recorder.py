@@ -1,7 +1,7 @@
 """Keeps the record of a run while a peer takes part: asks members for their commits and writes these to the record.
 
 A step passes from `_ask` (members' `History`, and our own past) through `Book.due` to `_keep` (the record,
-TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder it only feeds the dashboard.
+TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder, only displays get it.
 """
 
 import asyncio
@@ -242,8 +242,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """Return (era, version) from which to request validations: two intervals before the newest known; some come
-        late."""
+        """Return (era, version) from which to request validations: two intervals before the newest: some are late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
@@ -322,8 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write `steps` and all waiting lines, in another thread since a disk may be slow; then report what was
-        written."""
+        """Write `steps` and all waiting lines, in another thread since a disk may be slow; then report these lines."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:

@@ -1,5 +1,4 @@
-"""Keeps on disk the peers met in a run, so that after a restart a peer finds one even if the invite's addresses are
-dead.
+"""Keeps on disk the peers met in a run: a restart then finds a peer even if the invite's addresses are dead.
 
 The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. If an address now
 belongs to another peer, libp2p's handshake fails, which does no harm.
@@ -76,8 +75,7 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
 
 
 def ways_to(invite: Invite) -> tuple[str, ...]:
-    """Return addresses for a command to dial: the invite's, then those of peers that this user's peers met in its
-    run."""
+    """Return addresses for a command to dial: the invite's, then those of peers that this user's peers met."""
     return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 

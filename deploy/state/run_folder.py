@@ -131,8 +131,7 @@ class RunFolder:
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> Kept:
-        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: the snapshots' folder cannot be
-        read."""
+        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: their folder is unreadable."""
         from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 

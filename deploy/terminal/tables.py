@@ -56,8 +56,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of several tables that fits the width, else the last table. Each table shows less than the one
-    before."""
+    """Draws the first of several tables that fits the width, else the last. Each one shows less than the one before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
