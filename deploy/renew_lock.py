@@ -1,9 +1,8 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of these two files. uv asks PyPI for the hash of every file of every package.
-Versions come from the constraints; torch fixes those of CUDA's libraries. Each WHEEL is a local file to allow
-although PyPI lacks it: torch's CPU build. Its hash stays until torch's version changes; compare a new one with
-    PyTorch's page.
+Run it after each change of one of these two files. uv asks PyPI for the hash of every file of every package. Versions
+come from the constraints; torch fixes those of CUDA's libraries. Each WHEEL is a local file to allow although PyPI
+lacks it: torch's CPU build. Its hash stays until torch's version changes. Compare a new hash with PyTorch's page.
 """
 
 import hashlib

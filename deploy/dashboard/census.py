@@ -48,8 +48,8 @@ class Census:
         self._began = False
 
     def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerStatus], list[PeerStatus], list[DepartedPeer]]:
-        """Take a new table. Return the peers that (came, moved to another stage, left) since the previous table; all
-        peers of the first table came."""
+        """Take a new table. Return (peers that came, peers that moved to another stage, peers that left) since the
+        previous table; all peers of the first table came."""
         joined, moved = [], []
         for peer in status.peers:
             known = self._known.get(peer.peer)

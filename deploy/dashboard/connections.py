@@ -8,8 +8,8 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-Above `CONNECTIONS_MAX` one connection with a time limit is closed, of the host that has the most of them: the oldest
-that waits for a request, or else the oldest. So a flood from one host closes only its own.
+Above `CONNECTIONS_MAX` one connection of the host with the most is closed, but no viewer without a time limit: the
+oldest that waits for a request, or else the oldest. So a flood from one host closes only its own.
 """
 
 import asyncio

@@ -208,7 +208,7 @@ class Feed:
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
         """Correct the time and the outcome of a plan that is listed already: a peer that just joined lists a plan later
-        than its coordinator made it. The outcome is final, and taken, once a newer plan is in force."""
+        than its coordinator made it. The outcome is taken once a newer plan is known: before, it is not final."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}

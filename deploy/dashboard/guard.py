@@ -1,6 +1,6 @@
 """Keeps pages of other sites from reading, framing or impersonating the dashboard, and lets the owner pause the peer.
 
-A page's requests come from the user's browser, so listening on loopback keeps no page out. Three checks refuse them:
+A page's requests come from the user's browser, so listening on loopback alone does not protect. Three checks do:
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
 127.0.0.1 (DNS rebinding) still sends its own name here.
 - **Origin**, where there is one, must be the Host. No CORS header is ever sent.
@@ -49,7 +49,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """ASGI middleware that makes these three checks. Args: names: accepted hosts beside addresses and `localhost`."""
+    """ASGI middleware for the checks of Host, Origin and Sec-Fetch-Site. Args: names: additional hosts to accept."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app

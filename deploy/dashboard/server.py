@@ -188,7 +188,7 @@ class DashboardServer:
 
     @property
     def port(self) -> int:
-        """The actual port; differs from the wanted port if another program had taken that."""
+        """The port in use: not the wanted port if another program had taken that."""
         assert self._socket is not None, "not started"
         return int(self._socket.getsockname()[1])
 

@@ -85,7 +85,7 @@ class PeerView(msgspec.Struct, frozen=True):
     is_me: bool
     is_new: bool
     shortages: int = 0
-    """How often its memory was too small for its plan."""
+    """How often the peer's memory was too small for its plan."""
     light: tuple[int, int] | None = None
     """(layers with state, layers of its stage) of a learner, which trains with weights while its state downloads."""
 
@@ -190,7 +190,7 @@ class View(msgspec.Struct, frozen=True):
     elapsed_s: float
     """Seconds since the run's first plan."""
     left_s: float | None
-    """Seconds until the last step at that rate; None: unknown, or the run stands still."""
+    """Seconds until the last step, estimated; None: unknown, or the run stands still."""
     standstill: str
     """The time without a step, in words; empty: the run goes on."""
     risks: tuple[str, ...]

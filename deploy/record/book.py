@@ -210,8 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Return the tokens/s up to this step since the newest step that is at least `RATE_S` older, or else since the
-        oldest known step; None if no time has passed."""
+        """Return the mean tokens/s up to this step, from the newest step that is at least `RATE_S` older or, without
+        one, from the oldest known step; None if no time has passed."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

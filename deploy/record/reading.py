@@ -1,6 +1,7 @@
 """Reads a record: its valid lines in order, despite lines torn by a crash.
 
-If the run goes back to a snapshot, a new *era* begins and repeats steps; lines of their first execution are void."""
+If the run goes back to a snapshot, a new *era* begins and repeats steps; lines of their first execution are void.
+"""
 
 import math
 from collections import defaultdict

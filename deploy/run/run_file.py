@@ -72,7 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return `tables` without field `name` of `section`, or unchanged if they would then no longer give `spec`."""
+    """Return `tables` without field `name` of `section`; unchanged if the result would no longer decode to `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

@@ -1,7 +1,7 @@
 """Keeps the record of a run while a peer takes part: asks members for their commits and writes these to the record.
 
 A step passes from `_ask` (members' `History`, and our own past) through `Book.due` to `_keep` (the record,
-TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder, only displays get it.
+TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder, only displays get the step.
 """
 
 import asyncio

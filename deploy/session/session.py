@@ -87,15 +87,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between the status requests of a child that does not coordinate. Each asks, since any other may die."""
+"""Seconds between the status requests of a child that does not coordinate. Every child asks: any may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator, from all peers that show it together: in a larger swarm, each asks
-more rarely."""
+"""Status requests per second to the coordinator, from all peers that show the status: in larger swarms each asks
+rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_ANYBODY_S = 11.0
-"""The time to look for the run while no address answers: the transport dials them again after ten seconds."""
+"""The time to look for the run while no address answers: the transport dials addresses again after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part under `newer`, a newer revision of the spec, as after a restart; then under each later revision."""
+    """Take part under `newer`, a newer revision of the spec, if there is one; then under each later revision."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False

@@ -67,7 +67,7 @@ class KnownPeers:
 
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
-    """Return addresses from the files of all peers of this user in the run, last seen first."""
+    """Return the addresses that any of this user's peers in the run has kept, last seen first."""
     paths = [*root.glob(f"*/*/{run}/{FILE_NAME}"), *root.glob(f"*/*/*/{run}/{FILE_NAME}")]
     files = (KnownPeers(LiveDisk(path.parent.parent), run) for path in paths)
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)

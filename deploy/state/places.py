@@ -39,7 +39,7 @@ def cache_root() -> Path:
 
 
 def own_folder(variable: str, usual: str) -> Path:
-    """Return the folder `shoal` in the folder that `variable` of the environment names, else in `usual` of the home."""
+    """Return `shoal` in the folder that the environment's `variable` names, else in `usual` in the home folder."""
     return Path(os.environ.get(variable) or Path.home() / usual) / "shoal"
 
 

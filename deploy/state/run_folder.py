@@ -86,7 +86,7 @@ class RunFolder:
         return kept[0] if kept is not None else self._spec_of_snapshots()
 
     def record(self) -> tuple[RunSpec, bytes] | None:
-        """Return the spec and its signed record, checked against the run's name (a hash of spec and owner), or None."""
+        """Return the spec and its signed record if they match the run's name (a hash of spec and owner), else None."""
         try:
             data = (self.path / RECORD).read_bytes()
             owner = msgspec.msgpack.decode(data, type=Envelope).sender

@@ -39,7 +39,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     size_bytes: int
     used_s: float
-    """When a peer last wrote there, in seconds since 1970."""
+    """When a peer last wrote to the run's files, in seconds since 1970."""
     running: bool
     """True if a peer is taking part from this folder."""
     folder: str

@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line for each stage with experts: their shares of tokens, and counts of present and coming copies."""
+    """Return a line for each stage with experts: each expert's share of tokens and number of copies, coming or here."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)
