@@ -40,7 +40,8 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send the child, not its descendants, a signal. A child that is gone is ignored: `on_exit` reports it."""
+        """Send the child, not its descendants, a signal. Nothing happens if the child is gone: `on_exit` reports
+        that."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -99,7 +100,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write to the child's standard input and close it. A child that is gone is ignored: `on_exit` reports it."""
+        """Write `text` to the child's standard input and close that. Nothing happens if the child is gone."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())

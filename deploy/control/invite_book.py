@@ -99,7 +99,7 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with free seats, or a new one.
 
-        Args: seats: the machines that it must admit at least; taken: returns how many joined with an invite's key.
+        Args: seats: the least number of machines to admit; taken: returns how many now use an invite's key.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:

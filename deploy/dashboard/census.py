@@ -92,5 +92,5 @@ class Census:
         return self._names.get(peer) or peer[-8:]
 
     def named(self, ending: str) -> str:
-        """Return the name of the peer whose identifier ends with `ending`; `ending` itself if the peer is unknown."""
+        """Return the name of the peer with an identifier that ends in `ending`; `ending` itself if unknown."""
         return self._by_ending.get(ending, ending)

@@ -84,7 +84,7 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return (era, step) of the first step whose report to request from a member of `groups`."""
+        """Return (era, step) of the first step of which to request a report from a member of `groups`."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:

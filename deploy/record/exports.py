@@ -22,7 +22,7 @@ class EventsFile:
     """TensorBoard's event file beside the record in `folder`. It replaces the files of earlier starts.
 
     The file is rewritten when a peer starts and when the run goes back to a snapshot, and only grows in between. So it
-    never contains a step twice, or one that the run has undone.
+    never contains a step twice, or an undone step.
 
     Args: record: the record so far. Raises: OSError: the file cannot be written.
     """

@@ -30,7 +30,7 @@ def find_record(wanted: str) -> Path:
 
 
 def records_of(run: str) -> list[Path]:
-    """Return the records of a run on this machine, one per peer that keeps one."""
+    """Return the records of a run on this machine, one for each peer that keeps a record."""
     return [record for found in all_runs() if found.run == run for record in _below(found.path)]
 
 

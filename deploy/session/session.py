@@ -268,7 +268,7 @@ def _network(
 async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop: Stop) -> Found | None:
     """Take part until the run is done or a stop is requested.
 
-    Returns: the newer revision of the spec for which this call ended early, else None.
+    Returns: the newer revision of the spec, if one ended this call early; else None.
     """
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)

@@ -1,4 +1,4 @@
-"""Keeps the run spec in the directory: the owner signs it, and every peer of the run stores it there.
+"""Keeps the run spec in the directory (a DHT): the owner signs the spec, and every peer of the run stores a copy.
 
 Any peer can store the owner's signed record again, so the run can be joined after its host has left. Each peer uses its
 own subkey, so overwriting one copy does not touch the others.
