@@ -40,8 +40,7 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send the child, not its descendants, a signal. Nothing happens if the child is gone: `on_exit` reports
-        that."""
+        """Send the child, not its descendants, a signal. Nothing happens if the child is gone (`on_exit` tells)."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
